@@ -1,0 +1,7 @@
+"""graphopt: a compiler from ONNX inference models to self-contained ONNX training graphs."""
+
+from graphopt.errors import GraphoptError
+from graphopt.loading import load, save
+from graphopt.pipeline import Pipeline, compile, standard
+
+__all__ = ["GraphoptError", "Pipeline", "compile", "load", "save", "standard"]

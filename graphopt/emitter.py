@@ -1,0 +1,112 @@
+"""Emits onnxscript operators into a model's graph, typed as they are emitted.
+
+A traced function is a Python function of an `Emitter`, called `op`, and of values: `op.Tanh(x)` emits a node, and
+so does arithmetic: `1 - y * y`. Python numbers take the element type of the values beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import BuilderFeature, TapeBuilder
+
+from graphopt.errors import GraphoptError
+
+_INFERENCE_ERROR = "pkg.onnxscript.shape_inference_error"
+
+
+class Emitter(TapeBuilder):
+    """Appends nodes to the main graph of `model`, in a `with` block: `with Emitter(model) as op`.
+
+    Raises:
+        GraphoptError: an operator's inputs are ill-typed or ill-shaped.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        super().__init__(features=BuilderFeature.FULL)
+        self._graph = model.graph
+        self._versions = model.opset_imports
+        self._constants: dict[tuple[Any, ...], ir.Value] = {}
+
+    def __enter__(self) -> Emitter:
+        self._outer = ir.set_value_magic_handler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ir.set_value_magic_handler(self._outer)
+
+    def call_op(
+        self,
+        op_type: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        /,
+        domain: str = "",
+        version: int | None = None,
+        outputs: int | Sequence[str | ir.Value] = 1,
+        name: str | None = None,
+    ) -> ir.Value | Sequence[ir.Value]:
+        if version is None:
+            version = self._versions.get(domain)
+        return super().call_op(
+            op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
+        )
+
+    def _add_node(self, node: ir.Node) -> None:
+        self._graph.append(node)
+
+    def _infer_shapes(self, node: ir.Node) -> None:
+        super()._infer_shapes(node)
+        problem = node.metadata_props.pop(_INFERENCE_ERROR, None)
+        if problem is not None:
+            inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
+            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
+
+    def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+        tensor = ir.tensor(value, dtype=dtype)
+        key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
+        return self._constants[key]
+
+    def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
+        """Return a constant: an array or numbers, of the element type of `like` where given."""
+        return self._promote_constant(value, None if like is None else like.dtype)
+
+    def shape_of(self, x: ir.Value) -> ir.Value:
+        """Return the shape of `x` as an int64 vector: a constant where it is static."""
+        if x.shape is not None and x.shape.is_static():
+            return self.constant(np.array(x.shape.numpy(), np.int64))
+        shape: ir.Value = self.Shape(x)
+        return shape
+
+    def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:
+        """Return how many elements `x` has along `axes` (all by default), in the element type of `x`.
+
+        A Python number where the axes are static.
+        """
+        assert x.shape is not None and x.dtype is not None
+        dims = [x.shape[axis] for axis in (range(len(x.shape)) if axes is None else axes)]
+        static = float(np.prod([dim for dim in dims if isinstance(dim, int)], dtype=np.float64))
+        if all(isinstance(dim, int) for dim in dims):
+            return static
+        axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
+        sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)]
+        dynamic = sizes[0]
+        for size in sizes[1:]:
+            dynamic = self.Mul(dynamic, size)
+        count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
+        return count if static == 1 else self.Mul(count, static)  # type: ignore[no-any-return]
+
+
+def like(value: ir.Value, model: ir.Value) -> ir.Value:
+    """Declare that `value` has the shape and element type of `model`, where inference cannot see it."""
+    value.shape = model.shape
+    value.type = model.type
+    return value

@@ -1,0 +1,10 @@
+"""The error that graphopt raises for anything a user can mend."""
+
+
+class GraphoptError(ValueError):
+    """One line: the thing, what was expected, what was found, what to do."""
+
+
+def known(kind: str, name: str, names: object) -> str:
+    """Return the line that refuses `name` and lists the `names` that exist."""
+    return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names)))}"  # type: ignore[call-overload]

@@ -1,0 +1,108 @@
+"""Named steps from an inference model to a training graph."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, known
+from graphopt.loading import Source, load
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[ir.Model], Any]
+
+# The standard pipeline: a step's name, and the pass that stands there unless another is given.
+STANDARD: dict[str, str | None] = {
+    "normalize": "passes.Normalize",
+    "parameters": "passes.Parameters",
+    "sort": "passes.SortInitializers",
+    "loss": None,
+    "regularizer": None,
+    "gradient": "passes.Gradient",
+    "clip": None,
+    "optimizer": None,
+    "schedule": None,
+    "simplify": "passes.Simplify",
+}
+
+
+class Pipeline(Mapping[str, Step]):
+    """A mapping of named passes, run in order; a step that is None is left out.
+
+    `pipeline(model)` returns a rewritten copy. `pipeline.until(name)` and `pipeline.after(name)` are its two parts:
+    the model between them can be saved and loaded.
+    """
+
+    def __init__(self, **steps: Step | None) -> None:
+        self._steps = {name: step for name, step in steps.items() if step is not None}
+        for name, step in self._steps.items():
+            if not callable(step):
+                raise GraphoptError(f"pipeline.{name}: expected a pass, found {step!r}")
+
+    def __getitem__(self, name: str) -> Step:
+        return self._steps[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        return f"Pipeline({', '.join(f'{name}={step!r}' for name, step in self._steps.items())})"
+
+    def __call__(self, source: Source, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
+        """Run the steps on a copy of a model, calling `observe(name, model)` after each.
+
+        Raises:
+            GraphoptError: the model cannot be read, or a pass refuses it.
+        """
+        model = load(source)
+        for name, step in self._steps.items():
+            start = time.perf_counter()
+            step(model)
+            logger.info("%s: %r, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
+            if observe is not None:
+                observe(name, model)
+        return model
+
+    def until(self, name: str) -> Pipeline:
+        """Return the steps up to and with `name`."""
+        return Pipeline(**dict(list(self._steps.items())[: self._index(name) + 1]))
+
+    def after(self, name: str) -> Pipeline:
+        """Return the steps that follow `name`."""
+        return Pipeline(**dict(list(self._steps.items())[self._index(name) + 1 :]))
+
+    def _index(self, name: str) -> int:
+        if name not in self._steps:
+            raise GraphoptError(known("step", name, self._steps))
+        return list(self._steps).index(name)
+
+
+def standard(**steps: Step | None) -> Pipeline:
+    """Return the standard pipeline with some steps given; None leaves a step out."""
+    for name in steps:
+        if name not in STANDARD:
+            raise GraphoptError(known("step", name, STANDARD))
+    defaults = {name: target and pkgutil.resolve_name(target)() for name, target in STANDARD.items()}
+    return Pipeline(**{**defaults, **steps})
+
+
+def compile(model: Source, **steps: Step | None) -> ir.Model:
+    """Compile an inference model to a training graph by the standard pipeline; see `STANDARD` for the steps.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        steps: the passes to put in: `loss`, `regularizer`, `clip`, `optimizer`, `schedule`, `parameters`, ...
+
+    Raises:
+        GraphoptError: the model cannot be read, a step is unknown, or a pass refuses the model.
+    """
+    return standard(**steps)(model)

@@ -1,0 +1,72 @@
+"""What each input and output of a training graph is for; kept in metadata, so it survives saving."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+
+_KEY = "graphopt.role"
+ORIGINAL_NAME = "graphopt.original_name"
+METRIC = "graphopt.metric"
+
+
+class Role(enum.Enum):
+    """The roles of the contract between compiler and executor."""
+
+    DATA = "data"  # input: fed each step
+    TARGET = "target"  # input: what a loss compares a prediction with
+    SAMPLE_WEIGHT = "sample_weight"  # input: a weight for each row
+    PARAMETER = "parameter"  # state: trained
+    SLOT = "slot"  # state: an optimizer's own, one or more a parameter
+    COUNTER = "counter"  # state: the number of steps done
+    HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
+    LOSS = "loss"  # output: the objective
+    PREDICTION = "prediction"  # output: the model's own
+    METRIC = "metric"  # output: anything else to report
+    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to parameter NAME
+    NEXT = "next"  # output NAME.next: replaces state NAME
+
+
+STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.COUNTER})
+
+
+def role_of(value: ir.Value) -> Role | None:
+    """Return the role of a graph input or output, or None where no pass has given it one."""
+    name = value.metadata_props.get(_KEY)
+    return None if name is None else Role(name)
+
+
+def set_role(value: ir.Value, role: Role) -> ir.Value:
+    """Give `value` a role and return it."""
+    value.metadata_props[_KEY] = role.value
+    return value
+
+
+def clear_role(value: ir.Value) -> None:
+    """Take the role of `value` away."""
+    value.metadata_props.pop(_KEY, None)
+
+
+def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
+    """Return the model's inputs and outputs that have one of `roles`, in graph order."""
+    return [value for value in _interface(model) if role_of(value) in roles]
+
+
+def the(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
+    """Return the one value with `role`; an error names the pass that needs it."""
+    found = with_role(model, role)
+    if len(found) != 1:
+        raise GraphoptError(
+            f"{needed_by} needs one value with role {role.value!r}, found {len(found)}: "
+            f"run the pass that makes it first"
+        )
+    return found[0]
+
+
+def _interface(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from model.graph.outputs

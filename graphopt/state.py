@@ -1,0 +1,97 @@
+"""State and hyperparameters of a training graph: graph inputs that carry an initial value.
+
+In a model at rest each is an overridable initializer (an initializer that is also a graph input), as the
+contract says. While a pass runs, `detached` keeps the values apart: rewriters take an input with a constant
+value for a constant, and fold a step counter that starts at 0 for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.roles import Role, set_role, with_role
+
+_INITIAL = "graphopt.initial"
+STEP = "step"
+
+
+@contextlib.contextmanager
+def detached(model: ir.Model) -> Iterator[None]:
+    """Keep every state's initial value in its `meta` while the block runs, then put the values back."""
+    graph = model.graph
+    for value in graph.inputs:
+        if value.is_initializer():
+            assert value.name is not None
+            value.meta[_INITIAL] = value.const_value
+            value.const_value = None
+            del graph.initializers[value.name]
+    try:
+        yield
+    finally:
+        for value in graph.inputs:
+            if _INITIAL in value.meta:
+                value.const_value = value.meta.pop(_INITIAL)
+                graph.register_initializer(value)
+
+
+def initial(value: ir.Value) -> ir.TensorProtocol | None:
+    """Return the value a state or hyperparameter starts with, or None for data; in and out of a pass."""
+    found: ir.TensorProtocol | None = value.meta.get(_INITIAL, value.const_value)
+    return found
+
+
+def set_initial(value: ir.Value, array: np.ndarray) -> None:
+    """Replace the value that a state or hyperparameter starts with, out of a pass."""
+    value.const_value = ir.tensor(array, name=value.name)
+
+
+def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
+    """Make a plain initializer an input that carries its value; inside a pass."""
+    assert initializer.name is not None
+    del model.graph.initializers[initializer.name]
+    initializer.meta[_INITIAL] = initializer.const_value
+    initializer.const_value = None
+    model.graph.inputs.append(initializer)
+    return set_role(initializer, role)
+
+
+def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Value:
+    """Add an input `name` that starts with `array`; inside a pass."""
+    if role is not Role.SLOT:
+        check_free(model, name)
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    value.meta[_INITIAL] = tensor
+    model.graph.inputs.append(value)
+    return set_role(value, role)
+
+
+def set_next(model: ir.Model, value: ir.Value, following: ir.Value) -> None:
+    """Add the output `NAME.next` that replaces state `value` after the step."""
+    following.name = f"{value.name}.next"
+    model.graph.outputs.append(set_role(following, Role.NEXT))
+
+
+def counter(model: ir.Model) -> ir.Value:
+    """Return the step counter, an int64 scalar that is 0 in the first step; declare it where it is missing."""
+    found = with_role(model, Role.COUNTER)
+    if found:
+        return found[0]
+    step = declare(model, STEP, np.array(0, np.int64), Role.COUNTER)
+    with Emitter(model) as op:
+        set_next(model, step, op.Add(step, 1))
+    return step
+
+
+def check_free(model: ir.Model, name: str) -> None:
+    """Raise an error if the graph already has a value called `name`."""
+    if name in ir.convenience.create_value_mapping(model.graph):
+        raise GraphoptError(
+            f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
+        )

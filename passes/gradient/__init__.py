@@ -1,0 +1,42 @@
+"""The gradient pass and the rules it follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt import roles
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass
+from graphopt.roles import Role
+from passes.gradient import rules as rules
+from passes.gradient.registry import elementwise, has_rule, no_gradient, rule
+from passes.gradient.walk import backward
+
+__all__ = ["Gradient", "backward", "elementwise", "has_rule", "no_gradient", "rule"]
+
+
+@dataclass(frozen=True)
+class Gradient(Pass):
+    """Differentiate the loss by every parameter, in standard operators: an output `NAME.grad` each.
+
+    Raises:
+        GraphoptError: there is no loss or no parameter; operators without a rule block a parameter; or the loss
+            does not depend on a parameter.
+    """
+
+    def rewrite(self, model: ir.Model) -> None:
+        loss = roles.the(model, Role.LOSS, "Gradient")
+        parameters = roles.with_role(model, Role.PARAMETER)
+        if not parameters:
+            raise GraphoptError("Gradient needs parameters, found none: run Parameters first, or loosen its pattern")
+        with Emitter(model) as op:
+            gradients = backward(op, model.graph, {loss: op.constant(1.0, like=loss)}, parameters)
+            missing = [parameter.name for parameter in parameters if parameter not in gradients]
+            if missing:
+                raise GraphoptError(f"the loss does not depend on {', '.join(map(repr, missing))}: freeze them")
+            for parameter in parameters:
+                gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
+                model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))

@@ -1,0 +1,156 @@
+"""Reverse-mode differentiation: one walk from the objective back to what it is differentiated by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import NO_GRADIENT, RULES
+
+
+def backward(
+    op: Emitter, graph: ir.Graph, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Emit the vector-Jacobian product of `graph` and return the gradient of each value of `wrt` it depends on.
+
+    Args:
+        seeds: the gradient of the objective with respect to some values, each of that value's shape.
+        wrt: the values to differentiate by.
+
+    Raises:
+        GraphoptError: operators on the way have no rule; names them all, their nodes, and what they block.
+    """
+    wrt = list(wrt)
+    path = _between(graph, seeds, wrt)
+    check_rules(path, wrt)
+    active = set(wrt).union(*(node.outputs for node in path)) if path else set(wrt)
+    gradients = dict(seeds)
+    for node in reversed(path):
+        output_gradients = [gradients.pop(output, None) for output in node.outputs]
+        if all(gradient is None for gradient in output_gradients):
+            continue
+        rule = RULES[node.domain, node.op_type]
+        input_gradients = rule(op, node, *output_gradients, **attributes_of(node, graph.opset_imports))
+        for x, gradient in zip(node.inputs, input_gradients, strict=False):
+            if x is None or gradient is None or x not in active:
+                continue
+            summed = sum_to(op, gradient, x)
+            gradients[x] = like(gradients[x] + summed, x) if x in gradients else summed
+    return {x: gradients[x] for x in wrt if x in gradients}
+
+
+def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
+    """Return the values of a node's attributes, the schema's defaults included."""
+    defaults = _defaults(node.domain, node.op_type, versions.get(node.domain, 1))
+    return defaults | {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+@functools.cache
+def _defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return {}
+    defaults = {name: attribute.default_value for name, attribute in schema.attributes.items()}
+    return {name: ir.from_proto(value).value for name, value in defaults.items() if value.name}
+
+
+def is_differentiable(value: ir.Value | None) -> bool:
+    """Tell whether a value is of a floating type."""
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def passes_gradient(node: ir.Node) -> bool:
+    """Tell whether any output of `node` may depend differentiably on an input, rule or no rule."""
+    return (node.domain, node.op_type) not in NO_GRADIENT and any(map(is_differentiable, node.outputs))
+
+
+def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
+    """Raise one error for all nodes of `path` without a rule, with what each operator blocks."""
+    lacking = [node for node in path if (node.domain, node.op_type) not in RULES]
+    if not lacking:
+        return
+    lines = []
+    for domain, op_type in sorted({(node.domain, node.op_type) for node in lacking}):
+        nodes = [node for node in lacking if (node.domain, node.op_type) == (domain, op_type)]
+        blocked = [x.name for x in wrt if _reaches(x, nodes)]
+        name = f"{domain}::{op_type}" if domain else op_type
+        lines.append(
+            f"{name} (nodes {', '.join(repr(n.name) for n in nodes)}; blocks {', '.join(map(repr, blocked))})"
+        )
+    raise GraphoptError(
+        f"no gradient rule for {'; '.join(lines)}: register rules or freeze the parameters that they block"
+    )
+
+
+def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
+    """Sum `gradient` over the axes along which `x` was broadcast; the result has the shape of `x`."""
+    assert x.shape is not None and gradient.shape is not None
+    have, want = list(gradient.shape), list(x.shape)
+    lead = len(have) - len(want)
+    tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
+    if lead < 0 or any(_may_broadcast(h, w) for h, w in tails):
+        return like(_sum_to_dynamic(op, gradient, x), x)
+    stretched = [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
+    if lead and stretched:
+        gradient = op.ReduceSum(gradient, [*range(lead), *stretched], keepdims=1)
+        return like(op.Squeeze(gradient, [*range(lead)]), x)
+    if lead:
+        return like(op.ReduceSum(gradient, [*range(lead)], keepdims=0), x)
+    if stretched:
+        return like(op.ReduceSum(gradient, stretched, keepdims=1), x)
+    return gradient
+
+
+def _may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
+    """Tell whether only the run shows if a dimension `want` was stretched to `have`."""
+    if isinstance(want, int) or have == 1:
+        return False
+    return want.value is None or have != want
+
+
+def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
+    assert x.shape is not None and gradient.shape is not None
+    have, want = op.Shape(gradient), op.shape_of(x)
+    lead = len(gradient.shape) - len(x.shape)
+    aligned = op.Concat([1] * lead, want, axis=0) if lead > 0 else want
+    axes = op.Squeeze(op.Transpose(op.NonZero(op.Not(op.Equal(have, aligned)))), [1])
+    summed = op.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
+    return op.Reshape(summed, want)  # type: ignore[no-any-return]
+
+
+def _between(graph: ir.Graph, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]) -> list[ir.Node]:
+    """Return the nodes on differentiable paths from `wrt` to `seeds`, in graph order."""
+    forward = set(wrt)
+    ahead = []
+    for node in graph:
+        if passes_gradient(node) and any(x in forward and is_differentiable(x) for x in node.inputs):
+            ahead.append(node)
+            forward.update(output for output in node.outputs if is_differentiable(output))
+    behind = set(seeds)
+    path = []
+    for node in reversed(ahead):
+        if any(output in behind for output in node.outputs):
+            path.append(node)
+            behind.update(x for x in node.inputs if x is not None)
+    return path[::-1]
+
+
+def _reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
+    targets = set(nodes)
+    seen: set[ir.Node] = set()
+    front = [x]
+    while front:
+        for user in front.pop().consumers():
+            if user in targets:
+                return True
+            if user not in seen:
+                seen.add(user)
+                front.extend(user.outputs)
+    return False

@@ -1,0 +1,87 @@
+"""Chooses what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt import state
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass, Pattern, matches
+from graphopt.roles import Role
+from passes.gradient.walk import is_differentiable, passes_gradient
+
+# Inputs that the schemas call differentiable and that hold statistics of data, not weights.
+STATISTICS = {"BatchNormalization": (3, 4)}
+
+
+@dataclass(frozen=True)
+class Parameters(Pass):
+    """Make initializers parameters: by default every weight, otherwise those whose names match `pattern`.
+
+    A weight is a floating initializer of rank 1 or more and finite numbers, that reaches an output of the model
+    through differentiable operators and is no running statistic. `freeze` takes names out again. Patterns are
+    shell-style, one or several.
+
+    Raises:
+        GraphoptError: nothing is left to train, or `pattern` or `freeze` matches no initializer.
+    """
+
+    pattern: Pattern = None
+    freeze: Pattern = None
+
+    def rewrite(self, model: ir.Model) -> None:
+        floating = [value for value in model.graph.initializers.values() if is_differentiable(value)]
+        for name, pattern in (("pattern", self.pattern), ("freeze", self.freeze)):
+            if pattern and not any(matches(value.name, pattern) for value in floating):
+                raise GraphoptError(
+                    f"parameters.{name}={pattern!r} matches no floating initializer; the model has: "
+                    f"{', '.join(str(value.name) for value in floating) or 'none'}"
+                )
+        if self.pattern:
+            chosen = [value for value in floating if matches(value.name, self.pattern)]
+        else:
+            reached = set(weights(model))
+            chosen = [value for value in floating if value in reached]
+        chosen = [value for value in chosen if not matches(value.name, self.freeze)]
+        if not chosen:
+            raise GraphoptError(
+                "nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
+                "differentiable operators, found none; name parameters with parameters.pattern"
+            )
+        for value in chosen:
+            state.promote(model, value, Role.PARAMETER)
+
+
+def weights(model: ir.Model) -> Iterator[ir.Value]:
+    """Yield the initializers that the default rule trains."""
+    reached = {output for output in model.graph.outputs if is_differentiable(output)}
+    for node in reversed(model.graph):
+        if passes_gradient(node) and any(output in reached for output in node.outputs):
+            reached.update(x for i, x in enumerate(node.inputs) if x is not None and _carries(node, i))
+    for value in model.graph.initializers.values():
+        if value in reached and _is_weight(value):
+            yield value
+
+
+def _carries(node: ir.Node, index: int) -> bool:
+    """Tell whether an input is one that a gradient could flow to, by type and by the operator's schema."""
+    if not is_differentiable(node.inputs[index]) or index in STATISTICS.get(node.op_type, ()):
+        return False
+    try:
+        schema = onnx.defs.get_schema(node.op_type, domain=node.domain)
+    except onnx.defs.SchemaError:
+        return True
+    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+    return formal.differentiation_category != onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
+
+
+def _is_weight(value: ir.Value) -> bool:
+    tensor = value.const_value
+    if tensor is None or len(tensor.shape) == 0:
+        return False
+    return bool(np.isfinite(tensor.numpy().astype(np.float64)).all())
