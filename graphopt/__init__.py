@@ -1,7 +1,8 @@
 """graphopt: a compiler from ONNX inference models to self-contained ONNX training graphs."""
 
 from graphopt.errors import GraphoptError
+from graphopt.executor import Executor, NonFiniteLoss
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, standard
 
-__all__ = ["GraphoptError", "Pipeline", "compile", "load", "save", "standard"]
+__all__ = ["Executor", "NonFiniteLoss", "GraphoptError", "Pipeline", "compile", "load", "save", "standard"]

@@ -9,6 +9,7 @@ import onnx_ir.passes.common as common
 import onnxscript.optimizer
 
 from graphopt.rewriting import Pass
+from graphopt.roles import preserved
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
-        onnxscript.optimizer.optimize(model)
-        common.IdentityEliminationPass()(model)
-        common.CommonSubexpressionEliminationPass()(model)
-        common.RemoveUnusedNodesPass()(model)
+        with preserved(model):
+            onnxscript.optimizer.optimize(model)
+            common.IdentityEliminationPass()(model)
+            common.CommonSubexpressionEliminationPass()(model)
+            common.RemoveUnusedNodesPass()(model)

@@ -1,0 +1,339 @@
+"""Runs training graphs on ONNX Runtime. The one module, beside passes that build on it, that imports onnxruntime."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt import inference
+from graphopt.errors import GraphoptError
+from graphopt.loading import Source, load
+from graphopt.roles import STATE, Role, role_of, with_role
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Reported = dict[str, Any]
+
+
+class NonFiniteLoss(GraphoptError):
+    """A step's loss is infinite or not a number; the state is that before the step."""
+
+
+class Executor:
+    """Runs a training graph step by step; its state lives on the device.
+
+    Args:
+        step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
+        device: `cpu`, `cuda` or `cuda:N`.
+        threads: threads an operator may use; the runtime's choice by default.
+        deterministic: ask the runtime for kernels that give the same numbers each run.
+        on_nonfinite: what a loss that is not finite does: `raise` an error, `warn` and go on, or `skip` the step;
+            with `raise` and `skip` the state stays as it was.
+        report: the outputs to return from each step; all but the state by default.
+
+    Raises:
+        GraphoptError: no ONNX Runtime is installed, the device is not available, or the graph trains nothing.
+    """
+
+    def __init__(
+        self,
+        step: Source,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        deterministic: bool = False,
+        on_nonfinite: Literal["raise", "warn", "skip"] = "raise",
+        report: Sequence[str] | None = None,
+    ) -> None:
+        if on_nonfinite not in ("raise", "warn", "skip"):
+            raise GraphoptError(f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {on_nonfinite!r}")
+        self._on_nonfinite = on_nonfinite
+        self._device = _Device(device, threads, deterministic)
+        self._model = load(step)
+        self._inputs = {str(v.name): _Input(v) for v in self._model.graph.inputs}
+        self._start(_take_initial(self._model), report)
+
+    def step(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
+        """Run one step on arrays named like the graph's inputs and return what it reports.
+
+        Scalars come back as Python numbers, `loss` first. Contiguous arrays are read where they are. A
+        hyperparameter that is fed stays as fed.
+
+        Raises:
+            GraphoptError: an array is missing, unknown, or of another type or shape; nothing has run.
+            NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
+        """
+        feeds = {**(data or {}), **named}
+        self._check(feeds)
+        binding = self._bindings[self._current]
+        for name, array in feeds.items():
+            if name in self.hyperparameters:
+                self._feed_hyperparameter(name, array)
+            else:
+                self._device.bind(binding, name, array)
+        for name in self._arrays:
+            binding.bind_output(name, "cpu")
+        self._device.run(self._session, binding)
+        values = binding.get_outputs()
+        reported = {name: _python(values[i].numpy()) for name, i in self._reported.items()}
+        if self._accept(reported):
+            self._current ^= 1
+            self.steps += 1
+        return reported
+
+    def evaluate(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
+        """Return the losses and the model's outputs on some data; the state stays as it is."""
+        return self._forward((Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
+
+    def predict(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
+        """Return the model's outputs; no target is needed."""
+        return self._forward((Role.PREDICTION,), {**(data or {}), **named})
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """Copies of all state: parameters, optimizer slots and counters, by name."""
+        return {name: np.array(value.numpy()) for name, value in self._state[self._current].items()}
+
+    @state.setter
+    def state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.update_state(arrays)
+
+    def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array is of another type or shape.
+        """
+        buffers = self._state[self._current]
+        for name, array in arrays.items():
+            if name not in buffers:
+                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(buffers)}")
+            self._inputs[name].check(np.asarray(array))
+        for name, array in arrays.items():
+            buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """The inputs to feed each step, by name: data, targets and sample weights."""
+        roles = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
+        return {str(value.name): value for value in with_role(self._model, *roles) if value.is_graph_input()}
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of everything a step can report, `loss` first."""
+        return [str(v.name) for v in self._model.graph.outputs if role_of(v) is not Role.NEXT]
+
+    @property
+    def model(self) -> ir.Model:
+        """The training graph, without its initial state."""
+        return self._model
+
+    def trained(self) -> onnx.ModelProto:
+        """Return the inference model with the trained weights, under the names of the model that was compiled."""
+        return inference.trained(self._model, self.state)
+
+    def _start(self, initial: dict[str, np.ndarray], report: Sequence[str] | None) -> None:
+        kept = {str(v.name) for v in with_role(self._model, *STATE)}
+        if not with_role(self._model, Role.NEXT):
+            raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+        unknown = set(report or ()) - set(self.outputs)
+        if unknown:
+            raise GraphoptError(f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}")
+        self.steps = 0
+        self._session = self._device.session(self._model)
+        self._state = [
+            {name: self._device.buffer(initial[name]) for name in initial if name in kept} for _ in range(2)
+        ]
+        self._hyperparameters = {
+            name: self._device.buffer(array) for name, array in initial.items() if name not in kept
+        }
+        self.hyperparameters: dict[str, Any] = {
+            name: array.item() if array.ndim == 0 else array
+            for name, array in initial.items()
+            if name not in kept
+        }
+        names = [name for name in self.outputs if report is None or name in report or name == "loss"]
+        self._reported = {name: i for i, name in enumerate(names)}
+        ranks = {str(v.name): len(v.shape) if v.shape is not None else None for v in self._model.graph.outputs}
+        self._arrays = [name for name in names if ranks[name] != 0]
+        self._current = 0
+        self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
+        self._forwards: dict[tuple[Role, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
+
+    def _bind_state(self, source: int, destination: int, names: Sequence[str]) -> onnxruntime.IOBinding:
+        binding = self._session.io_binding()
+        for name in names:
+            binding.bind_output(name, "cpu")
+        for name, value in {**self._state[source], **self._hyperparameters}.items():
+            binding.bind_ortvalue_input(name, value)
+        updated = {str(v.name) for v in with_role(self._model, Role.NEXT)}
+        for name, value in self._state[destination].items():
+            if f"{name}.next" in updated:
+                binding.bind_ortvalue_output(f"{name}.next", value)
+        return binding
+
+    def _check(self, feeds: Mapping[str, np.ndarray]) -> None:
+        for name, array in feeds.items():
+            if name not in self._inputs or name in self._state[0]:
+                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
+            self._inputs[name].check(np.asarray(array) if name in self.hyperparameters else array)
+        missing = [name for name in self.inputs if name not in feeds]
+        if missing:
+            raise GraphoptError(f"input {missing[0]!r}: missing; found {', '.join(feeds) or 'nothing'}")
+
+    def _feed_hyperparameter(self, name: str, array: Any) -> None:
+        if self.hyperparameters[name] is not array:
+            buffer = np.asarray(array, self._inputs[name].dtype)
+            self._hyperparameters[name].update_inplace(buffer)
+            self.hyperparameters[name] = buffer.item() if buffer.ndim == 0 else buffer
+
+    def _accept(self, reported: Reported) -> bool:
+        loss = reported.get("loss", 0.0)
+        if math.isfinite(loss):
+            return True
+        message = f"step {self.steps}: expected a finite loss, found {loss}"
+        if self._on_nonfinite == "raise":
+            raise NonFiniteLoss(f"{message}; lower the learning rate, clip gradients, or look for NaN in the data")
+        warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
+        return self._on_nonfinite == "warn"
+
+    def _forward(self, roles: tuple[Role, ...], feeds: Mapping[str, np.ndarray]) -> Reported:
+        if roles not in self._forwards:
+            wanted = [v for v in with_role(self._model, *roles) if v.is_graph_output() and _is_forward(v)]
+            part = inference.extract(self._model, wanted)
+            self._forwards[roles] = part, self._device.session(part)
+        part, session = self._forwards[roles]
+        binding = session.io_binding()
+        for value in part.graph.inputs:
+            name = str(value.name)
+            if name in self._state[0]:
+                binding.bind_ortvalue_input(name, self._state[self._current][name])
+            elif name in self._hyperparameters:
+                binding.bind_ortvalue_input(name, self._hyperparameters[name])
+            elif name in feeds:
+                self._inputs[name].check(feeds[name])
+                self._device.bind(binding, name, feeds[name])
+            else:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
+        for value in part.graph.outputs:
+            binding.bind_output(str(value.name), "cpu")
+        self._device.run(session, binding)
+        values = binding.get_outputs()
+        return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
+
+
+class _Input:
+    """The element type and shape that an input accepts."""
+
+    def __init__(self, value: ir.Value) -> None:
+        assert value.dtype is not None
+        self.name = value.name
+        self.dtype = np.dtype(value.dtype.numpy())
+        self.shape = None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
+        self._text = str(value.shape)
+
+    def check(self, array: np.ndarray) -> None:
+        if not isinstance(array, np.ndarray):
+            raise GraphoptError(f"input {self.name!r}: expected a NumPy array, found {type(array).__name__}")
+        if array.dtype != self.dtype and self.shape != ():
+            raise GraphoptError(
+                f"input {self.name!r}: expected {self.dtype}, found {array.dtype}: convert it with .astype"
+            )
+        if self.shape is not None and (
+            len(self.shape) != array.ndim
+            or any(want not in (None, have) for want, have in zip(self.shape, array.shape, strict=True))
+        ):
+            raise GraphoptError(f"input {self.name!r}: expected shape {self._text}, found {list(array.shape)}")
+
+
+class _Device:
+    """Where sessions run and state lives."""
+
+    def __init__(self, device: str, threads: int | None, deterministic: bool) -> None:
+        self.kind, _, index = device.partition(":")
+        if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
+            raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
+        self.index = int(index or 0)
+        self._ort = _runtime()
+        self._options = self._ort.SessionOptions()
+        self._options.log_severity_level = 4  # what goes wrong is raised
+        self._options.intra_op_num_threads = threads or 0
+        self._options.use_deterministic_compute = deterministic
+        if self.kind == "cuda" and "CUDAExecutionProvider" not in self._ort.get_available_providers():
+            raise GraphoptError(
+                f"device {device!r}: expected CUDAExecutionProvider, this onnxruntime has "
+                f"{', '.join(self._ort.get_available_providers())}: pip install 'graphopt[gpu]'"
+            )
+
+    def session(self, model: ir.Model) -> onnxruntime.InferenceSession:
+        providers: list[Any] = ["CPUExecutionProvider"]
+        if self.kind == "cuda":
+            providers.insert(0, ("CUDAExecutionProvider", {"device_id": self.index}))
+        try:
+            session = self._ort.InferenceSession(
+                ir.to_proto(model).SerializeToString(), sess_options=self._options, providers=providers
+            )
+        except Exception as error:  # noqa: BLE001 - onnxruntime raises a dozen classes that share no base
+            raise GraphoptError(
+                f"onnxruntime {self._ort.__version__} refuses the graph: {' '.join(str(error).split())}"
+            ) from error
+        if self.kind == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+            raise GraphoptError(
+                f"device 'cuda:{self.index}': the CUDA provider did not start: look for its libraries and a GPU"
+            )
+        return session
+
+    def buffer(self, array: np.ndarray) -> onnxruntime.OrtValue:
+        """Return a buffer on the device of its own, never memory shared with `array`."""
+        value = self._ort.OrtValue.ortvalue_from_shape_and_type(
+            list(array.shape), array.dtype.type, self.kind, self.index
+        )
+        value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
+        return value
+
+    def bind(self, binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
+        binding.bind_cpu_input(name, array if array.flags.c_contiguous else np.ascontiguousarray(array))
+
+    def run(self, session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> None:
+        try:
+            session.run_with_iobinding(binding)
+        except RuntimeError as error:
+            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+
+
+def _runtime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise GraphoptError(
+            "executing needs an ONNX Runtime, found none: pip install 'graphopt[cpu]', 'graphopt[gpu]' or "
+            "'graphopt[training]', exactly one of them in an environment"
+        ) from error
+    return onnxruntime
+
+
+def _take_initial(model: ir.Model) -> dict[str, np.ndarray]:
+    """Take the initial values of state and hyperparameters out of a model, which keeps plain inputs."""
+    taken = {}
+    for value in model.graph.inputs:
+        if value.is_initializer() and value.const_value is not None:
+            taken[str(value.name)] = value.const_value.numpy()
+            del model.graph.initializers[str(value.name)]
+            value.const_value = None
+    return taken
+
+
+def _is_forward(value: ir.Value) -> bool:
+    """Tell whether an output needs no gradient: metrics may."""
+    return value.metadata_props.get("graphopt.backward") is None
+
+
+def _python(array: np.ndarray) -> Any:
+    return array.item() if array.ndim == 0 else array
