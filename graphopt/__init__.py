@@ -2,7 +2,18 @@
 
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor, NonFiniteLoss
+from graphopt.listing import listing
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, standard
 
-__all__ = ["Executor", "NonFiniteLoss", "GraphoptError", "Pipeline", "compile", "load", "save", "standard"]
+__all__ = [
+    "Executor",
+    "NonFiniteLoss",
+    "GraphoptError",
+    "Pipeline",
+    "compile",
+    "listing",
+    "load",
+    "save",
+    "standard",
+]

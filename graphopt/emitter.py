@@ -6,13 +6,13 @@ so does arithmetic: `1 - y * y`. Python numbers take the element type of the val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import BuilderFeature, TapeBuilder
+from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
 from graphopt.errors import GraphoptError
 
@@ -75,6 +75,31 @@ class Emitter(TapeBuilder):
             self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
         return self._constants[key]
 
+    def trace(self, function: Callable[..., ir.Value] | OnnxFunction[..., Any], *args: ir.Value) -> ir.Value:
+        """Emit a traced function `f(op, *args)`, or the body of an onnxscript function, and return its output."""
+        if not isinstance(function, OnnxFunction):
+            return function(self, *args)
+        body = function.function_ir
+        if len(args) != len(body.inputs) or len(body.outputs) != 1 or body.attributes:
+            raise GraphoptError(
+                f"{function.name}: expected an onnxscript function of {len(args)} inputs, one output and no "
+                f"attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}"
+            )
+        values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
+        for node in body:
+            outputs = self.call_op(
+                node.op_type,
+                [values.get(x) for x in node.inputs],
+                dict(node.attributes),
+                domain=node.domain,
+                outputs=len(node.outputs),
+            )
+            values.update(
+                zip(node.outputs, [outputs] if isinstance(outputs, ir.Value) else outputs, strict=True)
+            )
+        traced: ir.Value = values[body.outputs[0]]
+        return traced
+
     def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
         """Return a constant: an array or numbers, of the element type of `like` where given."""
         return self._promote_constant(value, None if like is None else like.dtype)
@@ -97,12 +122,14 @@ class Emitter(TapeBuilder):
         if all(isinstance(dim, int) for dim in dims):
             return static
         axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
-        sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)]
+        sizes = [
+            self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)
+        ]
         dynamic = sizes[0]
         for size in sizes[1:]:
             dynamic = self.Mul(dynamic, size)
         count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
-        return count if static == 1 else self.Mul(count, static)  # type: ignore[no-any-return]
+        return count if static == 1 else self.Mul(count, static)
 
 
 def like(value: ir.Value, model: ir.Value) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -142,10 +142,14 @@ class Executor:
     def _start(self, initial: dict[str, np.ndarray], report: Sequence[str] | None) -> None:
         kept = {str(v.name) for v in with_role(self._model, *STATE)}
         if not with_role(self._model, Role.NEXT):
-            raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+            raise GraphoptError(
+                "expected a training graph, found one without state to update: add an optimizer"
+            )
         unknown = set(report or ()) - set(self.outputs)
         if unknown:
-            raise GraphoptError(f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}")
+            raise GraphoptError(
+                f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
+            )
         self.steps = 0
         self._session = self._device.session(self._model)
         self._state = [
@@ -161,8 +165,11 @@ class Executor:
         }
         names = [name for name in self.outputs if report is None or name in report or name == "loss"]
         self._reported = {name: i for i, name in enumerate(names)}
-        ranks = {str(v.name): len(v.shape) if v.shape is not None else None for v in self._model.graph.outputs}
+        ranks = {
+            str(v.name): len(v.shape) if v.shape is not None else None for v in self._model.graph.outputs
+        }
         self._arrays = [name for name in names if ranks[name] != 0]
+        self._shared = _shared_dimensions(self.inputs.values())
         self._current = 0
         self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
         self._forwards: dict[tuple[Role, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
@@ -184,9 +191,16 @@ class Executor:
             if name not in self._inputs or name in self._state[0]:
                 raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
             self._inputs[name].check(np.asarray(array) if name in self.hyperparameters else array)
-        missing = [name for name in self.inputs if name not in feeds]
-        if missing:
-            raise GraphoptError(f"input {missing[0]!r}: missing; found {', '.join(feeds) or 'nothing'}")
+        for name in self.inputs:
+            if name not in feeds:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
+        for dimension, places in self._shared:
+            sizes = {name: feeds[name].shape[axis] for name, axis in places}
+            if len(set(sizes.values())) > 1:
+                found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
+                raise GraphoptError(
+                    f"dimension {dimension!r}: expected one size in all inputs, found {found}"
+                )
 
     def _feed_hyperparameter(self, name: str, array: Any) -> None:
         if self.hyperparameters[name] is not array:
@@ -200,14 +214,15 @@ class Executor:
             return True
         message = f"step {self.steps}: expected a finite loss, found {loss}"
         if self._on_nonfinite == "raise":
-            raise NonFiniteLoss(f"{message}; lower the learning rate, clip gradients, or look for NaN in the data")
+            raise NonFiniteLoss(
+                f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
+            )
         warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
         return self._on_nonfinite == "warn"
 
     def _forward(self, roles: tuple[Role, ...], feeds: Mapping[str, np.ndarray]) -> Reported:
         if roles not in self._forwards:
-            wanted = [v for v in with_role(self._model, *roles) if v.is_graph_output() and _is_forward(v)]
-            part = inference.extract(self._model, wanted)
+            part = inference.extract(self._model, with_role(self._model, *roles))
             self._forwards[roles] = part, self._device.session(part)
         part, session = self._forwards[roles]
         binding = session.io_binding()
@@ -229,6 +244,16 @@ class Executor:
         return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
 
 
+def _shared_dimensions(values: Iterable[ir.Value]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Return the symbolic dimensions that several inputs share, and where each stands."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for value in values:
+        for axis, dim in enumerate(value.shape or ()):
+            if not isinstance(dim, int) and dim.value is not None:
+                places.setdefault(dim.value, []).append((str(value.name), axis))
+    return [(dimension, found) for dimension, found in places.items() if len(found) > 1]
+
+
 class _Input:
     """The element type and shape that an input accepts."""
 
@@ -236,7 +261,9 @@ class _Input:
         assert value.dtype is not None
         self.name = value.name
         self.dtype = np.dtype(value.dtype.numpy())
-        self.shape = None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
+        self.shape = (
+            None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
+        )
         self._text = str(value.shape)
 
     def check(self, array: np.ndarray) -> None:
@@ -250,7 +277,9 @@ class _Input:
             len(self.shape) != array.ndim
             or any(want not in (None, have) for want, have in zip(self.shape, array.shape, strict=True))
         ):
-            raise GraphoptError(f"input {self.name!r}: expected shape {self._text}, found {list(array.shape)}")
+            raise GraphoptError(
+                f"input {self.name!r}: expected shape {self._text}, found {list(array.shape)}"
+            )
 
 
 class _Device:
@@ -328,11 +357,6 @@ def _take_initial(model: ir.Model) -> dict[str, np.ndarray]:
             del model.graph.initializers[str(value.name)]
             value.const_value = None
     return taken
-
-
-def _is_forward(value: ir.Value) -> bool:
-    """Tell whether an output needs no gradient: metrics may."""
-    return value.metadata_props.get("graphopt.backward") is None
 
 
 def _python(array: np.ndarray) -> Any:

@@ -19,7 +19,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
         if not value.uses() and not value.is_graph_output():
             graph.initializers.pop(value.name or "", None)
             graph.inputs.remove(value)
-    extracted = ir.Model(graph, ir_version=model.ir_version, functions=model.functions.values())
+    extracted = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     RemoveUnusedOpsetsPass()(extracted)
     return extracted
 

@@ -35,7 +35,9 @@ def load(source: Source) -> ir.Model:
         onnx.checker.check_model(proto)
     except onnx.checker.ValidationError as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {' '.join(str(error).split())}") from error
-    except ValueError:  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
+    except (
+        ValueError
+    ):  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
         pass
     return ir.from_proto(proto)
 
@@ -52,7 +54,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Give a temporary path beside `path` to write to, which replaces `path` when the block ends well."""
     target = Path(path)
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+        )
     except OSError as error:
         raise GraphoptError(f"{target}: cannot write there: {error.strerror}") from error
     os.close(handle)

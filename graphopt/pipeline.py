@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -32,20 +32,23 @@ STANDARD: dict[str, str | None] = {
 }
 
 
-class Pipeline(Mapping[str, Step]):
-    """A mapping of named passes, run in order; a step that is None is left out.
+class Pipeline(Mapping[str, tuple[Step, ...]]):
+    """A mapping of named passes, run in order; a step is a pass, several, or None, which is left out.
 
     `pipeline(model)` returns a rewritten copy. `pipeline.until(name)` and `pipeline.after(name)` are its two parts:
     the model between them can be saved and loaded.
     """
 
-    def __init__(self, **steps: Step | None) -> None:
-        self._steps = {name: step for name, step in steps.items() if step is not None}
-        for name, step in self._steps.items():
-            if not callable(step):
-                raise GraphoptError(f"pipeline.{name}: expected a pass, found {step!r}")
+    def __init__(self, **steps: Step | Sequence[Step] | None) -> None:
+        self._steps: dict[str, tuple[Step, ...]] = {}
+        for name, step in steps.items():
+            if step is not None:
+                self._steps[name] = tuple(step) if isinstance(step, Sequence) else (step,)
+                for one in self._steps[name]:
+                    if not callable(one):
+                        raise GraphoptError(f"pipeline.{name}: expected a pass or several, found {one!r}")
 
-    def __getitem__(self, name: str) -> Step:
+    def __getitem__(self, name: str) -> tuple[Step, ...]:
         return self._steps[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -66,8 +69,9 @@ class Pipeline(Mapping[str, Step]):
         model = load(source)
         for name, step in self._steps.items():
             start = time.perf_counter()
-            step(model)
-            logger.info("%s: %r, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
+            for one in step:
+                one(model)
+            logger.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
             if observe is not None:
                 observe(name, model)
         return model
@@ -86,16 +90,16 @@ class Pipeline(Mapping[str, Step]):
         return list(self._steps).index(name)
 
 
-def standard(**steps: Step | None) -> Pipeline:
+def standard(**steps: Step | Sequence[Step] | None) -> Pipeline:
     """Return the standard pipeline with some steps given; None leaves a step out."""
     for name in steps:
         if name not in STANDARD:
             raise GraphoptError(known("step", name, STANDARD))
-    defaults = {name: target and pkgutil.resolve_name(target)() for name, target in STANDARD.items()}
+    defaults = {name: pkgutil.resolve_name(target)() if target else None for name, target in STANDARD.items()}
     return Pipeline(**{**defaults, **steps})
 
 
-def compile(model: Source, **steps: Step | None) -> ir.Model:
+def compile(model: Source, **steps: Step | Sequence[Step] | None) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline; see `STANDARD` for the steps.
 
     Args:

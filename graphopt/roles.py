@@ -27,7 +27,8 @@ class Role(enum.Enum):
     HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
     LOSS = "loss"  # output: the objective
     PREDICTION = "prediction"  # output: the model's own
-    METRIC = "metric"  # output: anything else to report
+    METRIC = "metric"  # output: another number of the forward pass, such as a penalty
+    DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
     GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to parameter NAME
     NEXT = "next"  # output NAME.next: replaces state NAME
 

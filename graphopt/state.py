@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.roles import Role, set_role, with_role
+from graphopt.roles import Role, role_of, set_role, with_role
 
 _INITIAL = "graphopt.initial"
 STEP = "step"
@@ -26,7 +26,7 @@ def detached(model: ir.Model) -> Iterator[None]:
     """Keep every state's initial value in its `meta` while the block runs, then put the values back."""
     graph = model.graph
     for value in graph.inputs:
-        if value.is_initializer():
+        if value.is_initializer() and role_of(value) is not None:
             assert value.name is not None
             value.meta[_INITIAL] = value.const_value
             value.const_value = None

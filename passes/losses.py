@@ -6,17 +6,17 @@ mathematics, `compare(op, prediction, target)`.
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import onnx_ir as ir
-import onnxscript
+from onnxscript import OnnxFunction
 
 from graphopt import state
 from graphopt.emitter import Emitter
@@ -67,12 +67,12 @@ class Loss(Pass):
             weights = rows if weights is None else weights * rows
         total = op.ReduceSum(elements, keepdims=0)
         if self.reduction == "sum":
-            return total  # type: ignore[no-any-return]
+            return total
         if weights is None:
-            return op.ReduceMean(elements, keepdims=0)  # type: ignore[no-any-return]
+            return op.ReduceMean(elements, keepdims=0)
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
-        return total / op.ReduceSum(weights, keepdims=0)  # type: ignore[no-any-return]
+        return total / op.ReduceSum(weights, keepdims=0)
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
@@ -87,7 +87,7 @@ class Loss(Pass):
         assert prediction.dtype is not None and prediction.shape is not None
         return prediction.dtype, prediction.shape
 
-    def metric(self) -> dict[str, Any]:
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
         """Return what a metric must know of the target, beside its task."""
         return {}
 
@@ -109,7 +109,7 @@ class Loss(Pass):
         dtype, shape = self.target_type(prediction)
         target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
         target.metadata_props[METRIC] = json.dumps(
-            {"task": self.task, "output": prediction.name, **self.metric()}
+            {"task": self.task, "output": prediction.name, **self.metric(prediction)}
         )
         model.graph.inputs.append(set_role(target, Role.TARGET))
         return target
@@ -118,7 +118,9 @@ class Loss(Pass):
 def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
     """Make `loss` the objective and the first output."""
     if with_role(model, Role.LOSS):
-        raise GraphoptError("the model already has a loss: one loss pass a pipeline; for several outputs use Losses")
+        raise GraphoptError(
+            "the model already has a loss: one loss pass a pipeline; for several outputs use Losses"
+        )
     state.check_free(model, "loss")
     loss = op.Identity(loss, _outputs=["loss"])
     model.graph.outputs.insert(0, set_role(loss, Role.LOSS))
@@ -131,9 +133,7 @@ def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
         return found[0]
     assert prediction.shape is not None
     state.check_free(model, "sample_weight")
-    value = ir.Value(
-        name="sample_weight", type=ir.TensorType(prediction.dtype), shape=ir.Shape([prediction.shape[0]])  # type: ignore[arg-type]
-    )
+    value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[0]]))
     model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
     return value
 
@@ -141,7 +141,7 @@ def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
 def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
     assert elements.shape is not None
     rank = len(elements.shape)
-    return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])  # type: ignore[no-any-return]
+    return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
 
 
 @dataclass(frozen=True)
@@ -149,5 +149,313 @@ class MeanSquaredError(Loss):
     """(p - t)^2."""
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        return op.Pow(prediction - target, 2)
+
+
+@dataclass(frozen=True)
+class MeanAbsoluteError(Loss):
+    """|p - t|."""
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        return op.Abs(prediction - target)
+
+
+@dataclass(frozen=True)
+class Elastic(Loss):
+    """l1 |p - t| + l2 (p - t)^2."""
+
+    l1: float = 0.5
+    l2: float = 0.5
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         difference = prediction - target
-        return difference * difference  # type: ignore[no-any-return]
+        return self.l1 * op.Abs(difference) + self.l2 * op.Pow(difference, 2)
+
+
+@dataclass(frozen=True)
+class Huber(Loss):
+    """d^2 / 2 where d = |p - t| is at most `delta`, delta (d - delta / 2) beyond (Huber 1964)."""
+
+    delta: float = 1.0
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        distance = op.Abs(prediction - target)
+        near = op.Min(distance, self.delta)
+        return near * (distance - 0.5 * near)
+
+
+@dataclass(frozen=True)
+class Quantile(Loss):
+    """The pinball loss max(q (t - p), (q - 1) (t - p)), whose minimum is the `quantile` q (Koenker, Bassett 1978)."""
+
+    quantile: float = 0.5
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        difference = target - prediction
+        return op.Max(self.quantile * difference, (self.quantile - 1) * difference)
+
+
+@dataclass(frozen=True)
+class Poisson(Loss):
+    """The negative log-likelihood of counts t, without its constant: e^p - t p, or p - t log p of rates p.
+
+    Args:
+        log_rates: the model predicts the logarithms of rates, not rates.
+    """
+
+    log_rates: bool = True
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        if self.log_rates:
+            return op.Exp(prediction) - target * prediction
+        return prediction - target * op.Log(_positive(op, prediction))
+
+
+@dataclass(frozen=True)
+class Hinge(Loss):
+    """max(0, 1 - t p), of targets -1 and 1."""
+
+    task = "binary"
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        return op.Relu(1 - target * prediction)
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        return {"threshold": 0.0, "labels": [-1, 1]}
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(Loss):
+    """-t log p - (1 - t) log(1 - p), of targets from 0 to 1.
+
+    Args:
+        from_logits: the model predicts logits, p = sigmoid(x): softplus(x) - t x, which no x makes overflow;
+            otherwise probabilities, which are clipped away from 0 and 1 unless a Sigmoid makes them.
+    """
+
+    from_logits: bool = True
+
+    task = "binary"
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        logits = _logits(prediction, "Sigmoid", self.from_logits)
+        if logits is not None:
+            return op.Softplus(logits) - target * logits
+        p = op.Clip(prediction, _epsilon(prediction), 1 - _epsilon(prediction))
+        return -(target * op.Log(p) + (1 - target) * op.Log(1 - p))
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        return {"threshold": 0.0 if self.from_logits else 0.5, "labels": [0, 1]}
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """-sum_c q_c w_c log p_c over the classes c along `axis`.
+
+    Args:
+        axis: the axis of the classes.
+        from_logits: the model predicts logits, p = softmax(x); otherwise probabilities, which are clipped away from
+            0 unless a Softmax makes them.
+        target_probabilities: targets are probabilities of the prediction's shape; otherwise int64 class numbers of
+            its shape without `axis`.
+        label_smoothing: the share of q spread over all classes (Szegedy et al. 2016).
+        class_weights: a weight w a class; the mean over integer targets is weighted by their classes' weights.
+        ignore_index: integer targets of this number cost nothing and count for nothing.
+    """
+
+    axis: int = 1
+    from_logits: bool = True
+    target_probabilities: bool = False
+    label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] | None = None
+    ignore_index: int | None = None
+
+    task = "classification"
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        logits = _logits(prediction, "Softmax", self.from_logits, self.axis)
+        if logits is None:
+            log_p = op.Log(_positive(op, prediction))
+        else:
+            log_p = op.LogSoftmax(logits, axis=self.axis)
+        q = target if self.target_probabilities else self._one_hot(op, prediction, target)
+        if self.label_smoothing:
+            whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
+            q = (1 - self.label_smoothing) * q + whole * (self.label_smoothing / self._classes(prediction))
+        if self.class_weights is not None:
+            q = q * self._weights(op, prediction)
+        return -op.ReduceSum(q * log_p, [self.axis], keepdims=0)
+
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+        if self.target_probabilities or (self.class_weights is None and self.ignore_index is None):
+            return None
+        q = self._one_hot(op, prediction, target)
+        if self.class_weights is not None:
+            q = q * self._weights(op, prediction)
+        return op.ReduceSum(q, [self.axis], keepdims=0)
+
+    def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
+        if self.target_probabilities:
+            return super().target_type(prediction)
+        assert prediction.shape is not None
+        dims = list(prediction.shape)
+        if not -len(dims) <= self.axis < len(dims):
+            raise GraphoptError(
+                f"loss.axis={self.axis}: the prediction {prediction.name!r} has {len(dims)} axes"
+            )
+        del dims[self.axis]
+        return ir.DataType.INT64, ir.Shape(dims)
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        return {
+            "axis": self.axis,
+            "classes": self._classes(prediction),
+            "ignore_index": self.ignore_index,
+            "target_probabilities": self.target_probabilities,
+        }
+
+    def _classes(self, prediction: ir.Value) -> int:
+        assert prediction.shape is not None
+        classes = prediction.shape[self.axis]
+        if not isinstance(classes, int):
+            raise GraphoptError(
+                f"CrossEntropy: expected a known number of classes along axis {self.axis} of {prediction.name!r}, "
+                f"found shape {prediction.shape}: set loss.axis"
+            )
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise GraphoptError(
+                f"loss.class_weights: expected {classes} numbers, one a class, found {len(self.class_weights)}"
+            )
+        return classes
+
+    def _along_axis(self, array: np.ndarray, prediction: ir.Value) -> np.ndarray:
+        assert prediction.shape is not None
+        rank = len(prediction.shape)
+        return array.reshape([-1 if axis == self.axis % rank else 1 for axis in range(rank)])
+
+    def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        classes = op.constant(self._along_axis(np.arange(self._classes(prediction)), prediction))
+        hot: ir.Value = op.Cast(op.Equal(op.Unsqueeze(target, [self.axis]), classes), to=prediction.dtype)
+        if self.ignore_index is not None and 0 <= self.ignore_index < self._classes(prediction):
+            hot = hot * op.Cast(
+                op.Not(op.Equal(op.Unsqueeze(target, [self.axis]), self.ignore_index)), to=hot.dtype
+            )
+        return hot
+
+    def _weights(self, op: Emitter, prediction: ir.Value) -> ir.Value:
+        self._classes(prediction)
+        return op.constant(
+            self._along_axis(np.array(self.class_weights), prediction).tolist(), like=prediction
+        )
+
+
+@dataclass(frozen=True)
+class KLDivergence(Loss):
+    """sum_c t_c (log t_c - log p_c), of target probabilities t, over the classes c along `axis`.
+
+    Args:
+        from_logits: the model predicts logits, p = softmax(x); otherwise probabilities.
+    """
+
+    axis: int = 1
+    from_logits: bool = True
+
+    task = "classification"
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        logits = _logits(prediction, "Softmax", self.from_logits, self.axis)
+        if logits is None:
+            log_p = op.Log(_positive(op, prediction))
+        else:
+            log_p = op.LogSoftmax(logits, axis=self.axis)
+        divergence = target * (op.Log(_positive(op, target)) - log_p)
+        return op.ReduceSum(divergence, [self.axis], keepdims=0)
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        assert prediction.shape is not None
+        classes = prediction.shape[self.axis]
+        known = classes if isinstance(classes, int) else None
+        return {"axis": self.axis, "classes": known, "ignore_index": None, "target_probabilities": True}
+
+
+@dataclass(frozen=True)
+class CustomLoss(Loss):
+    """A loss of one's own: a traced function `f(op, prediction, target)` or an onnxscript function of two inputs.
+
+    Args:
+        function: the function, or its name, `package.module:function`.
+        integer_target: targets are int64 of the prediction's shape without its last axis.
+    """
+
+    function: Callable[..., ir.Value] | OnnxFunction[..., Any] | str
+    integer_target: bool = False
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
+        return op.trace(function, prediction, target)
+
+    def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
+        if not self.integer_target:
+            return super().target_type(prediction)
+        assert prediction.shape is not None
+        return ir.DataType.INT64, ir.Shape(list(prediction.shape)[:-1])
+
+
+@dataclass(frozen=True)
+class Losses(Pass):
+    """A loss for each of several outputs, with a target `target_OUTPUT` and a reported `loss_OUTPUT` each.
+
+    The objective is their sum, weighted by `weights` (1 where an output has none).
+    """
+
+    losses: Mapping[str, Loss]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def rewrite(self, model: ir.Model) -> None:
+        unknown = set(self.weights) - set(self.losses)
+        if unknown:
+            raise GraphoptError(
+                f"losses.weights: {sorted(unknown)} have no loss; known: {', '.join(self.losses)}"
+            )
+        with Emitter(model) as op:
+            total = None
+            reported = []
+            for output, loss in self.losses.items():
+                term = replace(loss, output=output).term(model, op, f"target_{output}")
+                reported.append(op.Identity(term, _outputs=[f"loss_{output}"]))
+                term = term * self.weights.get(output, 1.0)
+                total = term if total is None else total + term
+            if total is None:
+                raise GraphoptError("losses: expected a loss for an output or more, found none")
+            report_loss(model, op, total)
+            model.graph.outputs.extend(set_role(value, Role.METRIC) for value in reported)
+
+
+def _logits(
+    prediction: ir.Value, activation: str, from_logits: bool, axis: int | None = None
+) -> ir.Value | None:
+    """Return the logits behind a prediction, or None where they cannot be seen."""
+    node = prediction.producer()
+    activated = node is not None and node.op_type == activation and node.domain == ""
+    if activated and axis is not None:
+        assert node is not None and prediction.shape is not None
+        rank = len(prediction.shape)
+        activated = node.attributes.get_int("axis", -1) % rank == axis % rank
+    if from_logits:
+        if activated:
+            warnings.warn(
+                f"{prediction.name!r} comes out of {activation}, and the loss takes it for logits: "
+                f"set loss.from_logits=false",
+                stacklevel=2,
+            )
+        return prediction
+    return node.inputs[0] if node is not None and activated else None
+
+
+def _epsilon(value: ir.Value) -> float:
+    assert value.dtype is not None
+    return float(np.finfo(value.dtype.numpy()).eps)
+
+
+def _positive(op: Emitter, value: ir.Value) -> ir.Value:
+    return op.Max(value, _epsilon(value))

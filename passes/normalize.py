@@ -34,8 +34,10 @@ class Normalize(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
-        common.InlinePass(criteria=lambda function: not gradient.has_rule(function.domain, function.name))(model)
-        common.RemoveUnusedFunctionsPass()(model)
+        common.InlinePass(criteria=lambda function: not gradient.has_rule(function.domain, function.name))(
+            model
+        )
+        common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
@@ -102,7 +104,10 @@ def materialize(model: ir.Model) -> None:
             continue
         tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype), name=node.outputs[0].name)
         weight = ir.Value(
-            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor
+            name=tensor.name,
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(tensor.shape),
+            const_value=tensor,
         )
         node.outputs[0].name = f"{tensor.name}/replaced"
         ir.convenience.replace_all_uses_with(node.outputs[0], weight, replace_graph_outputs=True)
@@ -119,12 +124,14 @@ def infer(model: ir.Model) -> None:
                 raise GraphoptError(_why_untyped(model, node, output))
     names = (f"unknown_{i}" for i in range(2**62))
     for value in _values(model):
-        if value.shape is not None and any(dim is None for dim in _dims(value.shape)):
-            value.shape = ir.Shape([next(names) if dim is None else dim for dim in _dims(value.shape)])
+        if value.shape is not None and value.shape.has_unknown_dim():
+            value.shape = ir.Shape([_named(dim, names) for dim in value.shape.dims])
 
 
-def _dims(shape: ir.Shape) -> list[int | str | None]:
-    return [dim if isinstance(dim, int) else dim.value for dim in shape]
+def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    return next(names) if dim.value is None else dim.value
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
@@ -135,9 +142,13 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 
 def _why_untyped(model: ir.Model, node: ir.Node, output: ir.Value) -> str:
     what = f"{node.op_type} node {node.name!r}"
-    reason = f"expected an operator with known output types, found domain {node.domain!r}" if node.domain else ""
+    reason = (
+        f"expected an operator with known output types, found domain {node.domain!r}" if node.domain else ""
+    )
     try:
-        onnx.shape_inference.infer_shapes(ir.to_proto(model), check_type=True, strict_mode=True, data_prop=True)
+        onnx.shape_inference.infer_shapes(
+            ir.to_proto(model), check_type=True, strict_mode=True, data_prop=True
+        )
     except onnx.shape_inference.InferenceError as error:
         reason = " ".join(str(error).split())
     return f"cannot infer the type of {output.name!r}, output of {what}: {reason}".rstrip(": ")

@@ -50,14 +50,17 @@ class Optimizer(Pass):
     weight_decay: float = field(default=0.0, kw_only=True)
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
 
-    slots: ClassVar[tuple[str, ...]] = ()
     decoupled: ClassVar[bool] = False
+
+    def slots(self) -> dict[str, float]:
+        """Return the names of the slots of a parameter, and what fills them at first."""
+        return {}
 
     @abstractmethod
     def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, step: ir.Value, *slots: ir.Value
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
     ) -> tuple[ir.Value, ...]:
-        """Emit the new parameter and its new slots; `step` is 1 in the first step, in the type of `w`."""
+        """Emit the new parameter and its new slots; `t` is the step's number, 1 in the first."""
 
     @final
     def rewrite(self, model: ir.Model) -> None:
@@ -85,28 +88,23 @@ class Optimizer(Pass):
         dtype = _wide(w.dtype)
         group = next((group for group in self.groups if matches(w.name, group.pattern)), Group(None))
         decay = self.weight_decay if group.weight_decay is None else group.weight_decay
-        start = state.initial(w)
-        assert start is not None
+        assert w.shape is not None
         slots = [
-            state.declare(model, f"{w.name}.{slot}", self.start(slot, start.numpy().astype(dtype.numpy())), Role.SLOT)
-            for slot in self.slots
+            state.declare(model, f"{w.name}.{slot}", np.full(w.shape.numpy(), fill, dtype.numpy()), Role.SLOT)
+            for slot, fill in self.slots().items()
         ]
-        old, g, rate, step = (_cast(op, value, dtype) for value in (w, g, rate, step))
+        old, g, rate, t = (_cast(op, value, dtype) for value in (w, g, rate, step))
         if group.learning_rate != 1:
             rate = rate * group.learning_rate
         if decay and self.decoupled:
-            old = old - rate * decay * old
+            old = old * (1 - rate * decay)
         elif decay:
             g = g + decay * old
-        new, *new_slots = self.update(op, old, g, rate, step, *slots)
+        new, *new_slots = self.update(op, old, g, rate, t, *slots)
         assert w.dtype is not None
         state.set_next(model, w, op.Identity(_cast(op, new, w.dtype)))
         for slot, new_slot in zip(slots, new_slots, strict=True):
             state.set_next(model, slot, op.Identity(new_slot))
-
-    def start(self, slot: str, w: np.ndarray) -> np.ndarray:
-        """Return the value that a slot of parameter `w` starts with; zeros by default."""
-        return np.zeros_like(w)
 
     def _check_groups(self, names: list[str]) -> None:
         for group in self.groups:
@@ -124,14 +122,131 @@ def _wide(dtype: ir.DataType | None) -> ir.DataType:
 
 
 def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    return value if value.dtype == dtype else op.Cast(value, to=dtype)  # type: ignore[no-any-return]
+    return value if value.dtype == dtype else op.Cast(value, to=dtype)
 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """w - rate * g."""
+    """w - rate * d, where d is g or, with momentum, b = momentum b + (1 - dampening) g; g + momentum b if Nesterov.
+
+    As in PyTorch, b is g in the first step (Sutskever et al. 2013).
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def slots(self) -> dict[str, float]:
+        return {"momentum": 0.0} if self.momentum else {}
 
     def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, step: ir.Value, *slots: ir.Value
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
     ) -> tuple[ir.Value, ...]:
-        return (w - rate * g,)
+        if not slots:
+            return (w - rate * g,)
+        fresh = g
+        if self.dampening:
+            later = op.Cast(op.Greater(t, 1.0), to=t.dtype)
+            fresh = (1 - self.dampening * later) * g
+        b = self.momentum * slots[0] + fresh
+        d = g + self.momentum * b if self.nesterov else b
+        return w - rate * d, b
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """w - rate m' / (sqrt(v') + epsilon), of bias-corrected moments of g (Kingma, Ba 2015)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def slots(self) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        m, v = slots
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * (g * g)
+        rate = rate / (1 - op.Pow(op.constant(self.beta1, like=t), t))
+        scale = op.Sqrt(1 - op.Pow(op.constant(self.beta2, like=t), t))
+        return w - rate * m / (op.Sqrt(v) / scale + self.epsilon), m, v
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with weight decay decoupled from the gradient (Loshchilov, Hutter 2019)."""
+
+    weight_decay: float = field(default=0.01, kw_only=True)
+
+    decoupled: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """w - rate g / (sqrt(s) + epsilon), where s is the sum of g^2 so far (Duchi, Hazan, Singer 2011)."""
+
+    initial_accumulator: float = 0.0
+    epsilon: float = 1e-10
+
+    def slots(self) -> dict[str, float]:
+        return {"sum": self.initial_accumulator}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        s = slots[0] + g * g
+        return w - rate * g / (op.Sqrt(s) + self.epsilon), s
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """w - rate g / (sqrt(v) + epsilon), where v is the moving mean of g^2, minus the mean's square if centered.
+
+    Tieleman, Hinton 2012; with momentum, the step is accumulated as in PyTorch.
+    """
+
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def slots(self) -> dict[str, float]:
+        names = ["square_avg", *(["grad_avg"] * self.centered), *(["momentum"] if self.momentum else [])]
+        return dict.fromkeys(names, 0.0)
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        new = {name: slot for name, slot in zip(self.slots(), slots, strict=True)}
+        v = new["square_avg"] = self.alpha * new["square_avg"] + (1 - self.alpha) * (g * g)
+        if self.centered:
+            mean = new["grad_avg"] = self.alpha * new["grad_avg"] + (1 - self.alpha) * g
+            v = v - mean * mean
+        d = g / (op.Sqrt(v) + self.epsilon)
+        if self.momentum:
+            d = new["momentum"] = self.momentum * new["momentum"] + d
+        return w - rate * d, *new.values()
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """w - rate sign(beta1 m + (1 - beta1) g), with decoupled weight decay (Chen et al. 2023)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    decoupled: ClassVar[bool] = True
+
+    def slots(self) -> dict[str, float]:
+        return {"exp_avg": 0.0}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        (m,) = slots
+        direction = op.Sign(self.beta1 * m + (1 - self.beta1) * g)
+        return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g

@@ -1,0 +1,92 @@
+"""A graph as text, one line a node: what golden files, reports and diffs show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.roles import role_of
+
+
+def listing(model: ir.Model) -> str:
+    """Return a line for each input, initializer, node and output of a model; small constants stand in place."""
+    return "\n".join(_lines(model.graph)) + "\n"
+
+
+def size(model: ir.Model) -> int:
+    """Return the number of nodes, constants not counted."""
+    return sum(node.op_type != "Constant" for node in model.graph)
+
+
+def _lines(graph: ir.Graph) -> Iterator[str]:
+    for value in graph.inputs:
+        yield f"{_kind(value, 'input')} {_typed(value)}{_default(value)}"
+    for value in graph.initializers.values():
+        if not value.is_graph_input() and _inline(value) is None:
+            yield f"initializer {_typed(value)}"
+    for node in graph:
+        if node.op_type != "Constant" or _inline(node.outputs[0]) is None:
+            yield _node(node)
+    for value in graph.outputs:
+        yield f"output {_kind(value, '')} {_typed(value)}".replace("  ", " ")
+
+
+def _node(node: ir.Node) -> str:
+    outputs = ", ".join(_typed(value) for value in node.outputs)
+    inputs = ", ".join("-" if x is None else _inline(x) or str(x.name) for x in node.inputs)
+    attributes = "".join(
+        f" {name}={_attribute(attribute)}" for name, attribute in sorted(node.attributes.items())
+    )
+    operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    return f"{outputs} = {operator}({inputs}){attributes}"
+
+
+def _attribute(attribute: ir.Attr) -> str:
+    if attribute.type == ir.AttributeType.TENSOR:
+        return _numbers(attribute.as_tensor().numpy())
+    if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        return "{...}"
+    return (
+        f"{attribute.value:.9g}"
+        if isinstance(attribute.value, float)
+        else str(attribute.value).replace(" ", "")
+    )
+
+
+def _typed(value: ir.Value) -> str:
+    dtype = "?" if value.dtype is None else value.dtype.name.lower()
+    shape = "" if value.shape is None else f"[{','.join(_dimension(dim) for dim in value.shape)}]"
+    return f"{value.name}: {dtype}{shape}"
+
+
+def _dimension(dim: int | ir.SymbolicDim) -> str:
+    return str(dim) if isinstance(dim, int) else str(dim.value or "?")
+
+
+def _kind(value: ir.Value, otherwise: str) -> str:
+    role = role_of(value)
+    return otherwise if role is None else role.value
+
+
+def _default(value: ir.Value) -> str:
+    shown = _inline(value, anywhere=True)
+    return "" if shown is None else f" = {shown}"
+
+
+def _inline(value: ir.Value, anywhere: bool = False) -> str | None:
+    """Return the numbers of a constant of at most four, None for anything else."""
+    if value.const_value is None or (value.is_graph_input() and not anywhere) or value.const_value.size > 4:
+        return None
+    node = value.producer()
+    if value.is_graph_output() or (node is not None and node.op_type != "Constant"):
+        return None
+    return _numbers(value.const_value.numpy())
+
+
+def _numbers(array: np.ndarray) -> str:
+    if array.size > 4:
+        return f"{array.dtype}{list(array.shape)}"
+    texts = [f"{x:.6g}" if array.dtype.kind == "f" else str(x) for x in array.flat]
+    return f"[{','.join(texts)}]" if array.ndim else texts[0]

@@ -1,0 +1,82 @@
+"""Clipping: gradients bounded before the optimizer sees them.
+
+The base class takes the gradients out of the outputs and puts the clipped ones there; a leaf gives `clip`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import onnx_ir as ir
+
+from graphopt import roles
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass
+from graphopt.roles import Role
+
+
+@dataclass(frozen=True)
+class Clip(Pass):
+    """Replace every gradient.
+
+    Raises:
+        GraphoptError: there are no gradients.
+    """
+
+    @abstractmethod
+    def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
+        """Emit the clipped gradients."""
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = roles.with_role(model, Role.GRADIENT)
+        if not gradients:
+            raise GraphoptError(f"{type(self).__name__} needs gradients, found none: run Gradient first")
+        with Emitter(model) as op:
+            for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
+                place = list(model.graph.outputs).index(gradient)
+                name = gradient.name
+                roles.clear_role(gradient)
+                gradient.name = f"{name}.unclipped"
+                clipped.name = name
+                model.graph.outputs[place] = roles.set_role(clipped, Role.GRADIENT)
+
+
+@dataclass(frozen=True)
+class ClipGlobalNorm(Clip):
+    """Scale all gradients together so that their norm is at most `max_norm`; reports `gradient_norm`.
+
+    Pascanu, Mikolov, Bengio 2013. 16-bit gradients are summed in float32.
+    """
+
+    max_norm: float = 1.0
+
+    def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
+        wide = [_wide(op, gradient) for gradient in gradients]
+        squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in wide]
+        common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
+        norm = op.Sqrt(
+            op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"]
+        )
+        model.graph.outputs.append(roles.set_role(norm, Role.DIAGNOSTIC))
+        scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
+        return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class ClipValue(Clip):
+    """Bound every element of the gradients to the interval from -limit to limit."""
+
+    limit: float = 1.0
+
+    def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
+        return [op.Clip(gradient, -self.limit, self.limit) for gradient in gradients]
+
+
+def _wide(op: Emitter, value: ir.Value) -> ir.Value:
+    assert value.dtype is not None
+    return op.Cast(value, to=ir.DataType.FLOAT) if value.dtype.itemsize < 4 else value

@@ -1,0 +1,100 @@
+"""Regularizers: what parameters cost, whatever the data.
+
+The base class chooses parameters by name, sums, and reports `penalty` and `data_loss` apart, whose sum is `loss`;
+several add up. A leaf is its mathematics, `penalty(op, w)`, a scalar.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import final
+
+import onnx_ir as ir
+
+from graphopt import roles
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass, Pattern, matches
+from graphopt.roles import Role
+
+
+@dataclass(frozen=True)
+class Regularizer(Pass):
+    """Add to the loss a penalty of the parameters whose names match `parameters`.
+
+    Raises:
+        GraphoptError: there is no loss, or no parameter matches.
+    """
+
+    parameters: Pattern = field(default="*", kw_only=True)
+
+    @abstractmethod
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        """Emit the penalty of a parameter, a scalar."""
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        trained = roles.with_role(model, Role.PARAMETER)
+        chosen = [w for w in trained if matches(w.name, self.parameters)]
+        if not chosen:
+            raise GraphoptError(
+                f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "
+                f"{', '.join(str(w.name) for w in trained) or 'none'}"
+            )
+        loss = roles.the(model, Role.LOSS, type(self).__name__)
+        metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
+        with Emitter(model) as op:
+            total = metrics.get("penalty")
+            for w in chosen:
+                term = self.penalty(op, w)
+                if term.dtype != loss.dtype:
+                    term = op.Cast(term, to=loss.dtype)
+                total = term if total is None else total + term
+            assert total is not None
+            for value in (loss, metrics.get("penalty")):
+                if value is not None:
+                    model.graph.outputs.remove(value)
+                    roles.clear_role(value)
+                    value.name = f"{value.name}.before.{len(model.graph)}"
+            data_loss = metrics.get("data_loss")
+            if data_loss is None:
+                data_loss = op.Identity(loss, _outputs=["data_loss"])
+                model.graph.outputs.insert(0, roles.set_role(data_loss, Role.METRIC))
+            penalty = op.Identity(total, _outputs=["penalty"])
+            objective = op.Add(data_loss, penalty, _outputs=["loss"])
+            place = list(model.graph.outputs).index(data_loss)
+            model.graph.outputs.insert(place, roles.set_role(objective, Role.LOSS))
+            model.graph.outputs.insert(place + 2, roles.set_role(penalty, Role.METRIC))
+
+
+@dataclass(frozen=True)
+class L1(Regularizer):
+    """strength * sum |w|."""
+
+    strength: float = 1e-4
+
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        return self.strength * op.ReduceSum(op.Abs(w), keepdims=0)
+
+
+@dataclass(frozen=True)
+class L2(Regularizer):
+    """strength * sum w^2."""
+
+    strength: float = 1e-4
+
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        return self.strength * op.ReduceSum(op.Pow(w, 2), keepdims=0)
+
+
+@dataclass(frozen=True)
+class ElasticPenalty(Regularizer):
+    """l1 * sum |w| + l2 * sum w^2 (Zou, Hastie 2005)."""
+
+    l1: float = 1e-4
+    l2: float = 1e-4
+
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        absolute, squared = op.ReduceSum(op.Abs(w), keepdims=0), op.ReduceSum(op.Pow(w, 2), keepdims=0)
+        return self.l1 * absolute + self.l2 * squared

@@ -1,0 +1,198 @@
+"""Schedules: the learning rate as a function of the step counter, computed in the graph.
+
+The base class puts the rate in the place of the hyperparameter `learning_rate`, which becomes
+`base_learning_rate`, reports it as `learning_rate`, and warms up; a leaf is its mathematics, `rate(op, base, t)`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import final
+
+import onnx_ir as ir
+
+from graphopt import roles, state
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass
+from graphopt.roles import Role
+
+LEARNING_RATE = "learning_rate"
+
+
+@dataclass(frozen=True)
+class Schedule(Pass):
+    """Compute the learning rate from the number of steps done, 0 in the first step.
+
+    Args:
+        warmup: steps in which the rate grows linearly from base / warmup to base, before the schedule starts.
+
+    Raises:
+        GraphoptError: there is no hyperparameter `learning_rate`.
+    """
+
+    warmup: int = field(default=0, kw_only=True)
+
+    @abstractmethod
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        """Emit the rate `t` steps after the warm-up; a scalar of the type of `base`, as `t` is."""
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        found = [v for v in roles.with_role(model, Role.HYPERPARAMETER) if v.name == LEARNING_RATE]
+        if not found:
+            raise GraphoptError(
+                "a schedule needs the hyperparameter 'learning_rate': run the optimizer first"
+            )
+        base = found[0]
+        users = list(base.uses())
+        base.name = f"base_{LEARNING_RATE}"
+        counter = state.counter(model)
+        with Emitter(model) as op:
+            done = op.Cast(counter, to=base.dtype)
+            if self.warmup:
+                rate = self.rate(op, base, op.Max(done - float(self.warmup), 0.0))
+                rate = rate * op.Min((done + 1.0) / float(self.warmup), 1.0)
+            else:
+                rate = self.rate(op, base, done)
+            rate = op.Identity(rate, _outputs=[LEARNING_RATE])
+        for user, index in users:
+            user.replace_input_with(index, rate)
+        model.graph.outputs.append(roles.set_role(rate, Role.DIAGNOSTIC))
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """base."""
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        return base
+
+
+@dataclass(frozen=True)
+class _Finite(Schedule):
+    """A schedule that ends after `steps` steps, the warm-up among them, and stays at base * `end`."""
+
+    steps: int = 1000
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps <= self.warmup:
+            raise GraphoptError(
+                f"schedule.steps: expected more than schedule.warmup={self.warmup}, found {self.steps}"
+            )
+
+    @abstractmethod
+    def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
+        """Emit a factor from 1, where `progress` is 0, to 0, where it is 1."""
+
+    @final
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        progress = op.Min(t / float(self.steps - self.warmup), 1.0)
+        factor = self.fall(op, progress)
+        return base * (factor if self.end == 0 else self.end + (1 - self.end) * factor)
+
+
+@dataclass(frozen=True)
+class Linear(_Finite):
+    """base (1 - p), where p is the share of the steps done."""
+
+    def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
+        return 1.0 - progress
+
+
+@dataclass(frozen=True)
+class Cosine(_Finite):
+    """base (1 + cos(pi p)) / 2, where p is the share of the steps done (Loshchilov, Hutter 2017)."""
+
+    def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
+        return 0.5 + 0.5 * op.Cos(math.pi * progress)
+
+
+@dataclass(frozen=True)
+class Polynomial(_Finite):
+    """base (1 - p)^power, where p is the share of the steps done."""
+
+    power: float = 2.0
+
+    def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
+        return op.Pow(1.0 - progress, self.power)
+
+
+@dataclass(frozen=True)
+class StepDecay(Schedule):
+    """base factor^floor(t / every)."""
+
+    every: int = 1000
+    factor: float = 0.1
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        return base * op.Pow(op.constant(self.factor, like=t), op.Floor(t / float(self.every)))
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    """base factor^t."""
+
+    factor: float = 0.999
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        return base * op.Pow(op.constant(self.factor, like=t), t)
+
+
+@dataclass(frozen=True)
+class OneCycle(Schedule):
+    """From base / start up to base and down to base / start / finish, each by half a cosine (Smith, Topin 2019).
+
+    Args:
+        steps: steps in all.
+        rise: the share of the steps in which the rate grows.
+    """
+
+    steps: int = 1000
+    rise: float = 0.3
+    start: float = 25.0
+    finish: float = 1e4
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        top = self.rise * self.steps - 1
+        last = self.steps - 1
+        if not 0 < top < last:
+            raise GraphoptError(
+                f"schedule.rise: expected a share that leaves steps to rise and to fall, found {self.rise} of {self.steps}"
+            )
+        up = _half_cosine(op, t / top)
+        down = _half_cosine(op, op.Max(t - top, 0.0) / (last - top))
+        low, lowest = 1 / self.start, 1 / self.start / self.finish
+        return base * (1.0 + (low - 1.0) * up + (lowest - 1.0) * (1.0 - down))
+
+
+def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
+    """Emit (1 + cos(pi share)) / 2, of a share bounded to 1."""
+    return 0.5 + 0.5 * op.Cos(math.pi * op.Min(share, 1.0))
+
+
+@dataclass(frozen=True)
+class InverseScaling(Schedule):
+    """base / (t + 1)^power: scikit-learn's `invscaling`."""
+
+    power: float = 0.25
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        return base / op.Pow(t + 1.0, self.power)
+
+
+@dataclass(frozen=True)
+class Optimal(Schedule):
+    """1 / (alpha (t + t0)), with Bottou's t0 = 1 / (alpha sqrt(1 / sqrt(alpha))): scikit-learn's `optimal`.
+
+    The base rate counts for nothing.
+    """
+
+    alpha: float = 1e-4
+
+    def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        t0 = 1.0 / (math.sqrt(1.0 / math.sqrt(self.alpha)) * self.alpha)
+        return 1.0 / (self.alpha * (t + t0))

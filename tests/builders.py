@@ -1,0 +1,75 @@
+"""Small models for tests, written in ONNX's text form."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+
+def model(text: str, opset: int = 21, dtype: type = np.float32, **weights: np.ndarray) -> onnx.ModelProto:
+    """Return the model of a graph in ONNX's text form, with its weights as initializers."""
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}')
+    for name, array in weights.items():
+        array = array.astype(dtype) if array.dtype.kind == "f" else array
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return proto
+
+
+def linear(features: int = 3, outputs: int = 2, dtype: type = np.float32, seed: int = 0) -> onnx.ModelProto:
+    """Return y = x w + b."""
+    rng = np.random.default_rng(seed)
+    t = TYPES[dtype]
+    return model(
+        f"g ({t}[N,{features}] x) => ({t}[N,{outputs}] y) {{ p = MatMul(x, w)\n y = Add(p, b) }}",
+        dtype=dtype,
+        w=rng.standard_normal((features, outputs)),
+        b=rng.standard_normal(outputs),
+    )
+
+
+def mlp(
+    sizes: tuple[int, ...] = (4, 8, 3), activation: str = "Tanh", dtype: type = np.float32, seed: int = 0
+) -> onnx.ModelProto:
+    """Return a chain of Gemms with an activation between them."""
+    rng = np.random.default_rng(seed)
+    t = TYPES[dtype]
+    lines, weights, last = [], {}, "x"
+    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        weights[f"fc{i}.weight"] = rng.standard_normal((fan_out, fan_in)) / np.sqrt(fan_in)
+        weights[f"fc{i}.bias"] = rng.standard_normal(fan_out) / 4
+        end = i == len(sizes) - 2
+        lines.append(f'{"y" if end else f"h{i}"} = Gemm<transB=1>({last}, "fc{i}.weight", "fc{i}.bias")')
+        if not end:
+            lines.append(f"a{i} = {activation}(h{i})")
+        last = f"a{i}"
+    text = f"g ({t}[N,{sizes[0]}] x) => ({t}[N,{sizes[-1]}] y) {{ " + "\n".join(lines) + " }"
+    return model(text, dtype=dtype, **weights)
+
+
+def identity(shape: str, dtype: str = "float") -> onnx.ModelProto:
+    """Return y = x + w, of a parameter w that starts at zero: a loss of it is a loss of x."""
+    proto = model(f"g ({dtype}[{shape}] x) => ({dtype}[{shape}] y) {{ y = Add(x, w) }}")
+    zeros = np.zeros((1,), onnx.helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(zeros, "w"))
+    return proto
+
+
+TYPES = {np.float16: "float16", np.float32: "float", np.float64: "double"}
+
+
+def run(step: ir.Model, steps: int, feeds: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Run a training graph with ONNX's reference evaluator and return every output of every step."""
+    from onnx.reference import ReferenceEvaluator
+
+    proto = ir.to_proto(step)
+    evaluator = ReferenceEvaluator(proto)
+    names = [output.name for output in proto.graph.output]
+    state = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    state = {value.name: state[value.name] for value in proto.graph.input if value.name in state}
+    results = []
+    for _ in range(steps):
+        outputs = dict(zip(names, evaluator.run(None, {**state, **feeds}), strict=True))
+        state |= {name[:-5]: value for name, value in outputs.items() if name.endswith(".next")}
+        results.append(outputs)
+    return results

@@ -1,0 +1,195 @@
+"""Optimizers and schedules against PyTorch's, and a NumPy twin where PyTorch has none."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from builders import mlp, run
+
+import graphopt
+import passes
+
+X = np.random.default_rng(1).standard_normal((16, 4))
+T = np.tanh(X[:, :3])
+
+OPTIMIZERS = [
+    (passes.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
+    (passes.SGD(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+    (
+        passes.SGD(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3, 0.01),
+    ),
+    (passes.SGD(0.1, momentum=0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
+    (passes.Adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
+    (
+        passes.Adam(0.01, beta1=0.8, beta2=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, 0.01, (0.8, 0.9), weight_decay=0.1),
+    ),
+    (passes.AdamW(0.01), lambda p: torch.optim.AdamW(p, 0.01)),
+    (passes.AdamW(0.01, weight_decay=0.3), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.3)),
+    (
+        passes.Adagrad(0.1, initial_accumulator=0.1),
+        lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.1),
+    ),
+    (passes.RMSprop(0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
+    (
+        passes.RMSprop(0.01, momentum=0.9, centered=True),
+        lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    ),
+]
+
+SCHEDULES = [
+    (passes.Constant(), None),
+    (passes.Linear(steps=12, end=0.1), lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, 12)),
+    (
+        passes.Cosine(steps=12, end=0.1),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 12, 0.1 * o.param_groups[0]["lr"]),
+    ),
+    (passes.StepDecay(every=4, factor=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5)),
+    (passes.Exponential(factor=0.8), lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8)),
+    (
+        passes.Polynomial(steps=12, power=2.0),
+        lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 12, 2.0),
+    ),
+    (passes.OneCycle(steps=13), lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, 13)),
+]
+
+
+def torch_mlp(proto: onnx.ModelProto) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor).copy(), requires_grad=True)
+        for tensor in proto.graph.initializer
+    }
+
+
+def torch_loss(w: dict[str, torch.Tensor]) -> torch.Tensor:
+    hidden = torch.tanh(torch.tensor(X) @ w["fc0.weight"].T + w["fc0.bias"])
+    return torch.mean((hidden @ w["fc1.weight"].T + w["fc1.bias"] - torch.tensor(T)) ** 2)
+
+
+@pytest.mark.parametrize(("optimizer", "twin"), OPTIMIZERS, ids=lambda x: repr(x) if hasattr(x, "update") else "")
+def test_optimizer_takes_pytorchs_steps(optimizer, twin):
+    proto = mlp(dtype=np.float64)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=optimizer)
+    weights = torch_mlp(proto)
+    reference = twin(list(weights.values()))
+    for outputs in run(step, 12, {"x": X, "target": T}):
+        loss = torch_loss(weights)
+        np.testing.assert_allclose(outputs["loss"], loss.item(), rtol=1e-10)
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+    for name, tensor in weights.items():
+        np.testing.assert_allclose(outputs[f"{name}.next"], tensor.detach().numpy(), rtol=1e-8, atol=1e-12)
+
+
+def test_lion_takes_the_steps_of_its_numpy_twin():
+    step = graphopt.compile(
+        mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.Lion(0.01, weight_decay=0.1)
+    )
+    w, b = (onnx.numpy_helper.to_array(tensor) for tensor in mlp((4, 3), dtype=np.float64).graph.initializer)
+    moments = [np.zeros_like(w), np.zeros_like(b)]
+    for outputs in run(step, 8, {"x": X, "target": T}):
+        dy = 2 * (X @ w.T + b - T) / T.size
+        gradients = [dy.T @ X, dy.sum(0)]
+        w, b = (
+            p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
+            for p, m, g in zip((w, b), moments, gradients, strict=True)
+        )
+        moments = [0.99 * m + 0.01 * g for m, g in zip(moments, gradients, strict=True)]
+    np.testing.assert_allclose(outputs["fc0.weight.next"], w, rtol=1e-10)
+    np.testing.assert_allclose(outputs["fc0.bias.next"], b, rtol=1e-10)
+
+
+def test_groups_have_rates_and_decays_of_their_own():
+    proto = mlp(dtype=np.float64)
+    groups = (passes.Group("*.bias", weight_decay=0.0), passes.Group("fc1.*", learning_rate=0.1))
+    optimizer = passes.SGD(0.1, momentum=0.9, weight_decay=0.01, groups=groups)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=optimizer)
+    weights = torch_mlp(proto)
+    reference = torch.optim.SGD(
+        [
+            {"params": [weights["fc0.bias"], weights["fc1.bias"]], "weight_decay": 0.0},
+            {"params": [weights["fc1.weight"]], "lr": 0.01},
+            {"params": [weights["fc0.weight"]]},
+        ],
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
+    )
+    for outputs in run(step, 5, {"x": X, "target": T}):
+        reference.zero_grad()
+        torch_loss(weights).backward()
+        reference.step()
+    for name, tensor in weights.items():
+        np.testing.assert_allclose(outputs[f"{name}.next"], tensor.detach().numpy(), rtol=1e-9)
+
+
+def test_a_group_that_matches_nothing_is_refused():
+    with pytest.raises(graphopt.GraphoptError, match=r"'nothing\*' matches no parameter; the model trains: fc0"):
+        graphopt.compile(
+            mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(groups=(passes.Group("nothing*"),))
+        )
+
+
+@pytest.mark.parametrize(("schedule", "twin"), SCHEDULES, ids=lambda x: repr(x) if hasattr(x, "rate") else "")
+def test_schedule_gives_pytorchs_rates(schedule, twin):
+    step = graphopt.compile(
+        mlp(dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05), schedule=schedule
+    )
+    reference = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.05)
+    scheduler = twin and twin(reference)
+    for outputs in run(step, 13, {"x": X, "target": T}):
+        np.testing.assert_allclose(outputs["learning_rate"], reference.param_groups[0]["lr"], rtol=1e-9, atol=1e-16)
+        reference.step()
+        if scheduler and scheduler.last_epoch < 12:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("kind", ["invscaling", "optimal"])
+def test_schedule_gives_scikit_learns_rates(kind):
+    schedule = passes.InverseScaling(power=0.25) if kind == "invscaling" else passes.Optimal(alpha=1e-3)
+    step = graphopt.compile(
+        mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05), schedule=schedule
+    )
+    typical = np.sqrt(1 / np.sqrt(1e-3))
+    for t, outputs in enumerate(run(step, 6, {"x": X, "target": T}), start=1):
+        expected = 0.05 / t**0.25 if kind == "invscaling" else 1 / (1e-3 * (1 / (typical * 1e-3) + t - 1))
+        np.testing.assert_allclose(outputs["learning_rate"], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [passes.Cosine(steps=10, warmup=4), passes.Constant(warmup=4)], ids=repr)
+def test_warmup_grows_to_the_base_rate(schedule):
+    step = graphopt.compile(
+        mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.4), schedule=schedule
+    )
+    rates = [float(outputs["learning_rate"]) for outputs in run(step, 5, {"x": X, "target": T})]
+    np.testing.assert_allclose(rates, [0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_the_rate_reaches_the_update():
+    step = graphopt.compile(
+        mlp((4, 3), dtype=np.float64),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.4),
+        schedule=passes.Constant(warmup=4),
+    )
+    slow = graphopt.compile(mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    feeds = {"x": X, "target": T}
+    np.testing.assert_allclose(
+        run(step, 1, feeds)[0]["fc0.weight.next"], run(slow, 1, feeds)[0]["fc0.weight.next"], rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("optimizer", [passes.SGD(0.1, momentum=0.9), passes.AdamW(0.01)], ids=repr)
+def test_half_precision_parameters_are_updated_in_single(optimizer):
+    step = graphopt.compile(mlp(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=optimizer)
+    values = {value.name: value.dtype for value in step.graph.inputs}
+    assert values["fc0.weight"] == ir.DataType.FLOAT16
+    assert {dtype for name, dtype in values.items() if name.startswith("fc0.weight.")} == {ir.DataType.FLOAT}
+    losses = [outputs["loss"] for outputs in run(step, 10, {"x": X.astype(np.float16), "target": T.astype(np.float16)})]
+    assert losses[-1] < losses[0]
+    assert losses[0].dtype == np.float16
