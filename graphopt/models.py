@@ -1,0 +1,248 @@
+"""Built-in models, made with onnxscript.nn: untrained inference models from an input `x` to an output `y`.
+
+Every builder takes the shape of one row of `x`, without the batch, and how many numbers to predict; the batch
+stays dynamic. Weights are drawn with a seed: He's normal initialization before a ReLU, Glorot's uniform one
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import GraphBuilder, nn
+
+from graphopt.errors import GraphoptError
+
+OPSET = 21
+IR_VERSION = 10
+
+
+def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
+    """Return one affine map of the flattened features."""
+    return mlp(features, outputs, hidden=(), seed=seed)
+
+
+def mlp(
+    features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
+) -> ir.Model:
+    """Return a multilayer perceptron with ReLU between its layers, of the flattened features."""
+    random = np.random.default_rng(seed)
+    sizes = [math.prod(features), *hidden, outputs]
+    layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
+    for i, (size, following) in enumerate(itertools.pairwise(sizes)):
+        last = i == len(hidden)
+        layers += [_Linear(size, following, random, relu=not last)] + ([] if last else [_Relu()])
+    return _model("mlp" if hidden else "linear", _Layers(layers), features)
+
+
+def cnn(
+    features: Sequence[int],
+    outputs: int,
+    *,
+    channels: Sequence[int] = (16, 32),
+    hidden: int = 64,
+    seed: int = 0,
+) -> ir.Model:
+    """Return a convolutional network of images: 3x3 convolution, ReLU and 2x2 max pooling, `channels` times.
+
+    Raises:
+        GraphoptError: the features are no images (channels, height, width).
+    """
+    if len(features) != 3:
+        raise GraphoptError(
+            f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
+        )
+    random = np.random.default_rng(seed)
+    depth, height, width = features
+    layers: list[nn.Module] = []
+    for following in channels:
+        layers += [_Convolution(depth, following, random), _Relu()]
+        depth = following
+        if min(height, width) >= 2:
+            layers.append(_MaxPool())
+            height, width = height // 2, width // 2
+    layers += [_Flatten(), _Linear(depth * height * width, hidden, random, relu=True), _Relu()]
+    layers.append(_Linear(hidden, outputs, random))
+    return _model("cnn", _Layers(layers), features)
+
+
+def transformer(
+    features: Sequence[int],
+    outputs: int,
+    *,
+    vocabulary: int | None = None,
+    width: int = 64,
+    heads: int = 4,
+    layers: int = 2,
+    causal: bool = True,
+    seed: int = 0,
+) -> ir.Model:
+    """Return a transformer over sequences of int64 tokens: `outputs` numbers for each position.
+
+    Args:
+        vocabulary: how many different tokens there are; as many as `outputs` by default.
+        causal: a position sees itself and those before it; otherwise all.
+
+    Raises:
+        GraphoptError: the features are no sequences (length,), or `heads` does not divide `width`.
+    """
+    if len(features) != 1:
+        raise GraphoptError(
+            f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
+        )
+    if width % heads:
+        raise GraphoptError(f"models.transformer: expected heads that divide width {width}, found {heads}")
+    random = np.random.default_rng(seed)
+    blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
+    network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)
+    return _model("transformer", network, features, ir.DataType.INT64)
+
+
+def _model(
+    name: str, network: nn.Module, features: Sequence[int], dtype: ir.DataType = ir.DataType.FLOAT
+) -> ir.Model:
+    x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape(["batch", *features]))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name=name)
+    y = network(GraphBuilder(graph).op, x)
+    y.name = "y"
+    graph.outputs.append(y)
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
+
+
+def _parameter(array: np.ndarray) -> nn.Parameter:
+    array = array.astype(np.float32)
+    return nn.Parameter(array.shape, data=ir.tensor(array))
+
+
+class _Layers(nn.Module):
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return self.layers(op, x)  # type: ignore[no-any-return]
+
+
+class _Linear(nn.Module):
+    def __init__(self, size: int, outputs: int, random: np.random.Generator, relu: bool = False) -> None:
+        super().__init__()
+        bound = math.sqrt(6 / (size + outputs))
+        shape = size, outputs
+        drawn = random.normal(0, math.sqrt(2 / size), shape) if relu else random.uniform(-bound, bound, shape)
+        self.weight = _parameter(drawn)
+        self.bias = _parameter(np.zeros(outputs))
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        if x.shape is not None and len(x.shape) == 2:
+            return op.Gemm(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return op.Add(op.MatMul(x, self.weight), self.bias)  # type: ignore[no-any-return]
+
+
+class _Convolution(nn.Module):
+    def __init__(self, depth: int, channels: int, random: np.random.Generator) -> None:
+        super().__init__()
+        self.weight = _parameter(random.normal(0, math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3)))
+        self.bias = _parameter(np.zeros(channels))
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.Conv(x, self.weight, self.bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1])  # type: ignore[no-any-return]
+
+
+class _Relu(nn.Module):
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.Relu(x)  # type: ignore[no-any-return]
+
+
+class _MaxPool(nn.Module):
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])  # type: ignore[no-any-return]
+
+
+class _Flatten(nn.Module):
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.Flatten(x)  # type: ignore[no-any-return]
+
+
+class _LayerNormalization(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = _parameter(np.ones(width))
+        self.bias = _parameter(np.zeros(width))
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.LayerNormalization(x, self.scale, self.bias, axis=-1)  # type: ignore[no-any-return]
+
+
+class _Attention(nn.Module):
+    def __init__(
+        self, length: int, width: int, heads: int, causal: bool, random: np.random.Generator
+    ) -> None:
+        super().__init__()
+        self.query = _Linear(width, width, random)
+        self.key = _Linear(width, width, random)
+        self.value = _Linear(width, width, random)
+        self.output = _Linear(width, width, random)
+        self._split = [0, length, heads, width // heads]
+        self._joined = [0, length, width]
+        self._visible = np.tril(np.ones((length, length), np.bool_)) if causal else None
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        query, key, value = (
+            op.Transpose(op.Reshape(project(op, x), self._split), perm=perm)
+            for project, perm in (
+                (self.query, [0, 2, 1, 3]),
+                (self.key, [0, 2, 3, 1]),
+                (self.value, [0, 2, 1, 3]),
+            )
+        )
+        scores = op.Mul(op.MatMul(query, key), 1 / math.sqrt(self._split[-1]))
+        if self._visible is not None:
+            scores = op.Where(op.Constant(value=ir.tensor(self._visible)), scores, -1e4)
+        mixed = op.MatMul(op.Softmax(scores, axis=-1), value)
+        return self.output(op, op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), self._joined))  # type: ignore[no-any-return]
+
+
+class _Block(nn.Module):
+    def __init__(
+        self, length: int, width: int, heads: int, causal: bool, random: np.random.Generator
+    ) -> None:
+        super().__init__()
+        self.attention_norm = _LayerNormalization(width)
+        self.attention = _Attention(length, width, heads, causal, random)
+        self.hidden_norm = _LayerNormalization(width)
+        self.hidden = _Linear(width, 4 * width, random, relu=True)
+        self.output = _Linear(4 * width, width, random)
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        x = op.Add(x, self.attention(op, self.attention_norm(op, x)))
+        hidden = op.Relu(self.hidden(op, self.hidden_norm(op, x)))
+        return op.Add(x, self.output(op, hidden))  # type: ignore[no-any-return]
+
+
+class _Transformer(nn.Module):
+    def __init__(
+        self,
+        length: int,
+        vocabulary: int,
+        width: int,
+        outputs: int,
+        blocks: Sequence[nn.Module],
+        random: np.random.Generator,
+    ) -> None:
+        super().__init__()
+        self.embedding = _parameter(random.normal(0, 0.1, (vocabulary, width)))
+        self.positions = _parameter(random.normal(0, 0.1, (length, width)))
+        self.blocks = nn.ModuleList(list(blocks))
+        self.norm = _LayerNormalization(width)
+        self.head = _Linear(width, outputs, random)
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        y = op.Add(op.Gather(self.embedding, x), self.positions)
+        for block in self.blocks:
+            y = block(op, y)
+        return self.head(op, self.norm(op, y))  # type: ignore[no-any-return]
