@@ -1,0 +1,214 @@
+"""Losses, values and gradients, against PyTorch's; NumPy where PyTorch has none."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import onnx_ir as ir
+import onnxscript
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from builders import identity, model, run
+from onnxscript import opset21
+from onnxscript.onnx_types import DOUBLE
+
+import graphopt
+import passes
+
+RNG = np.random.default_rng(0)
+P = RNG.standard_normal((6, 4))
+T = RNG.standard_normal((6, 4))
+LABELS = np.array([0, 3, 1, 2, 2, 0])
+IGNORED = np.array([0, 3, -100, 2, 2, -100])
+BINARY = (RNG.random((6, 4)) > 0.5).astype(float)
+SHARES = np.exp(T) / np.exp(T).sum(1, keepdims=True)
+UNIT = 1 / (1 + np.exp(-P))
+SOFT = np.exp(P) / np.exp(P).sum(1, keepdims=True)
+IMAGE, IMAGE_LABELS = RNG.standard_normal((2, 3, 4, 5)), RNG.integers(0, 3, (2, 4, 5))
+CLASS_WEIGHTS = (0.5, 1.0, 2.0, 0.25)
+W = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
+
+CASES = [
+    (passes.MeanSquaredError(), P, T, F.mse_loss),
+    (passes.MeanSquaredError(reduction="sum"), P, T, lambda p, t: F.mse_loss(p, t, reduction="sum")),
+    (passes.MeanAbsoluteError(), P, T, F.l1_loss),
+    (passes.Elastic(l1=0.1, l2=0.9), P, T, lambda p, t: 0.1 * F.l1_loss(p, t) + 0.9 * F.mse_loss(p, t)),
+    (passes.Huber(delta=0.7), P, T, lambda p, t: F.huber_loss(p, t, delta=0.7)),
+    (passes.Quantile(0.3), P, T, lambda p, t: torch.maximum(0.3 * (t - p), -0.7 * (t - p)).mean()),
+    (passes.Poisson(), P, abs(T), lambda p, t: F.poisson_nll_loss(p, t)),
+    (
+        passes.Poisson(log_rates=False),
+        UNIT,
+        abs(T),
+        lambda p, t: F.poisson_nll_loss(p, t, log_input=False, eps=0),
+    ),
+    (passes.Hinge(), P, 2 * BINARY - 1, lambda p, t: F.relu(1 - p * t).mean()),
+    (passes.BinaryCrossEntropy(), P, BINARY, F.binary_cross_entropy_with_logits),
+    (passes.BinaryCrossEntropy(), 60 * P, BINARY, F.binary_cross_entropy_with_logits),
+    (passes.BinaryCrossEntropy(from_logits=False), UNIT, BINARY, F.binary_cross_entropy),
+    (passes.CrossEntropy(), P, LABELS, F.cross_entropy),
+    (passes.CrossEntropy(), 300 * P, LABELS, F.cross_entropy),
+    (passes.CrossEntropy(reduction="sum"), P, LABELS, lambda p, t: F.cross_entropy(p, t, reduction="sum")),
+    (passes.CrossEntropy(axis=-1), P, LABELS, F.cross_entropy),
+    (
+        passes.CrossEntropy(label_smoothing=0.2),
+        P,
+        LABELS,
+        lambda p, t: F.cross_entropy(p, t, label_smoothing=0.2),
+    ),
+    (passes.CrossEntropy(class_weights=CLASS_WEIGHTS), P, LABELS, lambda p, t: F.cross_entropy(p, t, W)),
+    (passes.CrossEntropy(ignore_index=-100), P, IGNORED, F.cross_entropy),
+    (
+        passes.CrossEntropy(ignore_index=2, class_weights=CLASS_WEIGHTS, label_smoothing=0.1),
+        P,
+        LABELS,
+        lambda p, t: F.cross_entropy(p, t, W, ignore_index=2, label_smoothing=0.1),
+    ),
+    (passes.CrossEntropy(target_probabilities=True), P, SHARES, F.cross_entropy),
+    (
+        passes.CrossEntropy(target_probabilities=True, label_smoothing=0.1, class_weights=CLASS_WEIGHTS),
+        P,
+        SHARES,
+        lambda p, t: F.cross_entropy(p, t, W, label_smoothing=0.1),
+    ),
+    (passes.CrossEntropy(from_logits=False), SOFT, LABELS, lambda p, t: F.nll_loss(p.log(), t)),
+    (passes.CrossEntropy(), IMAGE, IMAGE_LABELS, F.cross_entropy),
+    (
+        passes.KLDivergence(),
+        P,
+        SHARES,
+        lambda p, t: F.kl_div(F.log_softmax(p, 1), t, reduction="batchmean"),
+    ),
+    (
+        passes.KLDivergence(from_logits=False),
+        SOFT,
+        SHARES,
+        lambda p, t: F.kl_div(p.log(), t, reduction="batchmean"),
+    ),
+]
+
+
+def of(loss: passes.Loss, shape: tuple[int, ...]) -> ir.Model:
+    """Return the graph of a loss and its gradient with respect to a shift of the prediction."""
+    dims = ",".join(["N", *map(str, shape[1:])])
+    return graphopt.compile(identity(dims, "double"), loss=loss, optimizer=passes.SGD(1.0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "prediction", "target", "twin"), CASES, ids=[f"{i}-{type(c[0]).__name__}" for i, c in enumerate(CASES)]
+)
+def test_loss_and_gradient_are_pytorchs(loss, prediction, target, twin):
+    outputs = run(of(loss, prediction.shape), 1, {"x": prediction, "target": target})[0]
+    x = torch.tensor(prediction, requires_grad=True)
+    expected = twin(x, torch.tensor(target))
+    expected.backward()
+    np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-9)
+    np.testing.assert_allclose(-outputs["w.next"], [x.grad.sum().item()], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [(passes.MeanSquaredError, T), (passes.CrossEntropy, LABELS), (passes.BinaryCrossEntropy, BINARY)],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sample_weights_weigh_rows(loss, target, reduction):
+    weights = RNG.random(6)
+    step = of(loss(sample_weight=True, reduction=reduction), P.shape)
+    weighted = run(step, 1, {"x": P, "target": target, "sample_weight": weights})[0]["loss"]
+    plain = of(loss(reduction=reduction), P.shape)
+    rows = [float(run(plain, 1, {"x": P[i : i + 1], "target": target[i : i + 1]})[0]["loss"]) for i in range(6)]
+    divisor = weights.sum() if reduction == "mean" else 1
+    np.testing.assert_allclose(weighted, (weights * rows).sum() / divisor, rtol=1e-12)
+
+
+def test_the_gradient_at_zero_logits_is_exact():
+    outputs = run(of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))})[0]
+    np.testing.assert_allclose(outputs["w.next"], [-0.5])
+
+
+@pytest.mark.parametrize(("activation", "loss"), [("Softmax", "CrossEntropy"), ("Sigmoid", "BinaryCrossEntropy")])
+def test_probabilities_are_compared_by_their_logits_where_those_are_in_the_graph(activation, loss):
+    proto = model(f"g (double[N,3] x) => (double[N,3] y) {{ z = Add(x, w)\n y = {activation}(z) }}", w=np.zeros(3),
+                  dtype=np.float64)
+    step = graphopt.compile(proto, loss=getattr(passes, loss)(from_logits=False), optimizer=passes.SGD())
+    target = np.array([0]) if loss == "CrossEntropy" else np.array([[1.0, 0.0, 0.0]])
+    outputs = run(step, 1, {"x": np.array([[-900.0, 0.0, 0.0]]), "target": target})[0]
+    assert math.isfinite(outputs["loss"])
+    assert outputs["loss"] > 250
+    with pytest.warns(UserWarning, match="comes out of"):
+        graphopt.compile(proto, loss=getattr(passes, loss)(), optimizer=passes.SGD())
+
+
+def traced_loss(op, prediction, target):
+    return op.Abs(prediction - target) * 2
+
+
+@onnxscript.script()
+def scripted_loss(prediction: DOUBLE[...], target: DOUBLE[...]) -> DOUBLE[...]:
+    return opset21.Abs(prediction - target) * 2
+
+
+@pytest.mark.parametrize("function", [traced_loss, scripted_loss, f"{__name__}:traced_loss"], ids=str)
+def test_a_loss_of_ones_own(function):
+    outputs = run(of(passes.CustomLoss(function), P.shape), 1, {"x": P, "target": T})[0]
+    np.testing.assert_allclose(outputs["loss"], 2 * abs(P - T).mean())
+
+
+TWO = """g (float[N,2] x) => (float[N,2] a, float[N,2] b, int64[N] c) {
+    a = MatMul(x, w)
+    b = Add(a, v)
+    c = ArgMax<axis=1, keepdims=0>(a)
+}"""
+W2 = {"w": np.eye(2), "v": np.ones(2)}
+
+
+def test_several_outputs_have_a_loss_each():
+    losses = passes.Losses({"a": passes.CrossEntropy(), "b": passes.MeanSquaredError()}, weights={"b": 0.5})
+    step = graphopt.compile(model(TWO, **W2), loss=losses, optimizer=passes.SGD())
+    x = P[:, :2].astype(np.float32)
+    feeds = {"x": x, "target_a": LABELS % 2, "target_b": x}
+    outputs = run(step, 1, feeds)[0]
+    np.testing.assert_allclose(outputs["loss_b"], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(outputs["loss"], outputs["loss_a"] + 0.5 * outputs["loss_b"], rtol=1e-6)
+    assert [value.name for value in step.graph.outputs][0] == "loss"
+
+
+def test_one_loss_on_several_outputs_must_name_its_own():
+    with pytest.raises(graphopt.GraphoptError, match=r"expected the name of one floating output.*\['a', 'b'\]"):
+        graphopt.compile(model(TWO, **W2), loss=passes.MeanSquaredError(), optimizer=passes.SGD())
+    step = graphopt.compile(
+        model(TWO, **W2), parameters=passes.Parameters(freeze="v"),
+        loss=passes.MeanSquaredError(output="a"), optimizer=passes.SGD()
+    )
+    assert {value.name for value in step.graph.outputs} >= {"loss", "a", "b", "c", "w.next"}
+
+
+def test_a_target_tells_its_metric():
+    step = of(passes.CrossEntropy(ignore_index=1), P.shape)
+    target = next(value for value in step.graph.inputs if value.name == "target")
+    assert json.loads(target.metadata_props["graphopt.metric"]) == {
+        "task": "classification",
+        "output": "y",
+        "axis": 1,
+        "classes": 4,
+        "ignore_index": 1,
+        "target_probabilities": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean' or 'sum', found 'max'"),
+        (lambda: passes.CrossEntropy(axis=5), "loss.axis=5: the prediction 'y' has 2 axes"),
+        (lambda: passes.CrossEntropy(axis=0), "known number of classes along axis 0"),
+        (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
+        (lambda: passes.MeanSquaredError(output="z"), "loss.output='z': expected the name of one floating output"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused(loss, message):
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        of(loss(), P.shape)
