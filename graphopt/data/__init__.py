@@ -1,0 +1,8 @@
+"""Data to train on: named arrays from files, and the batches that a training graph takes."""
+
+from graphopt.data.batches import Batches
+from graphopt.data.dataset import Dataset
+from graphopt.data.files import csv, npy, npz, parquet
+from graphopt.data.samples import diabetes, digits, text
+
+__all__ = ["Batches", "Dataset", "csv", "diabetes", "digits", "npy", "npz", "parquet", "text"]

@@ -1,0 +1,164 @@
+"""The rows of a data set as the arrays that a training graph takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.errors import GraphoptError
+from graphopt.roles import METRIC, Role, role_of
+
+Rows = range | np.ndarray
+CHUNK = 4096
+
+
+class Batches:
+    """Checks a data set against a training graph's inputs, and cuts it into batches of the graph's own types.
+
+    Arrays in memory are checked whole, memory-mapped ones batch by batch, as they are read.
+
+    Args:
+        data: a data set, or arrays by name.
+        inputs: what the graph takes, by name: `Executor.inputs`.
+        allow_nan: let NaN through.
+
+    Raises:
+        GraphoptError: names, shapes, types, labels or NaN do not fit; says which, the expected and the found.
+    """
+
+    def __init__(
+        self,
+        data: Dataset | Mapping[str, np.ndarray],
+        inputs: Mapping[str, ir.Value],
+        *,
+        allow_nan: bool = False,
+    ) -> None:
+        data = as_dataset(data)
+        self._columns = [
+            _Column(value, array, allow_nan) for value, array in zip(*_match(data, inputs), strict=True)
+        ]
+        self._count = len(data)
+        for column in self._columns:
+            if not column.lazy:
+                for rows in self.split(range(self._count), CHUNK):
+                    column.check(rows, column.array[_index(rows)])
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def fixed_size(self) -> int | None:
+        """The number of rows that the graph takes at a time, where it takes no other."""
+        return next((column.batch for column in self._columns if column.batch is not None), None)
+
+    @staticmethod
+    def split(rows: Rows, size: int) -> Iterator[Rows]:
+        """Cut rows into runs of `size`; the last may be shorter."""
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+    def take(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return some rows, by name, as the graph takes them; where types agree, a range without a copy."""
+        return {column.name: column.take(rows) for column in self._columns}
+
+
+def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value], list[np.ndarray]]:
+    """Pair the graph's inputs with arrays by name."""
+    arrays = dict(data.arrays)
+    missing = [value for name, value in inputs.items() if name not in arrays]
+    missing = [value for value in missing if role_of(value) is Role.DATA]
+    if data.features is not None and data.features not in inputs and len(missing) == 1:
+        arrays = {missing[0].name if name == data.features else name: a for name, a in arrays.items()}  # type: ignore[misc]
+    if set(arrays) != set(inputs):
+        extra = (
+            " (loss.sample_weight=true takes weights)" if "sample_weight" in set(arrays) - set(inputs) else ""
+        )
+        expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
+        raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}")
+    return list(inputs.values()), [arrays[name] for name in inputs]
+
+
+def _index(rows: Rows) -> Any:
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+class _Column:
+    """An array, and the input that it goes to."""
+
+    def __init__(self, value: ir.Value, array: np.ndarray, allow_nan: bool) -> None:
+        assert value.dtype is not None
+        assert value.name is not None
+        self.name = value.name
+        self.array = array
+        self.lazy = isinstance(array, np.memmap)
+        self._dtype = np.dtype(value.dtype.numpy())
+        self._allow_nan = allow_nan
+        self._metric = json.loads(value.metadata_props.get(METRIC, "{}"))
+        self._check_type(value.dtype)
+        dims = [] if value.shape is None else list(value.shape)
+        self.batch = dims[0] if dims and isinstance(dims[0], int) else None
+        self._shape = self._row_shape(value.shape)
+
+    def take(self, rows: Rows) -> np.ndarray:
+        part = self.array[_index(rows)]
+        if self.lazy:
+            self.check(rows, part)
+        part = np.asarray(part).astype(self._dtype, copy=False)
+        return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
+
+    def check(self, rows: Rows, part: np.ndarray) -> None:
+        """Refuse NaN and labels outside the classes."""
+        if part.dtype.kind == "f" and not self._allow_nan:
+            self._refuse(rows, part, np.isnan(part), "numbers", "; fit.allow_nan=true trains with it")
+        if self._metric.get("task") == "classification" and not self._metric.get("target_probabilities"):
+            classes, ignored = self._metric["classes"], self._metric.get("ignore_index")
+            wrong = (part < 0) | (part >= classes)
+            if ignored is not None:
+                wrong &= part != ignored
+            self._refuse(rows, part, wrong, f"labels from 0 to {classes - 1}")
+        elif self._metric.get("task") == "binary":
+            low, high = self._metric["labels"]
+            wrong = (part < low) | (part > high)
+            if low < 0:  # between 0 and 1 lie probabilities, between -1 and 1 nothing
+                wrong |= (part != low) & (part != high)
+            self._refuse(rows, part, wrong, f"labels {low} and {high}")
+
+    def _refuse(self, rows: Rows, part: np.ndarray, wrong: np.ndarray, expected: str, mend: str = "") -> None:
+        if wrong.any():
+            place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+            found = str(part[place]).replace("nan", "NaN")
+            raise GraphoptError(
+                f"data {self.name!r}: expected {expected}, found {found} in row {int(rows[place[0]])}{mend}"
+            )
+
+    def _check_type(self, expected: ir.DataType) -> None:
+        found = self.array.dtype
+        if found.kind == "f" and expected.is_floating_point():
+            return
+        if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
+            raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}")
+
+    def _row_shape(self, shape: ir.Shape | None) -> tuple[int, ...]:
+        """Return the shape of a row, with a last axis of one added or dropped where only that fits."""
+        found = self.array.shape[1:]
+        if shape is None:
+            return found
+        for candidate in (found, (*found, 1), found[:-1] if found[-1:] == (1,) else found):
+            wanted = list(shape)[1:]
+            if len(wanted) == len(candidate) and all(
+                not isinstance(want, int) or want == have
+                for want, have in zip(wanted, candidate, strict=True)
+            ):
+                return candidate
+        raise GraphoptError(
+            f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}"
+        )
+
+
+def _text(dims: Any) -> str:
+    return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"

@@ -1,0 +1,70 @@
+"""A data set: named arrays of as many rows each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+
+TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Arrays by name: the model's inputs, `target`, and `sample_weight` where there are weights.
+
+    Args:
+        arrays: the arrays, in memory or memory-mapped; the first axis is the rows.
+        features: the array that goes to a model's only input, whatever that is called.
+        classes: how many classes the labels are of; the largest label + 1 by default.
+
+    Raises:
+        GraphoptError: there are no rows, or not as many in every array.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    features: str | None = None
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, array in self.arrays.items():
+            if not isinstance(array, np.ndarray) or array.ndim == 0:
+                raise GraphoptError(f"data {name!r}: expected an array of rows, found {array!r}")
+        rows = {name: len(array) for name, array in self.arrays.items()}
+        if len(set(rows.values())) > 1:
+            found = ", ".join(f"{name!r} {count}" for name, count in rows.items())
+            raise GraphoptError(f"data: expected as many rows in every array, found {found}")
+        if not any(rows.values()):
+            raise GraphoptError("data: expected rows, found none")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Return the arrays that a model reads: neither targets nor sample weights."""
+        return {
+            name: array
+            for name, array in self.arrays.items()
+            if name != TARGET and not name.startswith(f"{TARGET}_") and name != "sample_weight"
+        }
+
+    def outputs(self, task: str) -> int:
+        """Return how many numbers a model has to predict for each row, or for each position of it.
+
+        Args:
+            task: `classification`: a number a class; otherwise a number a column of the target.
+        """
+        if TARGET not in self.arrays:
+            raise GraphoptError(f"data: expected an array 'target', found {', '.join(self.arrays)}")
+        target = self.arrays[TARGET]
+        if task == "classification" and target.dtype.kind in "iub":
+            return self.classes or int(target.max()) + 1
+        return int(np.prod(target.shape[1:], dtype=np.int64))
+
+
+def as_dataset(data: Dataset | Mapping[str, np.ndarray]) -> Dataset:
+    """Return a data set of named arrays."""
+    return data if isinstance(data, Dataset) else Dataset(data)

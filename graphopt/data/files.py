@@ -1,0 +1,204 @@
+"""Data sets from files."""
+
+from __future__ import annotations
+
+import csv as reader
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.data.dataset import TARGET, Dataset
+from graphopt.errors import GraphoptError, known
+
+
+def npz(path: str) -> Dataset:
+    """Return the arrays of a NumPy archive: named like the model's inputs, and `target`.
+
+    Raises:
+        GraphoptError: the file is missing, or is no NumPy archive of plain arrays.
+    """
+    archive = _load(Path(path), "a NumPy archive (.npz)")
+    if isinstance(archive, np.ndarray):
+        raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
+    with archive:
+        try:
+            return Dataset({name: archive[name] for name in archive.files})
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise GraphoptError(f"{path}: expected arrays of numbers: {error}") from error
+
+
+def npy(path: str) -> Dataset:
+    """Return the arrays of a folder of `NAME.npy` files, memory-mapped: only the rows of a batch are read.
+
+    Raises:
+        GraphoptError: the folder is missing or has no such files, or one is no array of numbers.
+    """
+    files = sorted(Path(path).glob("*.npy"))
+    if not files:
+        raise GraphoptError(f"{path}: expected a folder of arrays, a file NAME.npy an input, found none")
+    return Dataset({file.stem: _load(file, "a NumPy array (.npy)", "r") for file in files})
+
+
+def csv(
+    path: str,
+    *,
+    target: str | int | Sequence[str | int] = TARGET,
+    features: Sequence[str | int] | Mapping[str, Any] | None = None,
+    sample_weight: str | int | None = None,
+    labels: Sequence[str] | None = None,
+    delimiter: str = ",",
+    header: bool = True,
+) -> Dataset:
+    """Return columns of a text file.
+
+    Args:
+        target: the column to predict, or several.
+        features: the columns to predict from, all others by default; or for each of the model's inputs its
+            columns.
+        sample_weight: a column of weights.
+        labels: the classes, in order, where the target column is text.
+        delimiter: what stands between two columns.
+        header: the first line names the columns; otherwise they are called 0, 1, ...
+
+    Raises:
+        GraphoptError: the file or a column is missing, or a field is not a number; an empty field is NaN.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
+    except OSError as error:
+        raise GraphoptError(f"{path}: {_reason(error)}") from error
+    except (UnicodeDecodeError, reader.Error) as error:
+        raise GraphoptError(f"{path}: expected a text file of columns: {error}") from error
+    if not rows:
+        raise GraphoptError(f"{path}: expected rows, found an empty file")
+    names = rows.pop(0) if header else [str(i) for i in range(len(rows[0]))]
+    for i, row in enumerate(rows):
+        if len(row) != len(names):
+            raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
+    columns = {name.strip(): [row[i].strip() for row in rows] for i, name in enumerate(names)}
+    return _table(path, columns, target, features, sample_weight, labels)
+
+
+def parquet(
+    path: str,
+    *,
+    target: str | Sequence[str] = TARGET,
+    features: Sequence[str] | Mapping[str, Any] | None = None,
+    sample_weight: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Dataset:
+    """Return columns of a Parquet file; the arguments are those of `csv`.
+
+    Raises:
+        GraphoptError: pyarrow is not installed, the file or a column is missing, or a column has no numbers.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise GraphoptError("data=parquet needs pyarrow: pip install 'graphopt[parquet]'") from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except OSError as error:
+        raise GraphoptError(f"{path}: {_reason(error)}") from error
+    except pyarrow.ArrowInvalid as error:
+        raise GraphoptError(f"{path}: expected a Parquet file: {_line(error)}") from error
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    return _table(path, columns, target, features, sample_weight, labels)
+
+
+def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
+    try:
+        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except OSError as error:
+        raise GraphoptError(f"{path}: {_reason(error)}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise GraphoptError(f"{path}: expected {kind} of numbers, found a file that is none") from error
+
+
+def _reason(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or _line(error)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _table(
+    path: str,
+    columns: Mapping[str, Any],
+    target: str | int | Sequence[str | int],
+    features: Sequence[str | int] | Mapping[str, Any] | None,
+    sample_weight: str | int | None,
+    labels: Sequence[str] | None,
+) -> Dataset:
+    """Return a data set of a table's columns."""
+    targets = _names(target)
+    weights = [] if sample_weight is None else _names(sample_weight)
+    if features is None:
+        features = [name for name in columns if name not in (*targets, *weights)]
+    inputs = dict(features) if isinstance(features, Mapping) else {"x": features}
+    for name in [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]:
+        if name not in columns:
+            raise GraphoptError(f"{path}: {known('column', name, columns)}")
+    arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
+    if labels is None:
+        stacked = _stack(path, columns, targets, labelled=len(targets) == 1)
+        arrays[TARGET] = stacked[:, 0] if len(targets) == 1 else stacked
+    else:
+        arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
+    if weights:
+        arrays["sample_weight"] = _stack(path, columns, weights)[:, 0]
+    classes = None if labels is None else len(labels)
+    return Dataset(arrays, features=None if isinstance(features, Mapping) else "x", classes=classes)
+
+
+def _names(names: str | int | Sequence[str | int]) -> list[str]:
+    return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
+
+
+def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str], labelled: bool = False) -> np.ndarray:
+    if not names:
+        raise GraphoptError(f"{path}: expected feature columns, found none")
+    return np.stack([_numbers(path, name, columns[name], labelled) for name in names], axis=1)
+
+
+def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
+    """Return a column as int64 where all are whole numbers, as float64 otherwise."""
+    array = np.asarray(column)
+    if array.dtype.kind in "iufb":
+        return array
+    texts = ["nan" if text in ("", None) else str(text) for text in column]
+    for dtype in (np.int64, np.float64):
+        try:
+            return np.array(texts, dtype)
+        except ValueError:
+            continue
+    row, text = next((i, text) for i, text in enumerate(texts) if not _is_number(text))
+    classes = sorted({text for text in texts if not _is_number(text)})
+    mend = f": name the classes, data.labels=[{','.join(classes[:20])}]" if labelled else ""
+    raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}{mend}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
+    """Return the place of each text among the labels."""
+    places = {str(label): i for i, label in enumerate(labels)}
+    for i, text in enumerate(column):
+        if str(text) not in places:
+            known_labels = ", ".join(places)
+            raise GraphoptError(
+                f"{path}: column {name!r}, row {i}: expected a label of {known_labels}, found {str(text)!r}"
+            )
+    return np.array([places[str(text)] for text in column], np.int64)

@@ -1,0 +1,197 @@
+"""Training on a data set: epochs of batches, and validation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from graphopt.data import Batches, Dataset
+from graphopt.data.batches import Rows
+from graphopt.errors import GraphoptError
+from graphopt.executor import Executor
+from graphopt.metrics import metrics
+from graphopt.roles import Role, role_of
+
+Record = dict[str, Any]
+Data = Dataset | Mapping[str, np.ndarray]
+
+
+class Observer(Protocol):
+    """Watches a training run: `start` once, then `step` after each step and `epoch` after each epoch."""
+
+    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None: ...
+
+
+def fit(
+    executor: Executor,
+    data: Data,
+    *,
+    epochs: int = 20,
+    batch_size: int = 32,
+    shuffle: bool = True,
+    seed: int = 0,
+    validation: float | Data | None = 0.2,
+    allow_nan: bool = False,
+    observers: Sequence[Observer] = (),
+) -> list[Record]:
+    """Train on all batches of a data set, the last one too, and return a record an epoch.
+
+    A record has the epoch, the steps done, the mean of each reported number over the epoch, the
+    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
+
+    Args:
+        data: a data set, or arrays named like the model's inputs, and `target`.
+        shuffle: draw the rows to hold out and each epoch's order; otherwise hold out the last, keep the order.
+        validation: the share of rows to hold out, a data set of its own, or None.
+        allow_nan: train on data with NaN in it.
+        observers: what watches, such as a display.
+
+    Raises:
+        GraphoptError: the data does not fit the model; says which array, what was expected and what found.
+        NonFiniteLoss: the loss is infinite or not a number.
+    """
+    random = np.random.default_rng(seed)
+    batches = Batches(data, executor.inputs, allow_nan=allow_nan)
+    held_out = None
+    rows: Rows = range(len(batches))
+    if isinstance(validation, Mapping | Dataset):
+        held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan))
+    elif validation:
+        count = held_out_rows(len(batches), validation)
+        order = np.sort(random.permutation(len(batches))[:count]) if shuffle else rows[len(rows) - count :]
+        held_out = _HeldOut(batches, order)
+        rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+    _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
+    for observer in observers:
+        observer.start(
+            epochs=epochs,
+            steps=epochs * math.ceil(len(rows) / batch_size),
+            rows=len(rows),
+            validation_rows=len(held_out.rows) if held_out else 0,
+        )
+    records = []
+    for epoch in range(1, epochs + 1):
+        start = time.perf_counter()
+        order = random.permutation(rows) if shuffle else rows
+        record = _mean(_steps(executor, batches, order, batch_size, observers, epoch))
+        seconds = time.perf_counter() - start
+        record = {"epoch": epoch, "step": executor.steps, **record}
+        if held_out is not None:
+            measured = held_out.measure(executor, batch_size)
+            record |= {"validation_loss": measured.pop("data_loss", measured["loss"])}
+            record |= {name: value for name, value in measured.items() if name not in record}
+        record |= {"seconds": seconds, "samples_per_second": len(rows) / seconds}
+        records.append(record)
+        for observer in observers:
+            observer.epoch(record)
+    return records
+
+
+def evaluate(
+    executor: Executor, data: Data, *, batch_size: int = 256, allow_nan: bool = False
+) -> dict[str, float]:
+    """Return the loss and the metrics on a data set: accuracy, or R2 and the mean absolute error.
+
+    Raises:
+        GraphoptError: the data does not fit the model.
+    """
+    return _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan)).measure(executor, batch_size)
+
+
+def held_out_rows(rows: int, share: float) -> int:
+    """Return how many of `rows` rows are held out for validation.
+
+    Raises:
+        GraphoptError: the share leaves no row on one of the sides.
+    """
+    if not 0 <= share < 1:
+        raise GraphoptError(f"fit.validation: expected a share of the rows, from 0 to 1, found {share}")
+    count = math.ceil(rows * share)
+    if count >= rows:
+        raise GraphoptError(
+            f"fit.validation: expected a share of {rows} rows that leaves some, found {share}"
+        )
+    return count
+
+
+def reported(executor: Executor) -> list[str]:
+    """Return the outputs of a step that a record is made of: numbers, not predictions."""
+    roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
+    return [str(value.name) for value in executor.model.graph.outputs if role_of(value) in roles]
+
+
+class _HeldOut:
+    """Rows to validate on."""
+
+    def __init__(self, batches: Batches, rows: Rows | None = None) -> None:
+        self.rows: Rows = range(len(batches)) if rows is None else rows
+        self._batches = batches
+
+    def measure(self, executor: Executor, batch_size: int) -> dict[str, float]:
+        """Return the mean of the losses and the metrics over the rows."""
+        chosen = metrics(executor.inputs)
+
+        def losses() -> Iterator[tuple[int, Record]]:
+            for rows in Batches.split(self.rows, batch_size):
+                feeds = self._batches.take(rows)
+                values = executor.evaluate(feeds)
+                for target, (output, metric) in chosen.items():
+                    metric.add(values[output], feeds[target])
+                yield len(rows), {name: value for name, value in values.items() if isinstance(value, float)}
+
+        measured = _mean(losses())
+        for target, (_, metric) in chosen.items():
+            prefix = "" if len(chosen) == 1 else f"{target}."
+            measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}
+        return measured
+
+
+def _steps(
+    executor: Executor,
+    batches: Batches,
+    order: Rows,
+    batch_size: int,
+    observers: Sequence[Observer],
+    epoch: int,
+) -> Iterator[tuple[int, Record]]:
+    for rows in Batches.split(order, batch_size):
+        if isinstance(rows, np.ndarray):
+            rows.sort()  # memory-mapped rows are read in the file's order
+        values = executor.step(batches.take(rows))
+        values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
+        for observer in observers:
+            observer.step({"epoch": epoch, "step": executor.steps, "rows": len(rows), **values})
+        yield len(rows), values
+
+
+def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
+    """Return the mean of each number, weighted by rows; of the learning rate the last."""
+    total, sums, last = 0, {}, {}
+    for rows, values in measured:
+        total += rows
+        last = values
+        for name, value in values.items():
+            if isinstance(value, float):
+                sums[name] = sums.get(name, 0.0) + rows * value
+    means: Record = {name: value / total for name, value in sums.items()}
+    if "learning_rate" in means:
+        means["learning_rate"] = last["learning_rate"]
+    return means
+
+
+def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> None:
+    if batch_size < 1:
+        raise GraphoptError(f"fit.batch_size: expected 1 or more, found {batch_size}")
+    if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
+        raise GraphoptError(
+            f"the model takes {fixed} rows at a time and no other number, found fit.batch_size={batch_size} "
+            f"and {' and '.join(str(len(rows)) for rows in parts)} rows: export it with a dynamic batch"
+        )

@@ -1,0 +1,92 @@
+"""Metrics of predictions, gathered batch by batch; which one, the target's metadata says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.roles import METRIC, Role, role_of
+
+
+class Metric(Protocol):
+    """Gathers batches, then tells numbers by name."""
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None: ...
+
+    def result(self) -> dict[str, float]: ...
+
+
+class Accuracy:
+    """The share of predicted classes that are the target's.
+
+    Args:
+        task: `classification`, with the classes along `axis`, or `binary`, with two `labels`.
+    """
+
+    def __init__(self, task: str, **options: Any) -> None:
+        self._task = task
+        self._options = options
+        self._right = self._count = 0
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+        axis = self._options.get("axis", -1)
+        if self._task == "binary":
+            target = target > sum(self._options["labels"]) / 2
+            prediction = prediction > self._options["threshold"]
+        else:
+            prediction = prediction.argmax(axis)
+            target = target.argmax(axis) if self._options.get("target_probabilities") else target
+        right = prediction == target
+        if self._options.get("ignore_index") is not None:
+            right = right[target != self._options["ignore_index"]]
+        self._right += int(right.sum())
+        self._count += right.size
+
+    def result(self) -> dict[str, float]:
+        return {"accuracy": self._right / self._count} if self._count else {}
+
+
+class Regression:
+    """R2, the mean over the columns, and the mean absolute error."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._shift: np.ndarray | None = None
+        self._absolute: Any = 0.0
+        self._squared: Any = 0.0
+        self._sum: Any = 0.0
+        self._square: Any = 0.0
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+        prediction, target = (np.reshape(a, (len(a), -1)).astype(np.float64) for a in (prediction, target))
+        if self._shift is None:  # near the mean, so that the difference of sums below loses no digits
+            self._shift = target.mean(axis=0)
+        self._rows += len(target)
+        self._absolute += np.abs(prediction - target).sum(axis=0)
+        self._squared += ((prediction - target) ** 2).sum(axis=0)
+        self._sum += (target - self._shift).sum(axis=0)
+        self._square += ((target - self._shift) ** 2).sum(axis=0)
+
+    def result(self) -> dict[str, float]:
+        if not self._rows:
+            return {}
+        error = {"mae": float(np.mean(self._absolute / self._rows))}
+        spread = self._square - self._sum**2 / self._rows
+        if np.any(spread <= 0):  # R2 compares with the mean, which is exact here
+            return error
+        return {"r2": float(np.mean(1 - self._squared / spread)), **error}
+
+
+def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:
+    """Return for each target among a training graph's inputs the output to compare, and a fresh metric."""
+    chosen = {}
+    for name, value in inputs.items():
+        if role_of(value) is Role.TARGET and METRIC in value.metadata_props:
+            options = json.loads(value.metadata_props[METRIC])
+            output, task = options.pop("output"), options["task"]
+            chosen[name] = output, Regression() if task == "regression" else Accuracy(**options)
+    return chosen
