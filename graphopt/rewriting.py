@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
 
 import onnx_ir as ir
 
+from graphopt.emitter import Emitter
 from graphopt.state import detached
 
 
@@ -30,6 +33,20 @@ class Pass(ir.passes.InPlacePass):
     @abstractmethod
     def rewrite(self, model: ir.Model) -> None:
         """Rewrite `model` in place."""
+
+
+@contextlib.contextmanager
+def outputs_kept(model: ir.Model) -> Iterator[None]:
+    """Keep the outputs' names and metadata while rewriters that know nothing of them replace and merge values."""
+    outputs = model.graph.outputs
+    kept = [(str(output.name), dict(output.metadata_props)) for output in outputs]
+    yield
+    with Emitter(model) as op:
+        for i, (name, metadata) in enumerate(kept):
+            if outputs[i].name != name:
+                outputs[i] = op.Identity(outputs[i], _outputs=[name])
+            outputs[i].metadata_props.clear()
+            outputs[i].metadata_props.update(metadata)
 
 
 Pattern = str | tuple[str, ...] | list[str] | None

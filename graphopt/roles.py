@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Iterator
 
@@ -67,15 +66,6 @@ def the(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
             f"run the pass that makes it first"
         )
     return found[0]
-
-
-@contextlib.contextmanager
-def preserved(model: ir.Model) -> Iterator[None]:
-    """Keep the metadata of the outputs, by name, while rewriters that know nothing of it replace values."""
-    kept = {output.name: dict(output.metadata_props) for output in model.graph.outputs}
-    yield
-    for output in model.graph.outputs:
-        output.metadata_props.update(kept.get(output.name, {}))
 
 
 def _interface(model: ir.Model) -> Iterator[ir.Value]:

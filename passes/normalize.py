@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import onnxscript.version_converter
 
 import passes.gradient as gradient
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass
+from graphopt.rewriting import Pass, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 
 OPSET = 21
@@ -34,6 +34,15 @@ class Normalize(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
+        with outputs_kept(model):
+            self._prepare(model)
+        infer(model)
+        for value in model.graph.inputs:
+            set_role(value, role_of(value) or Role.DATA)
+        for value in model.graph.outputs:
+            set_role(value, role_of(value) or Role.PREDICTION)
+
+    def _prepare(self, model: ir.Model) -> None:
         common.InlinePass(criteria=lambda function: not gradient.has_rule(function.domain, function.name))(
             model
         )
@@ -42,13 +51,9 @@ class Normalize(Pass):
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
+        common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
-        infer(model)
-        for value in model.graph.inputs:
-            set_role(value, role_of(value) or Role.DATA)
-        for value in model.graph.outputs:
-            set_role(value, role_of(value) or Role.PREDICTION)
 
 
 def convert(model: ir.Model) -> None:
@@ -117,13 +122,39 @@ def materialize(model: ir.Model) -> None:
 
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value of the main graph; unknown dimensions get names."""
-    common.ShapeInferencePass(check_type=True, strict_mode=True, data_prop=True)(model)
+    names = (f"unknown_{i}" for i in range(2**62))
+    name_dimensions(model.graph.inputs, names)
+    inferred = _inferred(model)
     for node in model.graph:
         for output in node.outputs:
+            found = inferred.get(output.name or "")
+            if found is not None and found.type is not None:
+                output.type, output.shape = found.type, found.shape
             if output.type is None or (output.shape is None and isinstance(output.type, ir.TensorType)):
-                raise GraphoptError(_why_untyped(model, node, output))
-    names = (f"unknown_{i}" for i in range(2**62))
-    for value in _values(model):
+                operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+                raise GraphoptError(
+                    f"cannot infer the type of {output.name!r}, output of {operator} node {node.name!r}: expected an "
+                    f"operator of ONNX or a function in the model"
+                )
+    name_dimensions((output for node in model.graph for output in node.outputs), names)
+
+
+def _inferred(model: ir.Model) -> dict[str, ir.Value]:
+    """Return the values of the model as ONNX's inference types them; it is spared the weights."""
+    proto = ir.to_proto(model)
+    for tensor in [tensor for tensor in proto.graph.initializer if tensor.ByteSize() > 1000]:
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        proto.graph.initializer.remove(tensor)
+    try:
+        typed = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise GraphoptError(f"cannot infer the model's shapes: {' '.join(str(error).split())}") from error
+    return dict(ir.convenience.create_value_mapping(ir.from_proto(typed).graph, include_subgraphs=False))
+
+
+def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
+    """Give every unknown dimension a name, so that equal names mean equal sizes."""
+    for value in values:
         if value.shape is not None and value.shape.has_unknown_dim():
             value.shape = ir.Shape([_named(dim, names) for dim in value.shape.dims])
 
@@ -132,23 +163,3 @@ def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
     if isinstance(dim, int):
         return dim
     return next(names) if dim.value is None else dim.value
-
-
-def _values(model: ir.Model) -> Iterator[ir.Value]:
-    yield from model.graph.inputs
-    for node in model.graph:
-        yield from node.outputs
-
-
-def _why_untyped(model: ir.Model, node: ir.Node, output: ir.Value) -> str:
-    what = f"{node.op_type} node {node.name!r}"
-    reason = (
-        f"expected an operator with known output types, found domain {node.domain!r}" if node.domain else ""
-    )
-    try:
-        onnx.shape_inference.infer_shapes(
-            ir.to_proto(model), check_type=True, strict_mode=True, data_prop=True
-        )
-    except onnx.shape_inference.InferenceError as error:
-        reason = " ".join(str(error).split())
-    return f"cannot infer the type of {output.name!r}, output of {what}: {reason}".rstrip(": ")

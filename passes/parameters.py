@@ -14,6 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role
 from passes.gradient.walk import is_differentiable, passes_gradient
+from passes.normalize import infer
 
 # Inputs that the schemas call differentiable and that hold statistics of data, not weights.
 STATISTICS = {"BatchNormalization": (3, 4)}
@@ -35,6 +36,8 @@ class Parameters(Pass):
     freeze: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
+        if any(output.dtype is None for node in model.graph for output in node.outputs):
+            infer(model)
         floating = [value for value in model.graph.initializers.values() if is_differentiable(value)]
         for name, pattern in (("pattern", self.pattern), ("freeze", self.freeze)):
             if pattern and not any(matches(value.name, pattern) for value in floating):

@@ -8,8 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 
-from graphopt.rewriting import Pass
-from graphopt.roles import preserved
+from graphopt.rewriting import Pass, outputs_kept
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
-        with preserved(model):
+        with outputs_kept(model):
             onnxscript.optimizer.optimize(model)
             common.IdentityEliminationPass()(model)
             common.CommonSubexpressionEliminationPass()(model)

@@ -1,0 +1,234 @@
+"""The executor: the same numbers as the reference evaluator, and errors before anything runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import mlp, model, run
+
+import graphopt
+import passes
+
+RNG = np.random.default_rng(3)
+X = RNG.standard_normal((8, 4)).astype(np.float32)
+T = np.tanh(X[:, :3])
+
+
+def compiled(proto=None, **steps):
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01), **steps}
+    return graphopt.compile(proto or mlp(), **steps)
+
+
+@pytest.fixture
+def executor():
+    return graphopt.Executor(compiled(), threads=1)
+
+
+def test_steps_equal_the_reference_evaluators():
+    step = compiled(clip=passes.ClipGlobalNorm(0.5), schedule=passes.Cosine(steps=20, warmup=3))
+    executor = graphopt.Executor(step, threads=1)
+    for expected in run(step, 10, {"x": X, "target": T}):
+        outputs = executor.step(x=X, target=T)
+        for name, value in outputs.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+    for name, value in executor.state.items():
+        np.testing.assert_allclose(value, expected[f"{name}.next"], rtol=1e-4, atol=1e-6)
+
+
+def test_loss_comes_first_and_scalars_are_numbers(executor):
+    outputs = executor.step(x=X, target=T)
+    assert list(outputs) == ["loss", "y"]
+    assert isinstance(outputs["loss"], float)
+    assert outputs["y"].shape == (8, 3)
+
+
+def test_the_batch_is_dynamic_and_what_was_returned_stays(executor):
+    first = executor.step(x=X, target=T)["y"]
+    kept = first.copy()
+    assert executor.step(x=X[:3], target=T[:3])["y"].shape == (3, 3)
+    executor.step(x=X, target=T)
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_state_is_copied_never_shared():
+    """Buffers taken from one array would alias: training would be silently wrong."""
+    weight = np.ones((4, 3), np.float32)
+    proto = model("g (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }", w=weight)
+    step = compiled(proto, optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step)
+    before = executor.state["w"]
+    for _ in range(3):
+        executor.step(x=X, target=T)
+    after = executor.state["w"]
+    assert np.abs(after - before).max() > 0.01
+    np.testing.assert_array_equal(before, weight)
+    again = graphopt.Executor(step)
+    np.testing.assert_array_equal(again.state["w"], weight)
+
+
+def test_state_can_be_read_and_put_back(executor):
+    executor.step(x=X, target=T)
+    saved = executor.state
+    assert {"fc0.weight", "fc0.weight.exp_avg", "step"} <= set(saved)
+    losses = [executor.step(x=X, target=T)["loss"] for _ in range(3)]
+    executor.state = saved
+    assert [executor.step(x=X, target=T)["loss"] for _ in range(3)] == losses
+
+
+def test_state_that_does_not_fit_changes_nothing(executor):
+    before = executor.state
+    good = np.zeros_like(before["fc0.bias"])
+    for bad, message in [
+        ({"fc0.bias": good, "nothing": good}, "state 'nothing': unknown"),
+        ({"fc0.bias": good, "fc1.bias": np.zeros(7, np.float32)}, r"'fc1.bias': expected shape \[3\], found \[7\]"),
+        ({"fc0.bias": good, "fc1.bias": np.zeros(3)}, "'fc1.bias': expected float32, found float64"),
+    ]:
+        with pytest.raises(graphopt.GraphoptError, match=message):
+            executor.state = bad
+        np.testing.assert_array_equal(executor.state["fc0.bias"], before["fc0.bias"])
+
+
+def test_a_hyperparameter_is_fed_to_change_it(executor):
+    before = executor.state["fc0.weight"]
+    executor.step(x=X, target=T, learning_rate=0.0)
+    np.testing.assert_array_equal(executor.state["fc0.weight"], before)
+    assert executor.hyperparameters == {"learning_rate": 0.0}
+    executor.step(x=X, target=T)
+    np.testing.assert_array_equal(executor.state["fc0.weight"], before)
+    executor.step(x=X, target=T, learning_rate=0.1)
+    assert np.abs(executor.state["fc0.weight"] - before).max() > 0.01
+
+
+def test_evaluate_and_predict_leave_the_state(executor):
+    executor.step(x=X, target=T)
+    before = executor.state
+    loss = executor.evaluate(x=X, target=T)["loss"]
+    prediction = executor.predict(x=X)["y"]
+    np.testing.assert_allclose(loss, np.mean((prediction - T) ** 2), rtol=1e-5)
+    for name, value in executor.state.items():
+        np.testing.assert_array_equal(value, before[name])
+    np.testing.assert_allclose(executor.step(x=X, target=T)["loss"], loss, rtol=1e-6)
+
+
+def test_the_trained_model_has_the_names_and_the_predictions():
+    executor = graphopt.Executor(compiled(sort=passes.SortInitializers(rename="{index}_{name}")))
+    for _ in range(5):
+        executor.step(x=X, target=T)
+    trained = executor.trained()
+    onnx.checker.check_model(trained, full_check=True)
+    assert {t.name for t in trained.graph.initializer} == {t.name for t in mlp().graph.initializer}
+    assert [v.name for v in trained.graph.input] == ["x"]
+    assert [v.name for v in trained.graph.output] == ["y"]
+    assert "graphopt" not in str(trained)
+    session = onnxruntime.InferenceSession(trained.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": X})[0], executor.predict(x=X)["y"], rtol=1e-6)
+
+
+def test_an_executor_needs_the_file_alone(tmp_path):
+    graphopt.save(compiled(), tmp_path / "step.onnx")
+    program = f"""
+import sys, numpy as np, graphopt
+executor = graphopt.Executor({str(tmp_path / "step.onnx")!r})
+x, t = np.ones((2, 4), np.float32), np.zeros((2, 3), np.float32)
+losses = [executor.step(x=x, target=t)["loss"] for _ in range(3)]
+assert losses[2] < losses[0] and executor.trained().graph.node
+assert not {{"passes", "recipes", "hydra", "torch"}} & set(sys.modules), sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_without_a_runtime_compiling_works_and_executing_names_the_extras(tmp_path):
+    graphopt.save(mlp(), tmp_path / "mlp.onnx")
+    program = f"""
+import sys
+sys.modules["onnxruntime"] = None
+import graphopt, passes
+step = graphopt.compile({str(tmp_path / "mlp.onnx")!r}, loss=passes.MeanSquaredError(), optimizer=passes.SGD())
+try:
+    graphopt.Executor(step)
+except graphopt.GraphoptError as error:
+    assert all(extra in str(error) for extra in ("graphopt[cpu]", "graphopt[gpu]", "graphopt[training]"))
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "message"),
+    [
+        ({"x": X}, "input 'target': missing; found x"),
+        ({"x": X, "target": T, "z": X}, "input 'z': unknown; the graph takes x, target"),
+        ({"x": X, "target": T, "fc0.bias": X}, "input 'fc0.bias': unknown"),
+        ({"x": X[:, :2], "target": T}, r"input 'x': expected shape \[N,4\], found \[8, 2\]"),
+        ({"x": X.astype(np.float64), "target": T}, "input 'x': expected float32, found float64"),
+        ({"x": X.tolist(), "target": T}, "input 'x': expected a NumPy array, found list"),
+        ({"x": X, "target": T[:3]}, "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in 'target'"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_before_anything_runs(executor, feeds, message):
+    before = executor.state
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        executor.step(feeds)
+    for name, value in executor.state.items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "skip"])
+def test_a_loss_that_is_not_finite(policy):
+    executor = graphopt.Executor(compiled(), on_nonfinite=policy)
+    executor.step(x=X, target=T)
+    before = executor.state["fc0.weight"]
+    bad = np.full_like(X, np.nan)
+    if policy == "raise":
+        with pytest.raises(graphopt.NonFiniteLoss, match="step 1: expected a finite loss, found nan"):
+            executor.step(x=bad, target=T)
+    else:
+        with pytest.warns(UserWarning, match="step 1: expected a finite loss"):
+            executor.step(x=bad, target=T)
+    unchanged = np.array_equal(executor.state["fc0.weight"], before)
+    assert unchanged == (policy != "warn")
+    assert executor.steps == (2 if policy == "warn" else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
+        ({"device": "cpu:1"}, "found 'cpu:1'"),
+        ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),
+        ({"report": ["accuracy"]}, r"unknown outputs \['accuracy'\]; the graph has loss, y"),
+    ],
+)
+def test_options_that_do_not_exist(options, message):
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.Executor(compiled(), **options)
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="there is a GPU")
+def test_a_missing_gpu_is_named():
+    with pytest.raises(graphopt.GraphoptError, match=r"expected CUDAExecutionProvider.*graphopt\[gpu\]"):
+        graphopt.Executor(compiled(), device="cuda:0")
+
+
+def test_an_inference_model_is_no_training_graph():
+    with pytest.raises(graphopt.GraphoptError, match="expected a training graph"):
+        graphopt.Executor(mlp())
+
+
+def test_report_limits_what_comes_back():
+    executor = graphopt.Executor(compiled(), report=["loss"])
+    assert set(executor.step(x=X, target=T)) == {"loss"}
+
+
+def test_deterministic_runs_are_equal():
+    def losses():
+        executor = graphopt.Executor(compiled(), deterministic=True, threads=2)
+        return [executor.step(x=X, target=T)["loss"] for _ in range(5)]
+
+    assert losses() == losses()
