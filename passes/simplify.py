@@ -7,8 +7,31 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
+import onnxscript.rewriter
+from onnxscript.rewriter.rules.common import (
+    cast_cast_rule,
+    expand_before_binary_op_rules,
+    no_op_cast_rule,
+    no_op_expand_rule,
+    no_op_transpose_rule,
+    reshape_reshape_rule,
+    transpose_transpose_rule,
+    unsqueeze_unsqueeze_rule,
+)
 
 from graphopt.rewriting import Pass, outputs_kept
+
+# Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
+RULES = [
+    cast_cast_rule,
+    no_op_cast_rule,
+    no_op_expand_rule,
+    no_op_transpose_rule,
+    transpose_transpose_rule,
+    reshape_reshape_rule,
+    unsqueeze_unsqueeze_rule,
+    *expand_before_binary_op_rules,
+]
 
 
 @dataclass(frozen=True)
@@ -17,7 +40,10 @@ class Simplify(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model):
-            onnxscript.optimizer.optimize(model)
+            onnxscript.optimizer.fold_constants(model)
             common.IdentityEliminationPass()(model)
             common.CommonSubexpressionEliminationPass()(model)
-            common.RemoveUnusedNodesPass()(model)
+            onnxscript.rewriter.rewrite(model, RULES)
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+            common.OutputFixPass()(model)
+            common.NameFixPass()(model)
