@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
@@ -49,7 +50,7 @@ def fit(
 
     Args:
         data: a data set, or arrays named like the model's inputs, and `target`.
-        shuffle: draw the rows to hold out and each epoch's order; otherwise hold out the last, keep the order.
+        shuffle: draw the rows to hold out and each epoch's order; otherwise rows stay in order, the last out.
         validation: the share of rows to hold out, a data set of its own, or None.
         allow_nan: train on data with NaN in it.
         observers: what watches, such as a display.
@@ -58,6 +59,8 @@ def fit(
         GraphoptError: the data does not fit the model; says which array, what was expected and what found.
         NonFiniteLoss: the loss is infinite or not a number.
     """
+    if epochs < 1:
+        raise GraphoptError(f"fit.epochs: expected 1 or more, found {epochs}")
     random = np.random.default_rng(seed)
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
@@ -122,10 +125,10 @@ def held_out_rows(rows: int, share: float) -> int:
     return count
 
 
-def reported(executor: Executor) -> list[str]:
-    """Return the outputs of a step that a record is made of: numbers, not predictions."""
+def reported(step: ir.Model) -> list[str]:
+    """Return the outputs of a training graph that a record is made of: numbers, not predictions."""
     roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
-    return [str(value.name) for value in executor.model.graph.outputs if role_of(value) in roles]
+    return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
 
 
 class _HeldOut:
@@ -174,7 +177,9 @@ def _steps(
 
 def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
     """Return the mean of each number, weighted by rows; of the learning rate the last."""
-    total, sums, last = 0, {}, {}
+    total = 0
+    sums: dict[str, float] = {}
+    last: Record = {}
     for rows, values in measured:
         total += rows
         last = values

@@ -83,7 +83,7 @@ class Regression:
 
 def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:
     """Return for each target among a training graph's inputs the output to compare, and a fresh metric."""
-    chosen = {}
+    chosen: dict[str, tuple[str, Metric]] = {}
     for name, value in inputs.items():
         if role_of(value) is Role.TARGET and METRIC in value.metadata_props:
             options = json.loads(value.metadata_props[METRIC])

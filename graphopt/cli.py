@@ -1,0 +1,358 @@
+"""The `graphopt` command: a Hydra application whose configs are the recipes. The one module that imports hydra."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import onnx_ir as ir
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from graphopt.data import Dataset
+from graphopt.display import Display, measures
+from graphopt.errors import GraphoptError, known
+from graphopt.executor import Executor, NonFiniteLoss
+from graphopt.fit import Record, fit, held_out_rows, reported
+from graphopt.listing import size
+from graphopt.loading import load, replacing, save
+from graphopt.pipeline import Pipeline
+from graphopt.report import report
+from graphopt.roles import Role, with_role
+from graphopt.trust import check, check_fields
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        arguments: what stands after `graphopt` on the command line; sys.argv by default.
+    """
+    if arguments is not None:
+        sys.argv = ["graphopt", *arguments]
+    wanted = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors its own way and exits
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            _run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (GraphoptError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        if wanted == "1":
+            raise
+        print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+        return 1
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if wanted is not None:
+            os.environ["HYDRA_FULL_ERROR"] = wanted
+    return 0
+
+
+@hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="graphopt")
+def _run(config: DictConfig) -> float | None:
+    """Do what a recipe says; return the validation loss, or the training loss where no rows are held out."""
+    recipe = _Recipe(config)
+    runs = {"train": _train, "compile": _compile, "report": _report}
+    if config.run not in runs:
+        raise GraphoptError(known("run", config.run, runs))
+    return runs[config.run](recipe)
+
+
+def _train(recipe: _Recipe) -> float:
+    console = Console()
+    step = recipe.compile()
+    executor = recipe.executor(step)
+    sweep = recipe.hydra.mode == RunMode.MULTIRUN
+    console.rule if sweep else None
+    _say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
+    files = _Files(recipe, step)
+    try:
+        with Display(console, epochs=not sweep) as display:
+            records = fit(
+                executor,
+                recipe.data,
+                **recipe.fit,
+                observers=[files, _Header(console, recipe), display],
+            )
+    except KeyboardInterrupt:
+        if executor.steps:
+            save(executor.trained(), recipe.folder / "trained.onnx")
+            _say(console, "stopped", f"after step {executor.steps}: {recipe.folder}/trained.onnx")
+        raise
+    except NonFiniteLoss as error:
+        if not sweep:
+            raise
+        print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+        return math.inf
+    save(executor.trained(), recipe.folder / "trained.onnx")
+    last = records[-1]
+    seconds = sum(record["seconds"] for record in records)
+    _say(console, "trained", f"{last['step']} steps in {seconds:.1f} s, loss {last['loss']:.4g}")
+    if measures(last):
+        _say(console, "held out", measures(last))
+    _say(console, "written", f"{recipe.folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
+    return float(last.get("validation_loss", last["loss"]))
+
+
+def _compile(recipe: _Recipe) -> None:
+    console = Console()
+    step = recipe.compile()
+    save(step, recipe.folder / "step.onnx")
+    recipe.save()
+    _say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
+    _say(console, "written", f"{recipe.folder}/step.onnx, {size(step)} nodes")
+
+
+def _report(recipe: _Recipe) -> None:
+    found = report(recipe.model(), recipe.pipeline)
+    with replacing(recipe.folder / "report.txt") as temporary:
+        Path(temporary).write_text(f"{found.summary()}\n{found.listings()}", encoding="utf-8")
+    recipe.save()
+    console = Console()
+    console.print(found.summary(), markup=False, highlight=False, soft_wrap=True, end="")
+    _say(console, "written", f"{recipe.folder}/report.txt, with the graph after each pass")
+
+
+class _Recipe:
+    """A composed config, and what it builds; checks all that it names first."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.hydra = HydraConfig.get()
+        self.folder = Path(os.path.relpath(self.hydra.runtime.output_dir))
+        OmegaConf.register_new_resolver("training_steps", lambda: self.steps, replace=True)
+        OmegaConf.set_struct(config, False)
+        for group, choice in self.hydra.runtime.choices.items():
+            if (
+                choice == "none" and group in config
+            ):  # an experiment may have fields for the step that is left out
+                config[group] = None
+        self._trust = [str(package) for package in config.trust or []]
+        if self._trust and not any(override.startswith("trust=") for override in self.hydra.overrides.task):
+            raise GraphoptError("trust: expected it on the command line alone, found it in a recipe")
+
+    @functools.cached_property
+    def data(self) -> Dataset:
+        data: Dataset = self._build("data")
+        return data
+
+    @functools.cached_property
+    def pipeline(self) -> Pipeline:
+        pipeline: Pipeline = self._build("pipeline")
+        return pipeline
+
+    @functools.cached_property
+    def fit(self) -> dict[str, Any]:
+        """The arguments of `fit`, with a validation file read."""
+        fields = self._plain("fit")
+        fields.pop("log_steps", None)
+        validation = fields.pop("validation", None)
+        check_fields(fit, fields, "fit")
+        if isinstance(validation, str):
+            if "path" not in self.config.data:
+                raise GraphoptError(
+                    f"fit.validation={validation}: data={self.hydra.runtime.choices.data} reads no file; "
+                    f"expected a share of the rows"
+                )
+            validation = self._build("data", path=validation)
+        return {**fields, "validation": validation}
+
+    @property
+    def steps(self) -> int:
+        """The steps of the whole training run, which only the data tells."""
+        rows = len(self.data)
+        if isinstance(self.config.fit.validation, float):
+            rows -= held_out_rows(rows, self.config.fit.validation)
+        return int(self.config.fit.epochs * math.ceil(rows / self.config.fit.batch_size))
+
+    def model(self) -> ir.Model:
+        """Return the model of a file, or a built-in one that fits the data."""
+        name = str(self.config.model)
+        if name not in self.config.models:
+            if not Path(name).exists():
+                raise GraphoptError(
+                    f"model {name!r}: no such file; built-in: {', '.join(self.config.models)}"
+                )
+            return load(name)
+        inputs = self.data.inputs()
+        if len(inputs) != 1:
+            raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
+        task = next((step.task for step in self.pipeline.get("loss", ()) if hasattr(step, "task")), "")
+        outputs = self.config.models[name].get("outputs") or self.data.outputs(task)
+        features = next(iter(inputs.values())).shape[1:]
+        model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
+        return model
+
+    def compile(self) -> ir.Model:
+        """Return the training graph."""
+        if not with_role(step := self.pipeline(self.model()), Role.NEXT):
+            raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
+        return step
+
+    def executor(self, step: ir.Model) -> Executor:
+        report = self.config.executor.report or reported(step)
+        executor: Executor = self._build("executor", step=step, report=report)
+        return executor
+
+    def save(self) -> None:
+        """Write the recipe, every reference in it resolved."""
+        with replacing(self.folder / "config.yaml") as temporary:
+            OmegaConf.save(OmegaConf.create(OmegaConf.to_container(self.config, resolve=True)), temporary)
+
+    def _plain(self, key: str) -> dict[str, Any]:
+        plain = OmegaConf.to_container(OmegaConf.select(self.config, key), resolve=True)
+        if not isinstance(plain, dict):
+            raise GraphoptError(f"{key}: expected a mapping of fields, found {plain!r}")
+        return {str(name): value for name, value in plain.items()}
+
+    def _build(self, key: str, **given: Any) -> Any:
+        """Build a node of the recipe, some of its arguments given."""
+        node = {name: value for name, value in self._plain(key).items() if name not in given}
+        check(node, key, self._trust, tuple(given))
+        try:
+            return hydra.utils.instantiate(node, _partial_=True, _convert_="all")(**given)
+        except InstantiationException as error:
+            raise error.__cause__ or error from None
+
+
+class _Files:
+    """Writes the files of a run as training goes on; none before the data is known to fit."""
+
+    def __init__(self, recipe: _Recipe, step: ir.Model) -> None:
+        self._recipe = recipe
+        self._model = step
+        self._path = recipe.folder / "metrics.jsonl"
+
+    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
+        save(self._model, self._recipe.folder / "step.onnx")
+        self._recipe.save()
+        self._path.write_text("")
+
+    def step(self, record: Record) -> None:
+        if self._recipe.config.fit.log_steps:
+            self._write({name: value for name, value in record.items() if _is_plain(value)})
+
+    def epoch(self, record: Record) -> None:
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+
+
+class _Header:
+    """Says what is about to run."""
+
+    def __init__(self, console: Console, recipe: _Recipe) -> None:
+        self._console = console
+        self._recipe = recipe
+
+    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
+        held_out = f", {validation_rows:,} held out" if validation_rows else ""
+        name = self._recipe.hydra.runtime.choices.data
+        _say(self._console, "data", f"{name}, {rows:,} rows to train on{held_out}")
+        _say(self._console, "run", f"{epochs} epochs, {steps:,} steps")
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None: ...
+
+
+class SweepTable(Callback):
+    """Prints a table after a multirun: what differed between the runs, and what came of each."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        runs = [_read_run(folder) for folder in _run_folders(Path(config.hydra.sweep.dir))]
+        runs = [run for run in runs if run is not None]
+        columns = list(dict.fromkeys(name for options, _ in runs for name in options))
+        columns = [name for name in columns if len({options.get(name) for options, _ in runs}) > 1]
+        measured = list(dict.fromkeys(name for _, record in runs for name in record if _is_shown(name)))
+        table = Table(title=str(config.hydra.sweep.dir), title_justify="left", title_style="")
+        for name in ("run", *columns, *measured):
+            table.add_column(name, justify="left" if name in columns else "right")
+        for i, (options, record) in enumerate(runs):
+            numbers = [f"{record[name]:.4g}" if record.get(name) is not None else "-" for name in measured]
+            table.add_row(str(i), *(options.get(name, "") for name in columns), *numbers)
+        console = Console()
+        console.print(table) if console.is_terminal else console.print(table, width=200)
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def _read_run(folder: Path) -> tuple[dict[str, str], Record]:
+    """Return the overrides of a run and its last epoch's record, empty where it has none."""
+    overrides = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+    options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    records = [record for record in map(json.loads, lines) if "seconds" in record]
+    return options, records[-1] if records else {}
+
+
+def _is_shown(name: str) -> bool:
+    return name not in ("step", "learning_rate", "seconds", "samples_per_second")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _finite(value: Any) -> Any:
+    """Return a number as JSON can hold it, null for what is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parameters(step: ir.Model) -> str:
+    trained = with_role(step, Role.PARAMETER)
+    numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
+    return f"{numbers:,} parameters in {len(trained)} tensors, a step of {size(step)} nodes"
+
+
+def _say(console: Console, what: str, text: str) -> None:
+    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"graphopt: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error as one line that says what there is instead."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        return (
+            known(group, name, error.options) if error.options else text.partition(" Config search path")[0]
+        )
+    override = re.match(r"Could not override '([^']+)'", text)
+    if override:
+        parent = getattr(error.__cause__, "parent_node", None)
+        path, _, name = override[1].rpartition(".")
+        if isinstance(parent, DictConfig):
+            names = [key for key in parent if not str(key).startswith("_")]
+            return f"{path}: {known('field', name, names)}" if path else known("option", name, names)
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename}: {error.strerror}" if error.filename else text
+    return re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)

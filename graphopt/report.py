@@ -1,0 +1,129 @@
+"""What a pipeline makes of a model: what trains, what blocks it, how the graph grows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.listing import listing, size
+from graphopt.loading import Source, load
+from graphopt.pipeline import Pipeline
+from graphopt.roles import STATE, Role, role_of
+
+
+@dataclass
+class Report:
+    """A pipeline's run on a model.
+
+    Args:
+        model: the model before the first pass.
+        stages: for each pass that ran its step, its repr, the model after it and the seconds it took.
+        blocked: the step that failed and why, or None.
+    """
+
+    model: ir.Model
+    stages: list[tuple[str, str, ir.Model, float]] = field(default_factory=list)
+    blocked: tuple[str, str] | None = None
+
+    def summary(self) -> str:
+        """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
+        return "\n".join(_summary(self)) + "\n"
+
+    def listings(self) -> str:
+        """Return the graph before the first pass and after each, one line a node."""
+        parts = [("before the first pass", self.model)]
+        parts += [(f"after {step}: {text}", model) for step, text, model, _ in self.stages]
+        return "\n".join(f"== {title} ==\n{listing(model)}" for title, model in parts)
+
+
+def report(source: Source, pipeline: Pipeline) -> Report:
+    """Run the steps of a pipeline on a copy of a model until one refuses it.
+
+    Raises:
+        GraphoptError: the model cannot be read.
+    """
+    model = load(source)
+    found = Report(model.clone())
+    for name, steps in pipeline.items():
+        for step in steps:
+            start = time.perf_counter()
+            try:
+                step(model)
+            except GraphoptError as error:
+                found.blocked = name, str(error)
+                return found
+            found.stages.append((name, repr(step), model.clone(), time.perf_counter() - start))
+    return found
+
+
+def _summary(found: Report) -> Iterator[str]:
+    weights = list(found.model.graph.initializers.values())
+    final = found.stages[-1][2] if found.stages else found.model
+    opset = found.model.opset_imports.get("", 0)
+    yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
+    yield f"operators  {_operators(found.model)}"
+    trained = [value for value in final.graph.inputs if role_of(value) is Role.PARAMETER]
+    yield f"trains     {_counted(trained)}" if trained else "trains     nothing"
+    yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}") for v in trained])
+    rest = [
+        value
+        for value in final.graph.initializers.values()
+        if role_of(value) is None and value.dtype is not None and value.dtype.is_floating_point()
+    ]
+    rest = [value for value in rest if value.shape is not None and len(value.shape) > 0]
+    rest = [value for value in rest if value.name in found.model.graph.initializers]
+    if rest:
+        yield f"stays      {_counted(rest)}"
+        yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}") for v in rest])
+    if found.blocked:
+        step, reason = found.blocked
+        yield f"blocked    at {step}: {reason}"
+    else:
+        state = [value for value in final.graph.inputs if role_of(value) in STATE]
+        yield "blocked    by nothing"
+        yield f"step       {size(final)} nodes, state {_counted(state)}"
+        yield f"operators  {_operators(final)}"
+    rows = [("passes", "nodes", "seconds", "")]
+    rows += [
+        (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
+    ]
+    yield from _table(rows)
+
+
+def _operators(model: ir.Model) -> str:
+    """Count operators, those in functions and subgraphs too."""
+    nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
+    names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in nodes)
+    counts = Counter(names).most_common()
+    return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
+
+
+def _counted(values: Sequence[ir.Value]) -> str:
+    tensors = "1 tensor" if len(values) == 1 else f"{len(values)} tensors"
+    return f"{tensors} of {sum(map(_elements, values)):,} numbers"
+
+
+def _elements(value: ir.Value) -> int:
+    return 0 if value.shape is None else math.prod(value.shape.numpy())
+
+
+def _shape(value: ir.Value) -> str:
+    dtype = "?" if value.dtype is None else value.dtype.name.lower()
+    return f"{dtype}{[] if value.shape is None else list(value.shape)}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align columns: text to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()

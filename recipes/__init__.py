@@ -1,0 +1,1 @@
+"""The recipes that come with graphopt: Hydra configs, a folder a group."""
