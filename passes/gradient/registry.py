@@ -1,21 +1,28 @@
 """Which rule differentiates which operator.
 
-A rule is a traced function `rule(op, node, *output_gradients, **attributes)` that returns one gradient an input, or
-None where there is none; an output gradient is None where the objective does not depend on that output. Rules ignore
-broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a row of local
-derivatives alone: `local(op, *inputs, output, **attributes)` for each input, a value or a Python number.
+A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in order, None
+where there is none; trailing ones may be left out. `dy` is the gradient of the first output. After the inputs a rule
+names, as keyword parameters, what else it needs: attributes (the schema's defaults included), `y` (the first output),
+`dys` (the gradients of all outputs; without it, a gradient of a further output is refused), `active` (the values that
+a gradient is wanted for; others may be left None), or `node`.
+
+Rules ignore broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a row of
+local derivatives alone: `local(op, *inputs, output, **attributes)` for each input, a value or a Python number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
 
-Rule = Callable[..., Sequence[ir.Value | None]]
+Gradients = Sequence[ir.Value | None]
+Rule = Callable[..., Gradients]
 Local = Callable[..., ir.Value | float]
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -33,10 +40,10 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     return register
 
 
-def elementwise(table: dict[str, tuple[Local, ...]]) -> None:
+def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
     """Register a rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
-        RULES["", op_type] = _chain(locals_)
+        RULES[domain, op_type] = _chain(locals_)
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:
@@ -49,15 +56,36 @@ def has_rule(domain: str, op_type: str) -> bool:
     return (domain, op_type) in RULES
 
 
+def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the `named` values that `function` has a parameter for."""
+    names, takes_all = _parameters(function)
+    return {name: value for name, value in named.items() if takes_all or name in names}
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    parameters = inspect.signature(function).parameters
+    return frozenset(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def _chain(locals_: tuple[Local, ...]) -> Rule:
-    def chained(op: Emitter, node: ir.Node, dy: ir.Value, **attributes: Any) -> list[ir.Value | None]:
-        values = (*node.inputs, node.outputs[0])
-        return [_scale(op, dy, local(op, *values, **attributes)) for local in locals_]
+    def chained(
+        op: Emitter,
+        dy: ir.Value,
+        *inputs: ir.Value,
+        y: ir.Value,
+        active: frozenset[ir.Value],
+        **attributes: Any,
+    ) -> Gradients:
+        return [
+            _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None
+            for x, local in zip(inputs, locals_, strict=False)
+        ]
 
     return chained
 
 
-def _scale(op: Emitter, dy: ir.Value, local: ir.Value | float) -> ir.Value | None:
+def _scale(dy: ir.Value, local: ir.Value | float) -> ir.Value | None:
     if isinstance(local, ir.Value):
         return dy * local  # type: ignore[no-any-return]
     if local == 0:

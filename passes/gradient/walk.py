@@ -6,12 +6,13 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import NO_GRADIENT, RULES
+from passes.gradient.registry import NO_GRADIENT, RULES, Gradients, accepted
 
 
 def backward(
@@ -29,20 +30,61 @@ def backward(
     wrt = list(wrt)
     path = _between(graph, seeds, wrt)
     check_rules(path, wrt)
-    active = set(wrt).union(*(node.outputs for node in path)) if path else set(wrt)
+    active = frozenset(wrt).union(*(node.outputs for node in path))
     gradients = dict(seeds)
     for node in reversed(path):
-        output_gradients = [gradients.pop(output, None) for output in node.outputs]
-        if all(gradient is None for gradient in output_gradients):
+        dys = [gradients.get(y) for y in node.outputs]
+        if all(dy is None for dy in dys):
             continue
-        rule = RULES[node.domain, node.op_type]
-        input_gradients = rule(op, node, *output_gradients, **attributes_of(node, graph.opset_imports))
-        for x, gradient in zip(node.inputs, input_gradients, strict=False):
+        for x, gradient in zip(node.inputs, _apply(op, graph, node, dys, active), strict=False):
             if x is None or gradient is None or x not in active:
                 continue
             summed = sum_to(op, gradient, x)
             gradients[x] = like(gradients[x] + summed, x) if x in gradients else summed
     return {x: gradients[x] for x in wrt if x in gradients}
+
+
+def _apply(
+    op: Emitter, graph: ir.Graph, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]
+) -> Gradients:
+    """Emit the gradients of a node's inputs by its rule, which is given what it names."""
+    rule = RULES[node.domain, node.op_type]
+    named = attributes_of(node, graph.opset_imports) | {"y": node.outputs[0], "node": node, "active": active}
+    if "dys" in accepted(rule, {"dys": dys}):
+        named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+    elif any(dy is not None for dy in dys[1:]):
+        unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
+        raise GraphoptError(
+            f"{node.op_type} node {node.name!r}: its rule differentiates the first output alone, and the loss "
+            f"depends on {unused!r}: freeze what is before it"
+        )
+    return rule(op, dys[0], *node.inputs, **accepted(rule, named))
+
+
+def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
+    return zeros(op, y) if dy is None and is_differentiable(y) else dy
+
+
+def zeros(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return zeros of the shape and element type of `x`."""
+    assert x.dtype is not None
+    return like(op.ConstantOfShape(op.shape_of(x), value=ir.tensor([0], dtype=x.dtype)), x)
+
+
+def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
+    """Return an optional output of a node of the forward pass, added where it is missing."""
+    node.resize_outputs(max(index + 1, len(node.outputs)))
+    for i, output in enumerate(node.outputs):
+        output.name = output.name or (f"{node.outputs[0].name}/{i}" if i == index else "")
+    output = node.outputs[index]
+    output.type, output.shape = output.type or ir.TensorType(dtype), output.shape or shape
+    return output
+
+
+def constant_of(value: ir.Value | None) -> np.ndarray | None:
+    """Return the numbers of a value that is known when the graph is built, or None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
 
 
 def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
@@ -90,8 +132,10 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    """Sum `gradient` over the axes along which `x` was broadcast; the result has the shape of `x`."""
+    """Sum `gradient` over the axes along which `x` was broadcast; the result has the shape and type of `x`."""
     assert x.shape is not None and gradient.shape is not None
+    if gradient.dtype != x.dtype:
+        gradient = op.Cast(gradient, to=x.dtype)
     have, want = list(gradient.shape), list(x.shape)
     lead = len(have) - len(want)
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []

@@ -1,8 +1,60 @@
-"""Elementwise operators: local derivatives, from calculus; and operators without gradient."""
+"""Elementwise operators: one table of local derivatives, from calculus, and the few that are no row of it."""
 
 from __future__ import annotations
 
-from passes.gradient.registry import elementwise, no_gradient
+import math
+
+import onnx_ir as ir
+from onnx_ir import Node, Value
+
+from graphopt.emitter import Emitter
+from passes.gradient.registry import Gradients, elementwise, rule
+from passes.gradient.walk import constant_of, further_output
+
+
+def mask(op: Emitter, condition: Value, x: Value) -> Value:
+    """Return 1 where `condition` holds and 0 elsewhere, in the element type of `x`."""
+    return op.Cast(condition, to=x.dtype)
+
+
+def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
+    """Return d(x^p)/dx = p x^(p-1), short where the exponent is a known number."""
+    exponent = constant_of(p)
+    if exponent is None or exponent.size != 1:
+        p = op.Cast(p, to=x.dtype)
+        return p * op.Pow(x, p - 1)
+    n = float(exponent.item())
+    known = {
+        0.0: lambda: 0.0,
+        1.0: lambda: 1.0,
+        2.0: lambda: 2 * x,
+        0.5: lambda: 0.5 / y,
+        3.0: lambda: 3 * x * x,
+    }
+    return known[n]() if n in known else n * op.Pow(x, op.constant(n - 1, like=x))
+
+
+def logarithm(op: Emitter, x: Value, y: Value) -> Value:
+    """Return d(x^p)/dp = y log(x), and 0 where x is 0, as there y is 0 or constant."""
+    return y * op.Log(x + mask(op, op.Equal(x, 0.0), x))
+
+
+def gelu(op: Emitter, x: Value, approximate: str) -> Value:
+    """Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415: y = x Phi(x), or its tanh approximation."""
+    if approximate == "none":
+        density = op.Exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+        return 0.5 + 0.5 * op.Erf(x * math.sqrt(0.5)) + x * density
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    square = x * x
+    t = op.Tanh(x * (scale + scale * cubic * square))
+    return 0.5 + 0.5 * t + 0.5 * x * (1 - t * t) * (scale + 3 * scale * cubic * square)
+
+
+def mish(op: Emitter, x: Value) -> Value:
+    """Misra, https://arxiv.org/abs/1908.08681: y = x tanh(softplus(x))."""
+    t = op.Tanh(op.Softplus(x))
+    return t + x * op.Sigmoid(x) * (1 - t * t)
+
 
 elementwise(
     {
@@ -10,16 +62,118 @@ elementwise(
         "Sub": (lambda op, a, b, y: 1, lambda op, a, b, y: -1),
         "Mul": (lambda op, a, b, y: b, lambda op, a, b, y: a),
         "Div": (lambda op, a, b, y: 1 / b, lambda op, a, b, y: -y / b),
-        "Neg": (lambda op, x, y: -1,),
+        "Mod": (lambda op, a, b, y: 1, lambda op, a, b, y: op.Round((y - a) / b)),
+        "Pow": (power, lambda op, x, p, y: logarithm(op, x, y)),
+        "PRelu": (
+            lambda op, x, slope, y: 1 + mask(op, op.Less(x, 0.0), x) * (slope - 1),
+            lambda op, x, slope, y: op.Min(x, 0.0),
+        ),
         "Identity": (lambda op, x, y: 1,),
+        "Neg": (lambda op, x, y: -1,),
+        "Reciprocal": (lambda op, x, y: -y * y,),
         "Abs": (lambda op, x, y: op.Sign(x),),
+        "Sqrt": (lambda op, x, y: 0.5 / y,),
         "Exp": (lambda op, x, y: y,),
         "Log": (lambda op, x, y: 1 / x,),
-        "Sqrt": (lambda op, x, y: 0.5 / y,),
+        "Erf": (lambda op, x, y: op.Exp(-x * x) * (2 / math.sqrt(math.pi)),),
+        "Sin": (lambda op, x, y: op.Cos(x),),
+        "Cos": (lambda op, x, y: -op.Sin(x),),
+        "Tan": (lambda op, x, y: 1 + y * y,),
+        "Asin": (lambda op, x, y: 1 / op.Sqrt(1 - x * x),),
+        "Acos": (lambda op, x, y: -1 / op.Sqrt(1 - x * x),),
+        "Atan": (lambda op, x, y: 1 / (1 + x * x),),
+        "Sinh": (lambda op, x, y: op.Cosh(x),),
+        "Cosh": (lambda op, x, y: op.Sinh(x),),
         "Tanh": (lambda op, x, y: 1 - y * y,),
+        "Asinh": (lambda op, x, y: 1 / op.Sqrt(1 + x * x),),
+        "Acosh": (lambda op, x, y: 1 / op.Sqrt(x * x - 1),),
+        "Atanh": (lambda op, x, y: 1 / (1 - x * x),),
         "Sigmoid": (lambda op, x, y: y * (1 - y),),
-        "Relu": (lambda op, x, y: op.Cast(op.Greater(y, 0.0), to=y.dtype),),
+        "HardSigmoid": (lambda op, x, y, alpha: alpha * mask(op, op.Greater(y * (1 - y), 0.0), x),),
+        "HardSwish": (
+            lambda op, x, y: op.Clip(x / 6 + 0.5, 0.0, 1.0) + x / 6 * mask(op, op.Less(op.Abs(x), 3.0), x),
+        ),
+        "Relu": (lambda op, x, y: mask(op, op.Greater(y, 0.0), x),),
+        "LeakyRelu": (lambda op, x, y, alpha: alpha + (1 - alpha) * mask(op, op.Greater(x, 0.0), x),),
+        "ThresholdedRelu": (lambda op, x, y, alpha: mask(op, op.Greater(x, alpha), x),),
+        "Elu": (
+            lambda op, x, y, alpha: (
+                1 + op.Min(y, 0.0) if alpha == 1 else 1 + mask(op, op.Less(x, 0.0), x) * (y + (alpha - 1))
+            ),
+        ),
+        "Celu": (lambda op, x, y, alpha: 1 + op.Min(y, 0.0) * (1 / alpha),),
+        "Selu": (
+            lambda op, x, y, alpha, gamma: gamma + mask(op, op.Less(x, 0.0), x) * (y + gamma * (alpha - 1)),
+        ),
+        "Gelu": (lambda op, x, y, approximate: gelu(op, x, approximate),),
+        "Mish": (lambda op, x, y: mish(op, x),),
+        "Softplus": (lambda op, x, y: op.Sigmoid(x),),
+        "Softsign": (lambda op, x, y: (1 - op.Abs(y)) * (1 - op.Abs(y)),),
+        "Shrink": (lambda op, x, y, lambd: mask(op, op.Greater(op.Abs(x), lambd), x),),
     }
 )
 
-no_gradient("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "Equal", "Greater", "Less", "Not", "Constant")
+
+@rule("Cast", "CastLike")
+def cast(op: Emitter, dy: Value, x: Value, target: Value | None = None) -> Gradients:
+    return [op.Cast(dy, to=x.dtype)]
+
+
+@rule("Where")
+def where(op: Emitter, dy: Value, condition: Value, a: Value, b: Value) -> Gradients:
+    chosen = dy * mask(op, condition, dy)
+    return [None, chosen, dy - chosen]
+
+
+@rule("Clip")
+def clip(
+    op: Emitter, dy: Value, x: Value, low: Value | None = None, high: Value | None = None, *, y: Value
+) -> Gradients:
+    return [
+        dy * mask(op, op.Equal(x, y), x),
+        low and dy * mask(op, op.Less(x, low), x),
+        high and dy * mask(op, op.Greater(x, high), x),
+    ]
+
+
+@rule("Sum")
+def sum_(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
+    return [dy] * len(inputs)
+
+
+@rule("Mean")
+def mean(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
+    return [dy * (1 / len(inputs))] * len(inputs)
+
+
+@rule("Max", "Min")
+def extremum(op: Emitter, dy: Value, *inputs: Value, y: Value) -> Gradients:
+    """Give the gradient to the first of equal inputs; the last takes what no other has taken."""
+    gradients = []
+    for x in inputs[:-1]:
+        gradients.append(dy * mask(op, op.Equal(x, y), dy))
+        dy = dy - gradients[-1]
+    return [*gradients, dy]
+
+
+@rule("Dropout")
+def dropout(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    ratio: Value | None = None,
+    training: Value | None = None,
+    *,
+    node: Node,
+) -> Gradients:
+    """In training the kept elements, which the second output marks, are divided by 1 - ratio."""
+    known = constant_of(training)
+    if training is None or (known is not None and not known.item()):
+        return [dy]
+    kept = further_output(node, 1, ir.DataType.BOOL, x.shape)
+    share = 0.5 if ratio is None else op.Cast(1 - ratio, to=x.dtype)
+    return [
+        dy
+        * mask(op, kept, x)
+        / (share if known is not None else op.Where(training, share, op.CastLike(1.0, x)))
+    ]

@@ -2,15 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import onnx_ir as ir
+from onnx_ir import Value
 
-from graphopt.emitter import Emitter
-from passes.gradient.registry import rule
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.shape import rank, reshape_like
 
 
 @rule("MatMul")
-def matmul(op: Emitter, node: ir.Node, dy: ir.Value) -> Sequence[ir.Value | None]:
-    a, b = node.inputs
-    return op.MatMul(dy, op.Transpose(b)), op.MatMul(op.Transpose(a), dy)
+def matmul(op: Emitter, dy: Value, a: Value, b: Value) -> Gradients:
+    """d(AB) = dA B + A dB; a vector is a matrix of one row or column; a weight that all of a batch shares, one Gemm."""
+    if rank(a) == 1 and rank(b) == 1:
+        return [dy * b, dy * a]
+    if rank(a) == 1:
+        row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(a, [1])
+        return [op.Squeeze(batched(op, row, transpose(op, b), row), [-2]), column * row]
+    if rank(b) == 1:
+        column = op.Unsqueeze(dy, [-1])
+        return [column * b, op.Squeeze(op.MatMul(transpose(op, a), column), [-1])]
+    if rank(b) == 2:
+        rows, dy = flatten(op, a), flatten(op, dy)
+        return [reshape_like(op, op.Gemm(dy, b, transB=1), a), like(op.Gemm(rows, dy, transA=1), b)]
+    return [batched(op, dy, transpose(op, b), dy), batched(op, transpose(op, a), dy, dy)]
+
+
+@rule("Gemm")
+def gemm(
+    op: Emitter,
+    dy: Value,
+    a: Value,
+    b: Value,
+    c: Value | None = None,
+    *,
+    alpha: float,
+    beta: float,
+    transA: int,
+    transB: int,
+) -> Gradients:
+    """The four layouts of dA = alpha dY B' and dB = alpha A' dY, none of which needs a Transpose."""
+    da = (b, dy, transB, 1) if transA else (dy, b, 0, 1 - transB)
+    db = (dy, a, 1, transA) if transB else (a, dy, 1 - transA, 0)
+    products = [op.Gemm(m, n, alpha=alpha, transA=s, transB=t) for m, n, s, t in (da, db)]
+    return [like(products[0], a), like(products[1], b), dy if beta == 1 else dy * beta]
+
+
+@rule("Einsum")
+def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
+    """Exchange an operand's subscripts with the output's; what only that operand sums over is repeated."""
+    terms, result = subscripts(equation, [rank(x) for x in inputs])
+    gradients = []
+    for i, x in enumerate(inputs):
+        if len(set(terms[i])) != len(terms[i]):
+            raise GraphoptError(
+                f"Einsum {equation!r}: no gradient of a diagonal: write it with Gather or Mul"
+            )
+        others = [*terms[:i], *terms[i + 1 :]]
+        seen = "".join(letter for letter in terms[i] if letter in "".join([result, *others]))
+        gradient = op.Einsum(
+            dy, *inputs[:i], *inputs[i + 1 :], equation=f"{','.join([result, *others])}->{seen}"
+        )
+        alone = [axis for axis, letter in enumerate(terms[i]) if letter not in seen]
+        gradients.append(
+            like(op.Expand(op.Unsqueeze(gradient, alone), op.shape_of(x)), x) if alone else gradient
+        )
+    return gradients
+
+
+def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:
+    """Return the operands' and the output's subscripts, with letters for an ellipsis and an output that is implied."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    free = [letter for letter in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if letter not in equation]
+    missing = [rank - len(term.replace("...", "")) for term, rank in zip(left.split(","), ranks, strict=True)]
+    dots = ["".join(free[:n][::-1]) for n in missing]
+    terms = [term.replace("...", letters) for term, letters in zip(left.split(","), dots, strict=True)]
+    longest = max(dots, key=len)
+    if not arrow:
+        once = sorted({x for x in left if x.isalpha() and left.count(x) == 1})
+        right = ("..." if "..." in left else "") + "".join(once)
+    return terms, right.replace("...", longest)
+
+
+def batched(op: Emitter, a: Value, b: Value, dy: Value) -> Value:
+    """Return the product AB, whose batch dimensions are those of `dy`."""
+    assert a.shape is not None and b.shape is not None and dy.shape is not None
+    product: Value = op.MatMul(a, b)
+    product.shape = ir.Shape([*dy.shape[:-2], a.shape[-2], b.shape[-1]])
+    return product
+
+
+def transpose(op: Emitter, x: Value) -> Value:
+    """Exchange the last two axes."""
+    axes = list(range(rank(x)))
+    return op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]])
+
+
+def flatten(op: Emitter, x: Value) -> Value:
+    """Return `x` as a matrix: all axes but the last are its rows."""
+    return x if rank(x) == 2 else op.Flatten(x, axis=-1)

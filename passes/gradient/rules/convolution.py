@@ -1,0 +1,206 @@
+"""Convolutions: the gradient of the input is the transposed convolution, that of the weights a correlation.
+
+Dumoulin and Visin, https://arxiv.org/abs/1603.07285.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.shape import rank, sizes_of
+
+Dims = Sequence[int | ir.SymbolicDim]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A kernel that slides along the spatial axes: for each its taps, stride, dilation, and the pads at both ends."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    begin: list[int]
+    end: list[int]
+
+    @property
+    def extent(self) -> list[int]:
+        """How far the kernel reaches along each axis."""
+        return [(taps - 1) * dilation + 1 for taps, dilation in zip(self.kernel, self.dilations, strict=True)]
+
+
+def window_of(
+    x: Value,
+    kernel: Dims,
+    auto_pad: str = "NOTSET",
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+) -> Window:
+    """Return the window that a node's attributes describe, its pads resolved."""
+    assert x.shape is not None
+    taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
+    if len(taps) < n:
+        raise GraphoptError(f"the gradient by {x.name!r} needs a kernel of known size, found {list(kernel)}")
+    strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * (2 * n)
+    window = Window(taps, strides, dilations, pads[:n], pads[n:])
+    if not auto_pad.startswith("SAME"):
+        return window if auto_pad == "NOTSET" else Window(taps, strides, dilations, [0] * n, [0] * n)
+    totals = [_same(x, *axis) for axis in zip(x.shape[2:], window.extent, strides, strict=True)]
+    return _halved(window, totals, auto_pad)
+
+
+def _same(x: Value, size: int | ir.SymbolicDim, extent: int, stride: int) -> int:
+    if stride == 1:
+        return extent - 1
+    if not isinstance(size, int):
+        raise GraphoptError(
+            f"SAME padding with strides needs spatial sizes, found {x.name!r} of shape {x.shape}"
+        )
+    return max((-(-size // stride) - 1) * stride + extent - size, 0)
+
+
+def _halved(window: Window, totals: list[int], auto_pad: str) -> Window:
+    less, more = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    ends = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    return Window(window.kernel, window.strides, window.dilations, *ends)
+
+
+def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
+    """Return the gradient of the input of a convolution, of the spatial sizes of `x`.
+
+    Where strides and an unknown size leave open how much of the input no window reached, emit more and cut.
+    """
+    assert x.shape is not None and dy.shape is not None
+    missing, exact = [], True
+    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+        if isinstance(size, int) and isinstance(windows, int):
+            reached = (windows - 1) * window.strides[i] + window.extent[i] - window.begin[i]
+            missing.append(size - reached)
+        else:
+            exact = exact and window.strides[i] == 1
+            missing.append(-window.end[i] if window.strides[i] == 1 else window.strides[i] - 1)
+    dx: Value = op.ConvTranspose(
+        dy,
+        w,
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=[*window.begin, *(max(-size, 0) for size in missing)],
+        output_padding=[max(size, 0) for size in missing],
+        group=group,
+    )
+    axes = list(range(2, rank(x)))
+    return dx if exact else op.Slice(dx, [0] * len(axes), sizes_of(op, x, 2), axes)
+
+
+def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, group: int = 1) -> Value:
+    """Return the gradient of the weights: x * dy, with batch for channels and strides for dilations.
+
+    A group is a group there too: its channels become the batch, and its batch the channels.
+    """
+    assert x.shape is not None and dy.shape is not None and w.shape is not None
+    swap = [1, 0, *range(2, rank(x))]
+    if group == 1:
+        data = op.Transpose(x, perm=swap)
+    else:
+        split = op.Reshape(x, op.Concat([0, group, w.shape[1]], sizes_of(op, x, 2), axis=0))
+        moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
+        data = op.Reshape(moved, op.Concat([w.shape[1], -1], sizes_of(op, x, 2), axis=0))
+    end, exact = list(window.end), True
+    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+        stride, dilation = window.strides[i], window.dilations[i]
+        unreached = stride - 1
+        if isinstance(size, int) and isinstance(windows, int):
+            unreached = size + window.begin[i] + end[i] - (windows - 1) * stride - window.extent[i]
+            end[i], unreached = max(end[i] - unreached, 0), max(unreached - end[i], 0)
+        exact = exact and unreached < dilation
+    dw = op.Conv(
+        data,
+        op.Transpose(dy, perm=swap),
+        strides=window.dilations,
+        dilations=window.strides,
+        pads=[*window.begin, *end],
+        group=group,
+    )
+    if not exact:
+        dw = op.Slice(dw, [0] * len(window.kernel), window.kernel, list(range(2, rank(x))))
+    return like(op.Transpose(dw, perm=swap), w)
+
+
+@rule("Conv")
+def conv(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    w: Value,
+    bias: Value | None = None,
+    *,
+    group: int,
+    auto_pad: str,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+) -> Gradients:
+    assert w.shape is not None
+    window = window_of(x, w.shape[2:], auto_pad, pads, strides, dilations)
+    dx = like(transposed(op, window, dy, w, x, group), x)
+    return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy)]
+
+
+@rule("ConvTranspose")
+def conv_transpose(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    w: Value,
+    bias: Value | None = None,
+    *,
+    group: int,
+    auto_pad: str,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+    output_padding: list[int] | None = None,
+    output_shape: list[int] | None = None,
+) -> Gradients:
+    """The transposed convolution's input is the gradient of a convolution's output, and its output that of the input."""
+    assert x.shape is not None and w.shape is not None
+    window = window_of(x, w.shape[2:], "NOTSET", pads, strides, dilations)
+    more = output_padding or [0] * len(window.kernel)
+    if output_shape or auto_pad.startswith("SAME"):
+        window = _halved(window, _cut(window, x, dy, more), auto_pad)
+    dx = op.Conv(
+        dy,
+        w,
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=[*window.begin, *window.end],
+        group=group,
+    )
+    if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
+        dx = op.Slice(dx, [0] * len(more), sizes_of(op, x, 2), list(range(2, rank(x))))
+    return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy)]
+
+
+def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
+    """Return how much of each axis a ConvTranspose of a given output size leaves out at both ends."""
+    assert x.shape is not None and y.shape is not None
+    cuts = []
+    for i, (size, given) in enumerate(zip(x.shape[2:], y.shape[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(given, int):
+            raise GraphoptError(
+                f"the pads of a ConvTranspose need spatial sizes, found {x.name!r} of shape {x.shape}"
+            )
+        cuts.append((size - 1) * window.strides[i] + more[i] + window.extent[i] - given)
+    return cuts
+
+
+def by_channel(op: Emitter, dy: Value) -> Value:
+    """Sum over all axes but the channels."""
+    return op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)

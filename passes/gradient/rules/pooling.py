@@ -1,0 +1,124 @@
+"""Pooling: a gradient goes to where the largest element was, or to all elements that were averaged."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Node, Value
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.convolution import Window, transposed, window_of
+from passes.gradient.rules.indexing import scatter_back
+from passes.gradient.rules.reduction import shared, spread
+from passes.gradient.rules.shape import rank, reshape_like, sizes_of
+from passes.gradient.walk import further_output
+
+
+@rule("MaxPool")
+def max_pool(op: Emitter, dy: Value, x: Value, *, node: Node, y: Value, storage_order: int) -> Gradients:
+    """The second output is where each maximum was; in row-major order it is a position of `x`."""
+    if storage_order:
+        attributes = {name: a for name, a in node.attributes.items() if name != "storage_order"}
+        _, where = op.MaxPool(x, **attributes, _outputs=2)
+    else:
+        where = further_output(node, 1, ir.DataType.INT64, y.shape)
+    return [scatter_back(op, dy, where, x)]
+
+
+@rule("AveragePool")
+def average_pool(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    *,
+    kernel_shape: list[int],
+    ceil_mode: int,
+    count_include_pad: int,
+    auto_pad: str,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+) -> Gradients:
+    """An average is a convolution with equal weights, for all channels the same, over how many it counts."""
+    window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
+    share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
+    return [spread_window(op, window, share, x)]
+
+
+def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
+    """Add each element of `dy` to all elements of `x` in its window."""
+    planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
+    planes.shape = ir.Shape([None, 1, *dy.shape[2:]])  # type: ignore[index]
+    ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
+    return reshape_like(op, transposed(op, window, planes, ones, x), x)
+
+
+def divisor(
+    op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
+) -> Value | float:
+    """Return how many elements each average counts."""
+    assert x.shape is not None and dy.shape is not None
+    taps = float(np.prod(window.kernel))
+    if not ceil_mode and (count_include_pad or not any(window.begin + window.end)):
+        return taps
+    counts = []
+    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(windows, int):
+            return taps * _share_inside(op, window, x, ceil_mode)
+        before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
+        first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
+        at = first + np.arange(window.kernel[i]) * window.dilations[i]
+        counts.append(((at >= -before) & (at < size + after)).sum(axis=1))
+    return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
+
+
+def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Value:
+    """Return which share of each window lies inside of `x`, whose sizes only the run shows."""
+    if ceil_mode:
+        raise GraphoptError(
+            f"AveragePool with ceil_mode needs spatial sizes, found {x.name!r} of shape {x.shape}"
+        )
+    ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], sizes_of(op, x, 2), axis=0))
+    return op.AveragePool(
+        ones,
+        kernel_shape=window.kernel,
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=[*window.begin, *window.end],
+        count_include_pad=1,
+    )
+
+
+@rule("LpPool")
+def lp_pool(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    *,
+    y: Value,
+    p: int,
+    kernel_shape: list[int],
+    auto_pad: str,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+) -> Gradients:
+    """y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy."""
+    window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
+    share = dy * op.Pow(y, op.constant(1.0 - p, like=y))
+    slope = op.Sign(x) * op.Pow(op.Abs(x), op.constant(p - 1.0, like=x))
+    return [slope * spread_window(op, window, share, x)]
+
+
+@rule("GlobalAveragePool")
+def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
+    return [spread(op, dy / op.count(x, range(2, rank(x))), x)]
+
+
+@rule("GlobalMaxPool")
+def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
+    return [shared(op, dy, x, y, list(range(2, rank(x))))]

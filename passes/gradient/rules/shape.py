@@ -1,0 +1,160 @@
+"""Operators that move elements about."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter, like
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.indexing import positions, scatter_back
+from passes.gradient.walk import constant_of
+
+
+def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
+    """Give `value` the shape of `x`, without `x` itself where at most one dimension of it is unknown."""
+    assert x.shape is not None
+    if value.shape == x.shape:
+        return value
+    dims = [dim if isinstance(dim, int) else -1 for dim in x.shape]
+    known = dims.count(-1) <= 1 and 0 not in dims
+    return like(op.Reshape(value, op.constant(np.array(dims, np.int64)) if known else op.shape_of(x)), x)
+
+
+def rank(x: Value) -> int:
+    """Return the number of axes of `x`."""
+    assert x.shape is not None
+    return len(x.shape)
+
+
+def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value:
+    """Return the sizes of some axes of `x` as an int64 vector: a constant where they are static."""
+    assert x.shape is not None
+    sizes = [dim for dim in x.shape[start:end] if isinstance(dim, int)]
+    if len(sizes) == len(x.shape[start:end]):
+        return op.constant(np.array(sizes, np.int64))
+    return op.Shape(x, start=start) if end is None else op.Shape(x, start=start, end=end)
+
+
+@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def reshape(op: Emitter, dy: Value, x: Value, *shape: Value) -> Gradients:
+    return [reshape_like(op, dy, x)]
+
+
+@rule("Expand")
+def expand(op: Emitter, dy: Value, x: Value, shape: Value) -> Gradients:
+    return [dy]
+
+
+@rule("Transpose")
+def transpose(op: Emitter, dy: Value, x: Value, *, perm: list[int] | None = None) -> Gradients:
+    return [op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())]
+
+
+@rule("Concat")
+def concat(op: Emitter, dy: Value, *inputs: Value, axis: int) -> Gradients:
+    if len(inputs) == 1:
+        return [dy]
+    axis %= rank(dy)
+    sizes = op.Concat(*(sizes_of(op, x, axis, axis + 1) for x in inputs), axis=0)
+    parts = op.Split(dy, sizes, axis=axis, _outputs=len(inputs))
+    return [like(part, x) for part, x in zip(parts, inputs, strict=True)]
+
+
+@rule("Split")
+def split(
+    op: Emitter, dy: Value, x: Value, sizes: Value | None = None, *, dys: list[Value], axis: int
+) -> Gradients:
+    return [like(op.Concat(*dys, axis=axis), x)]
+
+
+@rule("Slice")
+def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
+    """Pad with the zeros of what was left out, where that is known; else add into zeros where each element was."""
+    pads = left_out(x, *bounds)
+    if pads is not None:
+        return [like(op.Pad(dy, pads), x)]
+    return [scatter_back(op, dy, op.Slice(positions(op, x), *bounds), x)]
+
+
+def left_out(x: Value, *bounds: Value) -> list[int] | None:
+    """Return the pads that undo a Slice in steps of 1 along static axes."""
+    assert x.shape is not None
+    known = [constant_of(bound) for bound in bounds]
+    if any(bound is None for bound in known):
+        return None
+    starts, ends, *rest = [bound.tolist() for bound in known if bound is not None]
+    axes = rest[0] if rest else range(len(starts))
+    pads = [0] * (2 * rank(x))
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        size = x.shape[axis]
+        if not isinstance(size, int):
+            return None
+        first, last, step = slice(start, end, rest[1][0] if len(rest) > 1 else 1).indices(size)
+        pads[axis % rank(x)], pads[axis % rank(x) + rank(x)] = first, size - max(first, last)
+    return pads if len(rest) < 2 or set(rest[1]) <= {1} else None
+
+
+@rule("Pad")
+def pad(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    pads: Value,
+    fill: Value | None = None,
+    axes: Value | None = None,
+    *,
+    mode: str,
+) -> Gradients:
+    """Pad by the opposite, which is a Slice where no pad is negative; a copied border is added to its origin."""
+    if mode != "constant":
+        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, None, axes, mode=mode), x)]
+    widths = constant_of(pads)
+    if widths is None or (widths < 0).any():
+        dx = like(op.Pad(dy, op.Neg(pads), None, axes), x)
+    else:
+        begin, end = widths.reshape(2, -1)
+        ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
+        dx = like(op.Slice(dy, op.constant(begin), op.constant(ends), axes or [*range(rank(x))]), x)
+    return [dx, None, op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)]
+
+
+@rule("Tile")
+def tile(op: Emitter, dy: Value, x: Value, repeats: Value) -> Gradients:
+    """Sum over the copies: an axis of r copies of n elements is two axes, r and n."""
+    pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape_of(x), [1]), axis=1)
+    copies = op.Reshape(dy, op.Reshape(pairs, [-1]))
+    return [like(op.ReduceSum(copies, [*range(0, 2 * rank(x), 2)], keepdims=0), x)]
+
+
+@rule("CumSum")
+def cumsum(op: Emitter, dy: Value, x: Value, axis: Value, *, exclusive: int, reverse: int) -> Gradients:
+    return [op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)]
+
+
+@rule("Trilu")
+def trilu(op: Emitter, dy: Value, x: Value, k: Value | None = None, *, upper: int) -> Gradients:
+    return [op.Trilu(dy, k, upper=upper)]
+
+
+@rule("ReverseSequence")
+def reverse_sequence(
+    op: Emitter, dy: Value, x: Value, lengths: Value, *, batch_axis: int, time_axis: int
+) -> Gradients:
+    return [op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)]
+
+
+@rule("SpaceToDepth")
+def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int) -> Gradients:
+    return [like(op.DepthToSpace(dy, blocksize=blocksize), x)]
+
+
+@rule("DepthToSpace")
+def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str) -> Gradients:
+    """SpaceToDepth has the order DCR alone: block, then channel."""
+    blocks = op.SpaceToDepth(dy, blocksize=blocksize)
+    if mode == "CRD":
+        split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
+        blocks = op.Transpose(split, perm=[0, 2, 1, 3, 4])
+    return [reshape_like(op, blocks, x) if mode == "CRD" else like(blocks, x)]

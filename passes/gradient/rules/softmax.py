@@ -1,0 +1,20 @@
+"""Softmax and its logarithm."""
+
+from __future__ import annotations
+
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter
+from passes.gradient.registry import Gradients, rule
+
+
+@rule("Softmax")
+def softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradients:
+    """dx = y (dy - sum(y dy))."""
+    return [y * (dy - op.ReduceSum(y * dy, [axis]))]
+
+
+@rule("LogSoftmax")
+def log_softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradients:
+    """dx = dy - softmax(x) sum(dy)."""
+    return [dy - op.Exp(y) * op.ReduceSum(dy, [axis])]
