@@ -69,6 +69,8 @@ class Emitter(TapeBuilder):
             raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
 
     def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+        if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
+            value = value.astype(dtype.numpy())
         tensor = ir.tensor(value, dtype=dtype)
         key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
         if key not in self._constants:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+import onnxscript.optimizer
+import onnxscript.rewriter
 import onnxscript.version_converter
+from onnxscript.rewriter import RewriteRuleClassBase
+from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 import passes.gradient as gradient
 from graphopt.errors import GraphoptError
@@ -36,6 +41,8 @@ class Normalize(Pass):
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model):
             self._prepare(model)
+            infer(model)
+            fold_shapes(model)
         infer(model)
         for value in model.graph.inputs:
             set_role(value, role_of(value) or Role.DATA)
@@ -120,27 +127,73 @@ def materialize(model: ir.Model) -> None:
         model.graph.register_initializer(weight)
 
 
+def fold_shapes(model: ir.Model) -> None:
+    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
+    onnxscript.rewriter.rewrite(model, [_StaticDimension.rule()])
+    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
+    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
+
+
+def _is_integral(node: ir.Node) -> bool | None:
+    return None if not any(map(gradient.is_differentiable, node.outputs)) else False
+
+
+class _StaticDimension(RewriteRuleClassBase):
+    """Gather(Shape(x), i) is a constant where that dimension of x is known."""
+
+    def pattern(self, op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+        return op.Gather(op.Shape(x), index, axis=0)
+
+    def check(self, context: Any, x: ir.Value, index: ir.Value) -> bool:
+        position = ir.convenience.get_const_tensor(index)
+        if position is None or position.size != 1 or x.shape is None:
+            return False
+        return isinstance(x.shape[int(position.numpy().item())], int)
+
+    def rewrite(self, op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+        position = ir.convenience.get_const_tensor(index)
+        assert position is not None and x.shape is not None
+        dimension = x.shape[int(position.numpy().item())]
+        return op.Constant(value=ir.tensor(np.full(position.numpy().shape, dimension, np.int64)))
+
+
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value of the main graph; unknown dimensions get names."""
     names = (f"unknown_{i}" for i in range(2**62))
     name_dimensions(model.graph.inputs, names)
-    inferred = _inferred(model)
-    for node in model.graph:
-        for output in node.outputs:
-            found = inferred.get(output.name or "")
-            if found is not None and found.type is not None:
-                output.type, output.shape = found.type, found.shape
-            if output.type is None or (output.shape is None and isinstance(output.type, ir.TensorType)):
-                operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-                raise GraphoptError(
-                    f"cannot infer the type of {output.name!r}, output of {operator} node {node.name!r}: expected an "
-                    f"operator of ONNX or a function in the model"
-                )
+    _infer_all(model)
+    untyped = next(_untyped(model), None)
+    while untyped is not None:
+        if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
+            operator = f"{untyped.domain}::{untyped.op_type}" if untyped.domain else untyped.op_type
+            raise GraphoptError(
+                f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
+                f"expected an operator of ONNX or a function in the model"
+            )
+        _infer_all(model)
+        untyped = next(_untyped(model), None)
     name_dimensions((output for node in model.graph for output in node.outputs), names)
 
 
-def _inferred(model: ir.Model) -> dict[str, ir.Value]:
-    """Return the values of the model as ONNX's inference types them; it is spared the weights."""
+def _untyped(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in model.graph if any(output.type is None for output in node.outputs))
+
+
+def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
+    """Type an output, of unknown shape, by an input of the same type: some schemas come without inference."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[node.domain], node.domain)  # type: ignore[union-attr]
+    except (onnx.defs.SchemaError, KeyError):
+        return False
+    variable = schema.outputs[output.index()].type_str  # type: ignore[index]
+    for formal, x in zip(schema.inputs, node.inputs, strict=False):
+        if x is not None and formal.type_str == variable:
+            output.type = x.type
+    return output.type is not None
+
+
+def _infer_all(model: ir.Model) -> None:
+    """Type values as ONNX's inference does; it is spared the weights."""
     proto = ir.to_proto(model)
     for tensor in [tensor for tensor in proto.graph.initializer if tensor.ByteSize() > 1000]:
         proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
@@ -149,7 +202,12 @@ def _inferred(model: ir.Model) -> dict[str, ir.Value]:
         typed = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         raise GraphoptError(f"cannot infer the model's shapes: {' '.join(str(error).split())}") from error
-    return dict(ir.convenience.create_value_mapping(ir.from_proto(typed).graph, include_subgraphs=False))
+    inferred = ir.convenience.create_value_mapping(ir.from_proto(typed).graph, include_subgraphs=False)
+    for node in model.graph:
+        for output in node.outputs:
+            found = inferred.get(output.name or "")
+            if found is not None and found.type is not None:
+                output.type, output.shape = found.type, found.shape
 
 
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:

@@ -18,6 +18,7 @@ from passes.normalize import infer
 
 # Inputs that the schemas call differentiable and that hold statistics of data, not weights.
 STATISTICS = {"BatchNormalization": (3, 4)}
+ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Parameters(Pass):
     """Make initializers parameters: by default every weight, otherwise those whose names match `pattern`.
 
     A weight is a floating initializer of rank 1 or more and finite numbers, that reaches an output of the model
-    through differentiable operators and is no running statistic. `freeze` takes names out again. Patterns are
+    through differentiable operators, is no running statistic, and no single number that arithmetic spreads over a
+    whole last axis: exporters write scalar literals so. `freeze` takes names out again. Patterns are
     shell-style, one or several.
 
     Raises:
@@ -85,6 +87,13 @@ def _carries(node: ir.Node, index: int) -> bool:
 
 def _is_weight(value: ir.Value) -> bool:
     tensor = value.const_value
-    if tensor is None or len(tensor.shape) == 0:
+    if tensor is None or len(tensor.shape) == 0 or _is_literal(value):
         return False
     return bool(np.isfinite(tensor.numpy().astype(np.float64)).all())
+
+
+def _is_literal(value: ir.Value) -> bool:
+    if value.const_value is None or tuple(value.const_value.shape) != (1,):
+        return False
+    results = [user.outputs[0].shape for user in value.consumers() if user.op_type in ARITHMETIC]
+    return any(shape is not None and len(shape) > 0 and shape[-1] != 1 for shape in results)

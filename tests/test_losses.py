@@ -94,7 +94,8 @@ CASES = [
 def of(loss: passes.Loss, shape: tuple[int, ...]) -> ir.Model:
     """Return the graph of a loss and its gradient with respect to a shift of the prediction."""
     dims = ",".join(["N", *map(str, shape[1:])])
-    return graphopt.compile(identity(dims, "double"), loss=loss, optimizer=passes.SGD(1.0))
+    shift = passes.Parameters(pattern="w")
+    return graphopt.compile(identity(dims, "double"), parameters=shift, loss=loss, optimizer=passes.SGD(1.0))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_probabilities_are_compared_by_their_logits_where_those_are_in_the_graph
                   dtype=np.float64)
     step = graphopt.compile(proto, loss=getattr(passes, loss)(from_logits=False), optimizer=passes.SGD())
     target = np.array([0]) if loss == "CrossEntropy" else np.array([[1.0, 0.0, 0.0]])
-    outputs = run(step, 1, {"x": np.array([[-900.0, 0.0, 0.0]]), "target": target})[0]
+    outputs = graphopt.Executor(step).step(x=np.array([[-900.0, 0.0, 0.0]]), target=target)
     assert math.isfinite(outputs["loss"])
     assert outputs["loss"] > 250
     with pytest.warns(UserWarning, match="comes out of"):

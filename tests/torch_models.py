@@ -81,8 +81,7 @@ def build(name: str, batch: int = 5, seed: int = 0) -> tuple[nn.Module, torch.Te
     kind, shape, dtype = MODELS[name]
     network = kind().eval()
     for parameter in network.parameters():
-        if parameter.ndim == 1:  # the older exporter merges weights that are equal
-            parameter.data += 0.1 * torch.randn_like(parameter)
+        parameter.data += 0.1 * torch.randn_like(parameter)  # exporters merge weights that are equal
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.1)
