@@ -1,0 +1,45 @@
+"""Every example runs, and does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+def linear_regression(result):
+    assert result["coefficients"] < 1e-3
+    assert result["intercept"] < 1e-3
+    assert result["after"] < 1e-6 < result["before"]
+
+
+def scikit_learn_mlp(result):
+    for before, after in result.values():
+        assert after > before
+    assert result["accuracy"][1] > 0.95
+
+
+def custom_loss_and_optimizer(result):
+    assert result[-1] < result[0] / 3
+
+
+def cnn_digits(result):
+    assert result > 0.95
+
+
+def text_transformer(result):
+    assert result[-1] < result[0] < np.log(100)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path, monkeypatch):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    globals()[path.stem](module.main())
