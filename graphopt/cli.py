@@ -1,4 +1,4 @@
-"""The `graphopt` command: a Hydra application whose configs are the recipes. The one module that imports hydra."""
+"""The `graphopt` command: a Hydra application; its configs are the recipes. No other module imports hydra."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 import onnx_ir as ir
-import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.experimental.callback import Callback
@@ -23,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.table import Table
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.data import Dataset
 from graphopt.display import Display, measures
@@ -35,9 +37,13 @@ from graphopt.loading import load, replacing, save
 from graphopt.pipeline import Pipeline
 from graphopt.report import report
 from graphopt.roles import Role, with_role
-from graphopt.trust import check, check_fields
+from graphopt.sweeps import sweep_table
+from graphopt.trust import MISSING, check, check_fields, mappings, resolve
 
 INTERRUPTED = 130
+PLAIN_WIDTH = 200
+HYDRA = ("graphopt", "hydra", "hydra_plugins", "logging")  # whose code may stand in the node `hydra`
+MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,34 +54,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         sys.argv = ["graphopt", *arguments]
-    wanted = os.environ.get("HYDRA_FULL_ERROR")
+    before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors its own way and exits
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            _check_hydra()
             _run()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (GraphoptError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
-        if wanted == "1":
-            raise
-        print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    except MENDABLE as error:
+        _complain(error)
         return 1
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
-        if wanted is not None:
-            os.environ["HYDRA_FULL_ERROR"] = wanted
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
     return 0
 
 
 @hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="graphopt")
 def _run(config: DictConfig) -> float | None:
     """Do what a recipe says; return the validation loss, or the training loss where no rows are held out."""
-    recipe = _Recipe(config)
-    runs = {"train": _train, "compile": _compile, "report": _report}
-    if config.run not in runs:
-        raise GraphoptError(known("run", config.run, runs))
-    return runs[config.run](recipe)
+    try:
+        recipe = _Recipe(config)
+        runs = {"train": _train, "compile": _compile, "report": _report}
+        if config.run not in runs:
+            raise GraphoptError(known("run", config.run, runs))
+        return runs[config.run](recipe)
+    except MENDABLE as error:
+        _complain(error)
+        raise SystemExit(1) from error  # which Hydra lets through, without a line of its own
+
+
+def _check_hydra() -> None:
+    """Refuse a folder of recipes that makes Hydra itself run code: callbacks, logging handlers, ..."""
+    arguments = get_args_parser().parse_args()
+    if not (arguments.config_dir or arguments.config_path or "searchpath" in str(arguments.overrides)):
+        return
+    search_path = create_config_search_path(arguments.config_path or "pkg://recipes")
+    if arguments.config_dir:
+        anchor = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{os.path.abspath(arguments.config_dir)}", anchor)
+    config = ConfigLoaderImpl(search_path).load_configuration(
+        arguments.config_name or "graphopt",
+        list(arguments.overrides),
+        RunMode.MULTIRUN if arguments.multirun else RunMode.RUN,
+        validate_sweep_overrides=False,
+    )
+    trust = [override for override in arguments.overrides if override.startswith("trust=")]
+    for path, mapping in mappings(OmegaConf.to_container(config.hydra), "hydra"):
+        for key in ("_target_", "()", "class"):
+            if key in mapping:
+                resolve(mapping[key], f"{path}.{key}", list(config.trust) if trust else (), HYDRA)
+        if path == "hydra.sweeper.params" and "trust" in mapping:
+            raise GraphoptError(
+                f"{path}.trust: expected trust on the command line alone, found it in a recipe"
+            )
 
 
 def _train(recipe: _Recipe) -> float:
@@ -83,16 +120,14 @@ def _train(recipe: _Recipe) -> float:
     step = recipe.compile()
     executor = recipe.executor(step)
     sweep = recipe.hydra.mode == RunMode.MULTIRUN
-    console.rule if sweep else None
-    _say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
-    files = _Files(recipe, step)
+    files, header = _Files(recipe, step), _Header(console, recipe, step)
     try:
         with Display(console, epochs=not sweep) as display:
             records = fit(
                 executor,
                 recipe.data,
                 **recipe.fit,
-                observers=[files, _Header(console, recipe), display],
+                observers=[files, header, display],
             )
     except KeyboardInterrupt:
         if executor.steps:
@@ -102,16 +137,18 @@ def _train(recipe: _Recipe) -> float:
     except NonFiniteLoss as error:
         if not sweep:
             raise
-        print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+        _complain(error)
         return math.inf
     save(executor.trained(), recipe.folder / "trained.onnx")
     last = records[-1]
     seconds = sum(record["seconds"] for record in records)
-    _say(console, "trained", f"{last['step']} steps in {seconds:.1f} s, loss {last['loss']:.4g}")
-    if measures(last):
-        _say(console, "held out", measures(last))
+    _say(console, "trained", f"{_counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
+    if "validation_loss" in last:
+        names = list(last)
+        held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
+        _say(console, "held out", measures(held_out))
     _say(console, "written", f"{recipe.folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
-    return float(last.get("validation_loss", last["loss"]))
+    return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
 
 
 def _compile(recipe: _Recipe) -> None:
@@ -140,7 +177,6 @@ class _Recipe:
         self.config = config
         self.hydra = HydraConfig.get()
         self.folder = Path(os.path.relpath(self.hydra.runtime.output_dir))
-        OmegaConf.register_new_resolver("training_steps", lambda: self.steps, replace=True)
         OmegaConf.set_struct(config, False)
         for group, choice in self.hydra.runtime.choices.items():
             if (
@@ -150,6 +186,9 @@ class _Recipe:
         self._trust = [str(package) for package in config.trust or []]
         if self._trust and not any(override.startswith("trust=") for override in self.hydra.overrides.task):
             raise GraphoptError("trust: expected it on the command line alone, found it in a recipe")
+        steps = self.steps if "${training_steps:}" in OmegaConf.to_yaml(config) else None
+        OmegaConf.register_new_resolver("training_steps", lambda: steps, replace=True)
+        self._check()
 
     @functools.cached_property
     def data(self) -> Dataset:
@@ -171,10 +210,14 @@ class _Recipe:
         if isinstance(validation, str):
             if "path" not in self.config.data:
                 raise GraphoptError(
-                    f"fit.validation={validation}: data={self.hydra.runtime.choices.data} reads no file; "
+                    f"fit.validation={validation}: data={self.hydra.runtime.choices['data']} reads no file; "
                     f"expected a share of the rows"
                 )
             validation = self._build("data", path=validation)
+        elif validation is not None and not isinstance(validation, int | float):
+            raise GraphoptError(
+                f"fit.validation: expected a share of the rows or a file, found {validation!r}"
+            )
         return {**fields, "validation": validation}
 
     @property
@@ -219,6 +262,17 @@ class _Recipe:
         with replacing(self.folder / "config.yaml") as temporary:
             OmegaConf.save(OmegaConf.create(OmegaConf.to_container(self.config, resolve=True)), temporary)
 
+    def _check(self) -> None:
+        """Refuse code that is not trusted and fields that do not fit, before anything is built."""
+        for key in sorted(self.config, key="pipeline".__eq__):  # which repeats the others, last
+            if key == "models":
+                for name in self.config.models:
+                    check(
+                        self._plain(f"models.{name}"), f"models.{name}", self._trust, ("features", "outputs")
+                    )
+            elif isinstance(self.config[key], DictConfig):
+                check(self._plain(str(key)), str(key), self._trust)
+
     def _plain(self, key: str) -> dict[str, Any]:
         plain = OmegaConf.to_container(OmegaConf.select(self.config, key), resolve=True)
         if not isinstance(plain, dict):
@@ -229,6 +283,8 @@ class _Recipe:
         """Build a node of the recipe, some of its arguments given."""
         node = {name: value for name, value in self._plain(key).items() if name not in given}
         check(node, key, self._trust, tuple(given))
+        if _missing(node):
+            raise GraphoptError(f"{key}.{_missing(node)}: missing: set {key}.{_missing(node)}=...")
         try:
             return hydra.utils.instantiate(node, _partial_=True, _convert_="all")(**given)
         except InstantiationException as error:
@@ -263,15 +319,22 @@ class _Files:
 class _Header:
     """Says what is about to run."""
 
-    def __init__(self, console: Console, recipe: _Recipe) -> None:
+    def __init__(self, console: Console, recipe: _Recipe, step: ir.Model) -> None:
         self._console = console
         self._recipe = recipe
+        self._model = step
 
     def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
         held_out = f", {validation_rows:,} held out" if validation_rows else ""
-        name = self._recipe.hydra.runtime.choices.data
+        name = self._recipe.hydra.runtime.choices["data"]
+        if self._recipe.hydra.mode == RunMode.MULTIRUN:
+            number, options = self._recipe.hydra.job.num, self._recipe.hydra.overrides.task
+            self._console.print(
+                f"[{number}] {' '.join(options)}", markup=False, highlight=False, style="bold"
+            )
+        _say(self._console, "model", f"{self._recipe.config.model}, {_parameters(self._model)}")
         _say(self._console, "data", f"{name}, {rows:,} rows to train on{held_out}")
-        _say(self._console, "run", f"{epochs} epochs, {steps:,} steps")
+        _say(self._console, "run", f"{_counted(epochs, 'epoch')}, {_counted(steps, 'step')}")
 
     def step(self, record: Record) -> None: ...
 
@@ -279,40 +342,21 @@ class _Header:
 
 
 class SweepTable(Callback):
-    """Prints a table after a multirun: what differed between the runs, and what came of each."""
+    """Prints a table after a multirun."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        runs = [_read_run(folder) for folder in _run_folders(Path(config.hydra.sweep.dir))]
-        runs = [run for run in runs if run is not None]
-        columns = list(dict.fromkeys(name for options, _ in runs for name in options))
-        columns = [name for name in columns if len({options.get(name) for options, _ in runs}) > 1]
-        measured = list(dict.fromkeys(name for _, record in runs for name in record if _is_shown(name)))
-        table = Table(title=str(config.hydra.sweep.dir), title_justify="left", title_style="")
-        for name in ("run", *columns, *measured):
-            table.add_column(name, justify="left" if name in columns else "right")
-        for i, (options, record) in enumerate(runs):
-            numbers = [f"{record[name]:.4g}" if record.get(name) is not None else "-" for name in measured]
-            table.add_row(str(i), *(options.get(name, "") for name in columns), *numbers)
         console = Console()
-        console.print(table) if console.is_terminal else console.print(table, width=200)
+        console.print(sweep_table(config.hydra.sweep.dir), width=None if console.is_terminal else PLAIN_WIDTH)
 
 
-def _run_folders(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-
-
-def _read_run(folder: Path) -> tuple[dict[str, str], Record]:
-    """Return the overrides of a run and its last epoch's record, empty where it has none."""
-    overrides = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-    options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    records = [record for record in map(json.loads, lines) if "seconds" in record]
-    return options, records[-1] if records else {}
-
-
-def _is_shown(name: str) -> bool:
-    return name not in ("step", "learning_rate", "seconds", "samples_per_second")
+def _missing(node: Mapping[str, Any]) -> str | None:
+    """Return the place of a value that a recipe leaves to be set."""
+    for name, value in node.items():
+        if value == MISSING:
+            return str(name)
+        if isinstance(value, Mapping) and _missing(value):
+            return f"{name}.{_missing(value)}"
+    return None
 
 
 def _is_plain(value: Any) -> bool:
@@ -324,10 +368,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _parameters(step: ir.Model) -> str:
     trained = with_role(step, Role.PARAMETER)
     numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
-    return f"{numbers:,} parameters in {len(trained)} tensors, a step of {size(step)} nodes"
+    tensors = _counted(len(trained), "tensor")
+    return f"{_counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
 
 
 def _say(console: Console, what: str, text: str) -> None:
@@ -336,6 +385,10 @@ def _say(console: Console, what: str, text: str) -> None:
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"graphopt: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _complain(error: BaseException) -> None:
+    print(f"graphopt: error: {_line(error)}", file=sys.stderr)
 
 
 def _line(error: BaseException) -> str:

@@ -13,10 +13,11 @@ from graphopt.errors import GraphoptError, known
 
 OWN = ("passes", "graphopt")
 CODE = ("_target_", "function")  # the keys whose values name code
+MISSING = "???"
 
 
 def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] = ()) -> None:
-    """Refuse a resolved recipe that names code outside `passes`, `graphopt` and `trust`, or fields that do not fit.
+    """Refuse a resolved recipe that names code that is not trusted, or fields that do not fit.
 
     Args:
         node: mappings, lists and plain values.
@@ -27,11 +28,11 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
     Raises:
         GraphoptError: names the place, what was expected and what was found.
     """
-    for where, mapping in _mappings(node, path):
+    for where, mapping in mappings(node, path):
         for key in CODE:
-            if isinstance(mapping.get(key), str):
+            if isinstance(mapping.get(key), str) and mapping[key] != MISSING:
                 resolve(mapping[key], f"{where}.{key}", trust)
-    for where, mapping in _mappings(node, path):
+    for where, mapping in mappings(node, path):
         if "_target_" in mapping:
             check_fields(
                 resolve(mapping["_target_"], where, trust), mapping, where, given if where == path else ()
@@ -56,18 +57,18 @@ def check_fields(target: Any, fields: Mapping[str, Any], path: str, given: Seque
             continue
         if name not in parameters:
             raise GraphoptError(f"{path}: {known('field', name, taken)}")
-        if name in hints and name not in given and not _fits(value, hints[name]):
+        if name in hints and name not in given and value != MISSING and not _fits(value, hints[name]):
             expected = str(parameters[name].annotation).removeprefix("<class '").removesuffix("'>")
             raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
 
 
-def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
-    """Return what a dotted name names, if its code is trusted.
+def resolve(name: Any, path: str, trust: Sequence[str] = (), own: Sequence[str] = OWN) -> Any:
+    """Return what a dotted name names, if its code is in `trust`, or is in `own` and was written there.
 
     Raises:
         GraphoptError: it is not, or there is no such thing.
     """
-    allowed = (*OWN, *trust)
+    allowed = (*own, *trust)
     if not isinstance(name, str) or not _within(name.replace(":", "."), allowed):
         package = str(name).partition(".")[0].partition(":")[0]
         raise GraphoptError(
@@ -77,7 +78,7 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise GraphoptError(f"{path}: cannot find {name!r}: {error}") from error
-    home = getattr(found, "__module__", None) or getattr(found, "__name__", "")
+    home = str(getattr(found, "__module__", None) or getattr(found, "__name__", ""))
     if not _within(name.replace(":", "."), trust) and not _within(home, allowed):
         raise GraphoptError(f"{path}: expected code of {' or '.join(allowed)}, found {name!r} of {home!r}")
     return found
@@ -87,14 +88,15 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping in a recipe and where it stands."""
     if isinstance(node, Mapping):
         yield path, node
         for key, value in node.items():
-            yield from _mappings(value, f"{path}.{key}")
+            yield from mappings(value, f"{path}.{key}")
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _mappings(value, f"{path}[{i}]")
+            yield from mappings(value, f"{path}[{i}]")
 
 
 def _hints(target: Any) -> dict[str, Any]:

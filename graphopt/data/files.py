@@ -25,9 +25,10 @@ def npz(path: str) -> Dataset:
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
     with archive:
         try:
-            return Dataset({name: archive[name] for name in archive.files})
+            arrays = {name: archive[name] for name in archive.files}
         except (ValueError, zipfile.BadZipFile) as error:
-            raise GraphoptError(f"{path}: expected arrays of numbers: {error}") from error
+            raise GraphoptError(f"{path}: expected arrays of numbers: {_line(error)}") from error
+    return Dataset(arrays)
 
 
 def npy(path: str) -> Dataset:
