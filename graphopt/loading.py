@@ -23,7 +23,7 @@ def load(source: Source) -> ir.Model:
     External data is read into memory by the onnx package, which refuses paths that leave the model's folder.
 
     Raises:
-        GraphoptError: the file is missing, or is no valid ONNX model.
+        GraphoptError: the file is missing, or is no valid ONNX model, or has an output that is no tensor.
     """
     if isinstance(source, ir.Model):
         return source.clone()
@@ -39,6 +39,13 @@ def load(source: Source) -> ir.Model:
         ValueError
     ):  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
         pass
+    for output in proto.graph.output:
+        if not output.type.HasField("tensor_type"):
+            raise GraphoptError(
+                f"{name}: output {output.name!r}: expected a tensor, found a "
+                f"{output.type.WhichOneof('value').removesuffix('_type')}: export without it "
+                f"(scikit-learn's converter: options={{'zipmap': False}})"
+            )
     return ir.from_proto(proto)
 
 
