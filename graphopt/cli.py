@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
@@ -28,16 +27,16 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.data import Dataset
-from graphopt.display import Display, measures
+from graphopt.display import Display, Header, counted, measures, say
 from graphopt.errors import GraphoptError, known
 from graphopt.executor import Executor, NonFiniteLoss
-from graphopt.fit import Record, fit, held_out_rows, reported
+from graphopt.fit import fit, held_out_rows, reported
 from graphopt.listing import size
-from graphopt.loading import load, replacing, save
+from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline
 from graphopt.report import report
 from graphopt.roles import Role, with_role
-from graphopt.sweeps import sweep_table
+from graphopt.runs import RunFolder, sweep_table, write
 from graphopt.trust import MISSING, check, check_fields, mappings, resolve
 
 INTERRUPTED = 130
@@ -119,35 +118,35 @@ def _train(recipe: _Recipe) -> float:
     console = Console()
     step = recipe.compile()
     executor = recipe.executor(step)
+    fields = recipe.fit
     sweep = recipe.hydra.mode == RunMode.MULTIRUN
-    files, header = _Files(recipe, step), _Header(console, recipe, step)
+    trained = recipe.folder / "trained.onnx"
+    folder = RunFolder(recipe.folder, step, recipe.text(), log_steps=bool(recipe.config.fit.log_steps))
+    title = f"[{recipe.hydra.job.num}] {' '.join(recipe.hydra.overrides.task)}" if sweep else None
+    model = f"{recipe.config.model}, {_parameters(step)}"
+    header = Header(console, title, model=model, data=recipe.hydra.runtime.choices["data"])
     try:
         with Display(console, epochs=not sweep) as display:
-            records = fit(
-                executor,
-                recipe.data,
-                **recipe.fit,
-                observers=[files, header, display],
-            )
+            records = fit(executor, recipe.data, **fields, observers=[folder, header, display])
     except KeyboardInterrupt:
         if executor.steps:
-            save(executor.trained(), recipe.folder / "trained.onnx")
-            _say(console, "stopped", f"after step {executor.steps}: {recipe.folder}/trained.onnx")
+            save(executor.trained(), trained)
+            say(console, "stopped", f"after step {executor.steps}: {trained}")
         raise
     except NonFiniteLoss as error:
         if not sweep:
             raise
         _complain(error)
         return math.inf
-    save(executor.trained(), recipe.folder / "trained.onnx")
+    save(executor.trained(), trained)
     last = records[-1]
     seconds = sum(record["seconds"] for record in records)
-    _say(console, "trained", f"{_counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
+    say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
     if "validation_loss" in last:
         names = list(last)
         held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
-        _say(console, "held out", measures(held_out))
-    _say(console, "written", f"{recipe.folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
+        say(console, "held out", measures(held_out))
+    say(console, "written", f"{recipe.folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
     return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
 
 
@@ -155,19 +154,18 @@ def _compile(recipe: _Recipe) -> None:
     console = Console()
     step = recipe.compile()
     save(step, recipe.folder / "step.onnx")
-    recipe.save()
-    _say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
-    _say(console, "written", f"{recipe.folder}/step.onnx, {size(step)} nodes")
+    write(recipe.folder / "config.yaml", recipe.text())
+    say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
+    say(console, "written", f"{recipe.folder}/step.onnx, {size(step)} nodes")
 
 
 def _report(recipe: _Recipe) -> None:
     found = report(recipe.model(), recipe.pipeline)
-    with replacing(recipe.folder / "report.txt") as temporary:
-        Path(temporary).write_text(f"{found.summary()}\n{found.listings()}", encoding="utf-8")
-    recipe.save()
+    write(recipe.folder / "report.txt", f"{found.summary()}\n{found.listings()}")
+    write(recipe.folder / "config.yaml", recipe.text())
     console = Console()
     console.print(found.summary(), markup=False, highlight=False, soft_wrap=True, end="")
-    _say(console, "written", f"{recipe.folder}/report.txt, with the graph after each pass")
+    say(console, "written", f"{recipe.folder}/report.txt, with the graph after each pass")
 
 
 class _Recipe:
@@ -257,10 +255,9 @@ class _Recipe:
         executor: Executor = self._build("executor", step=step, report=report)
         return executor
 
-    def save(self) -> None:
-        """Write the recipe, every reference in it resolved."""
-        with replacing(self.folder / "config.yaml") as temporary:
-            OmegaConf.save(OmegaConf.create(OmegaConf.to_container(self.config, resolve=True)), temporary)
+    def text(self) -> str:
+        """Return the recipe as YAML, every reference in it resolved."""
+        return OmegaConf.to_yaml(self.config, resolve=True)
 
     def _check(self) -> None:
         """Refuse code that is not trusted and fields that do not fit, before anything is built."""
@@ -291,56 +288,6 @@ class _Recipe:
             raise error.__cause__ or error from None
 
 
-class _Files:
-    """Writes the files of a run as training goes on; none before the data is known to fit."""
-
-    def __init__(self, recipe: _Recipe, step: ir.Model) -> None:
-        self._recipe = recipe
-        self._model = step
-        self._path = recipe.folder / "metrics.jsonl"
-
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
-        save(self._model, self._recipe.folder / "step.onnx")
-        self._recipe.save()
-        self._path.write_text("")
-
-    def step(self, record: Record) -> None:
-        if self._recipe.config.fit.log_steps:
-            self._write({name: value for name, value in record.items() if _is_plain(value)})
-
-    def epoch(self, record: Record) -> None:
-        self._write(record)
-
-    def _write(self, record: Record) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-
-
-class _Header:
-    """Says what is about to run."""
-
-    def __init__(self, console: Console, recipe: _Recipe, step: ir.Model) -> None:
-        self._console = console
-        self._recipe = recipe
-        self._model = step
-
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
-        held_out = f", {validation_rows:,} held out" if validation_rows else ""
-        name = self._recipe.hydra.runtime.choices["data"]
-        if self._recipe.hydra.mode == RunMode.MULTIRUN:
-            number, options = self._recipe.hydra.job.num, self._recipe.hydra.overrides.task
-            self._console.print(
-                f"[{number}] {' '.join(options)}", markup=False, highlight=False, style="bold"
-            )
-        _say(self._console, "model", f"{self._recipe.config.model}, {_parameters(self._model)}")
-        _say(self._console, "data", f"{name}, {rows:,} rows to train on{held_out}")
-        _say(self._console, "run", f"{_counted(epochs, 'epoch')}, {_counted(steps, 'step')}")
-
-    def step(self, record: Record) -> None: ...
-
-    def epoch(self, record: Record) -> None: ...
-
-
 class SweepTable(Callback):
     """Prints a table after a multirun."""
 
@@ -359,28 +306,11 @@ def _missing(node: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
-def _finite(value: Any) -> Any:
-    """Return a number as JSON can hold it, null for what is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def _parameters(step: ir.Model) -> str:
     trained = with_role(step, Role.PARAMETER)
     numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
-    tensors = _counted(len(trained), "tensor")
-    return f"{_counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
-
-
-def _say(console: Console, what: str, text: str) -> None:
-    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+    tensors = counted(len(trained), "tensor")
+    return f"{counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -86,6 +86,38 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+class Header:
+    """Says what is about to run, as an observer of `fit`."""
+
+    def __init__(self, console: Console, title: str | None = None, *, model: str, data: str) -> None:
+        self._console = console
+        self._title = title
+        self._model = model
+        self._data = data
+
+    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
+        if self._title is not None:
+            self._console.print(self._title, markup=False, highlight=False, soft_wrap=True, style="bold")
+        held_out = f", {validation_rows:,} held out" if validation_rows else ""
+        say(self._console, "model", self._model)
+        say(self._console, "data", f"{self._data}, {rows:,} rows to train on{held_out}")
+        say(self._console, "run", f"{counted(epochs, 'epoch')}, {counted(steps, 'step')}")
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None: ...
+
+
+def say(console: Console, what: str, text: str) -> None:
+    """Print a line that starts with its subject."""
+    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number and what it counts, in the plural unless it is one."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def measures(record: Mapping[str, Any]) -> str:
     """Return a record's validation loss and metrics as text."""
     numbers = {k: v for k, v in record.items() if k not in SHOWN_BESIDE and isinstance(v, float)}
