@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt import inference
+from graphopt.checkpoint import load_state, save_state
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load
 from graphopt.roles import STATE, Role, role_of, with_role
@@ -118,6 +120,24 @@ class Executor:
             self._inputs[name].check(np.asarray(array))
         for name, array in arrays.items():
             buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all state to a checkpoint, from which `load` goes on bit for bit."""
+        save_state(self.state, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace all state by that of a checkpoint.
+
+        Raises:
+            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
+        """
+        arrays = load_state(path)
+        if set(arrays) != set(self._state[0]):
+            unlike = sorted(set(arrays) ^ set(self._state[0]))
+            raise GraphoptError(
+                f"{path}: expected the state of this training graph, found another's: {', '.join(unlike[:5])} are not in both"
+            )
+        self.update_state(arrays)
 
     @property
     def inputs(self) -> dict[str, ir.Value]:

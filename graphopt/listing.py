@@ -8,10 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.roles import role_of
+from graphopt.schemas import defaults
 
 
 def listing(model: ir.Model) -> str:
-    """Return a line for each input, initializer, node and output of a model; small constants stand in place."""
+    """Return a line for each input, initializer, node and output of a model.
+
+    Small constants stand in place; attributes that have their defaults are left out.
+    """
     return "\n".join(_lines(model.graph)) + "\n"
 
 
@@ -36,8 +40,12 @@ def _lines(graph: ir.Graph) -> Iterator[str]:
 def _node(node: ir.Node) -> str:
     outputs = ", ".join(_typed(value) for value in node.outputs)
     inputs = ", ".join("-" if x is None else _inline(x) or str(x.name) for x in node.inputs)
+    version = 0 if node.graph is None else node.graph.opset_imports.get(node.domain, 0)
+    known = defaults(node.domain, node.op_type, version)
     attributes = "".join(
-        f" {name}={_attribute(attribute)}" for name, attribute in sorted(node.attributes.items())
+        f" {name}={_attribute(attribute)}"
+        for name, attribute in sorted(node.attributes.items())
+        if name not in known or known[name] != attribute.value
     )
     operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
     return f"{outputs} = {operator}({inputs}){attributes}"

@@ -18,6 +18,8 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
 
+__all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
+
 
 @dataclass(frozen=True)
 class Clip(Pass):

@@ -25,6 +25,22 @@ from graphopt.rewriting import Pass
 from graphopt.roles import METRIC, Role, set_role, with_role
 from passes.gradient.walk import is_differentiable
 
+__all__ = [
+    "Loss",
+    "MeanSquaredError",
+    "MeanAbsoluteError",
+    "Elastic",
+    "Huber",
+    "Quantile",
+    "Poisson",
+    "Hinge",
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "KLDivergence",
+    "CustomLoss",
+    "Losses",
+]
+
 
 @dataclass(frozen=True)
 class Loss(Pass):

@@ -14,13 +14,15 @@ import onnx_ir.passes.common as common
 import onnxscript.optimizer
 import onnxscript.rewriter
 import onnxscript.version_converter
-from onnxscript.rewriter import RewriteRuleClassBase
+from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 import passes.gradient as gradient
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, outputs_kept
 from graphopt.roles import Role, role_of, set_role
+
+__all__ = ["Normalize"]
 
 OPSET = 21
 IR_VERSION = 10
@@ -118,7 +120,7 @@ def materialize(model: ir.Model) -> None:
         weight = ir.Value(
             name=tensor.name,
             type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(tensor.shape),
+            shape=ir.Shape(shape.numpy().tolist()),
             const_value=tensor,
         )
         node.outputs[0].name = f"{tensor.name}/replaced"
@@ -129,7 +131,7 @@ def materialize(model: ir.Model) -> None:
 
 def fold_shapes(model: ir.Model) -> None:
     """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
-    onnxscript.rewriter.rewrite(model, [_StaticDimension.rule()])
+    onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
     onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
 
@@ -138,23 +140,31 @@ def _is_integral(node: ir.Node) -> bool | None:
     return None if not any(map(gradient.is_differentiable, node.outputs)) else False
 
 
-class _StaticDimension(RewriteRuleClassBase):
-    """Gather(Shape(x), i) is a constant where that dimension of x is known."""
+def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    return op.Gather(op.Shape(x), index, axis=0)
 
-    def pattern(self, op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
-        return op.Gather(op.Shape(x), index, axis=0)
 
-    def check(self, context: Any, x: ir.Value, index: ir.Value) -> bool:
-        position = ir.convenience.get_const_tensor(index)
-        if position is None or position.size != 1 or x.shape is None:
-            return False
-        return isinstance(x.shape[int(position.numpy().item())], int)
+def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
+    """Return the sizes of `x` along the axes `index`, or None where they are not known."""
+    axes = ir.convenience.get_const_tensor(index)
+    if axes is None or x.shape is None:
+        return None
+    dims = [x.shape[axis] for axis in axes.numpy().ravel().tolist()]
+    known = all(isinstance(dim, int) for dim in dims)
+    return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
 
-    def rewrite(self, op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
-        position = ir.convenience.get_const_tensor(index)
-        assert position is not None and x.shape is not None
-        dimension = x.shape[int(position.numpy().item())]
-        return op.Constant(value=ir.tensor(np.full(position.numpy().shape, dimension, np.int64)))
+
+def _is_static(context: Any, x: ir.Value, index: ir.Value) -> bool:
+    return _sizes(x, index) is not None
+
+
+def _as_constant(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    sizes = _sizes(x, index)
+    assert sizes is not None
+    return op.Constant(value=ir.tensor(sizes))
+
+
+STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _is_static)
 
 
 def infer(model: ir.Model) -> None:
@@ -196,7 +206,9 @@ def _infer_all(model: ir.Model) -> None:
     """Type values as ONNX's inference does; it is spared the weights."""
     proto = ir.to_proto(model)
     for tensor in [tensor for tensor in proto.graph.initializer if tensor.ByteSize() > 1000]:
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        proto.graph.input.append(
+            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        )
         proto.graph.initializer.remove(tensor)
     try:
         typed = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
@@ -214,7 +226,7 @@ def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
     """Give every unknown dimension a name, so that equal names mean equal sizes."""
     for value in values:
         if value.shape is not None and value.shape.has_unknown_dim():
-            value.shape = ir.Shape([_named(dim, names) for dim in value.shape.dims])
+            value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
 
 
 def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:

@@ -19,6 +19,8 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role, set_role, with_role
 
+__all__ = ["Group", "Optimizer", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion"]
+
 LEARNING_RATE = "learning_rate"
 
 

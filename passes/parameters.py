@@ -16,6 +16,8 @@ from graphopt.roles import Role
 from passes.gradient.walk import is_differentiable, passes_gradient
 from passes.normalize import infer
 
+__all__ = ["Parameters"]
+
 # Inputs that the schemas call differentiable and that hold statistics of data, not weights.
 STATISTICS = {"BatchNormalization": (3, 4)}
 ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}

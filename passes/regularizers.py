@@ -18,6 +18,8 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role
 
+__all__ = ["Regularizer", "L1", "L2", "ElasticPenalty"]
+
 
 @dataclass(frozen=True)
 class Regularizer(Pass):

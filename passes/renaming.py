@@ -10,6 +10,8 @@ from graphopt.errors import GraphoptError
 from graphopt.roles import ORIGINAL_NAME, Role, role_of
 from graphopt.rewriting import Pass
 
+__all__ = ["SortInitializers"]
+
 
 @dataclass(frozen=True)
 class SortInitializers(Pass):

@@ -19,6 +19,19 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
 
+__all__ = [
+    "Schedule",
+    "Constant",
+    "Linear",
+    "Cosine",
+    "Polynomial",
+    "StepDecay",
+    "Exponential",
+    "OneCycle",
+    "InverseScaling",
+    "Optimal",
+]
+
 LEARNING_RATE = "learning_rate"
 
 

@@ -21,6 +21,8 @@ from onnxscript.rewriter.rules.common import (
 
 from graphopt.rewriting import Pass, outputs_kept
 
+__all__ = ["Simplify"]
+
 # Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
 RULES = [
     cast_cast_rule,

@@ -80,6 +80,32 @@ def test_state_can_be_read_and_put_back(executor):
     assert [executor.step(x=X, target=T)["loss"] for _ in range(3)] == losses
 
 
+def test_a_checkpoint_goes_on_bit_for_bit(executor, tmp_path):
+    executor.step(x=X, target=T)
+    executor.save(tmp_path / "state.safetensors")
+    losses = [executor.step(x=X, target=T)["loss"] for _ in range(3)]
+    again = graphopt.Executor(compiled(), threads=1)
+    again.load(tmp_path / "state.safetensors")
+    assert [again.step(x=X, target=T)["loss"] for _ in range(3)] == losses
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(executor, tmp_path):
+    path = tmp_path / "state.safetensors"
+    executor.save(path)
+    with pytest.raises(graphopt.GraphoptError, match="expected the state of this training graph, found another's"):
+        graphopt.Executor(compiled(optimizer=passes.SGD())).load(path)
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(graphopt.GraphoptError, match="the file is damaged"):
+        executor.load(path)
+    with pytest.raises(graphopt.GraphoptError, match="no such file"):
+        executor.load(tmp_path / "nothing")
+    path.write_text("nothing")
+    with pytest.raises(graphopt.GraphoptError, match="expected a checkpoint"):
+        executor.load(path)
+
+
 def test_state_that_does_not_fit_changes_nothing(executor):
     before = executor.state
     good = np.zeros_like(before["fc0.bias"])

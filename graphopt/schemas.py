@@ -1,0 +1,20 @@
+"""What operator schemas say."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+
+@functools.cache
+def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
+    """Return the defaults of an operator's attributes, those that have one; none of an unknown operator."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return {}
+    protos = {name: attribute.default_value for name, attribute in schema.attributes.items()}
+    return {name: ir.from_proto(proto).value for name, proto in protos.items() if proto.name}

@@ -1,0 +1,84 @@
+"""Golden listings: every node of small training graphs. UPDATE_LISTINGS=1 rewrites them; read the diff."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import linear, mlp, model
+
+import graphopt
+import passes
+
+FOLDER = Path(__file__).parent / "listings"
+RNG = np.random.default_rng(0)
+
+
+def cnn():
+    return model(
+        """g (float[N,1,8,8] x) => (float[N,3] y) {
+            c = Conv<pads=[1,1,1,1]>(x, kernel, bias)
+            r = Relu(c)
+            p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(r)
+            f = Flatten(p)
+            y = Gemm(f, weight)
+        }""",
+        kernel=RNG.standard_normal((2, 1, 3, 3)),
+        bias=np.zeros(2),
+        weight=RNG.standard_normal((32, 3)),
+    )
+
+
+def attention():
+    return model(
+        """g (float[N,6,4] x) => (float[N,6,4] y) {
+            n = LayerNormalization(x, scale, shift)
+            q = MatMul(n, query)
+            k = MatMul(n, key)
+            v = MatMul(n, value)
+            t = Transpose<perm=[0,2,1]>(k)
+            s = MatMul(q, t)
+            a = Softmax(s)
+            m = MatMul(a, v)
+            y = Add(x, m)
+        }""",
+        scale=np.ones(4),
+        shift=np.zeros(4),
+        **{name: RNG.standard_normal((4, 4)) for name in ("query", "key", "value")},
+    )
+
+
+GRAPHS = {
+    "linear_sgd": lambda: graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD()),
+    "linear_momentum_l2": lambda: graphopt.compile(
+        linear(),
+        loss=passes.MeanSquaredError(),
+        regularizer=passes.L2(parameters="w"),
+        optimizer=passes.SGD(momentum=0.9),
+    ),
+    "mlp_cross_entropy": lambda: graphopt.compile(mlp(activation="Relu"), loss=passes.CrossEntropy()),
+    "mlp_adamw_clip_cosine": lambda: graphopt.compile(
+        mlp((4, 3)),
+        loss=passes.MeanSquaredError(),
+        clip=passes.ClipGlobalNorm(),
+        optimizer=passes.AdamW(),
+        schedule=passes.Cosine(steps=100, warmup=10),
+    ),
+    "cnn_gradient": lambda: graphopt.compile(cnn(), loss=passes.CrossEntropy()),
+    "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_listing(name):
+    found = graphopt.listing(GRAPHS[name]())
+    path = FOLDER / f"{name}.txt"
+    if os.environ.get("UPDATE_LISTINGS"):
+        path.write_text(found)
+    assert found == path.read_text()
+
+
+def test_a_listing_is_the_same_every_time():
+    assert graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]()) == graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]())
