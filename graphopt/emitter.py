@@ -119,7 +119,8 @@ class Emitter(TapeBuilder):
         A Python number where the axes are static.
         """
         assert x.shape is not None and x.dtype is not None
-        if axes is None and not x.shape.is_static():
+        whole = axes is None or len(axes) == len(x.shape)
+        if whole and not x.shape.is_static():
             return self.Cast(self.Size(x), to=x.dtype)
         dims = [x.shape[axis] for axis in (range(len(x.shape)) if axes is None else axes)]
         static = float(np.prod([dim for dim in dims if isinstance(dim, int)], dtype=np.float64))

@@ -36,13 +36,19 @@ RULES = [
 ]
 
 
+def _makes_no_room(node: ir.Node) -> bool | None:
+    """Refuse to fold what makes a large constant of a small one."""
+    return False if node.op_type in ("Expand", "ConstantOfShape", "Tile") else None
+
+
 @dataclass(frozen=True)
 class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model):
-            onnxscript.optimizer.fold_constants(model)
+            onnxscript.rewriter.rewrite(model, RULES)
+            onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
             common.IdentityEliminationPass()(model)
             common.CommonSubexpressionEliminationPass()(model)
             onnxscript.rewriter.rewrite(model, RULES)
