@@ -1,13 +1,13 @@
 """Which rule differentiates which operator.
 
-A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in order, None
-where there is none; trailing ones may be left out. `dy` is the gradient of the first output. After the inputs a rule
-names, as keyword parameters, what else it needs: attributes (the schema's defaults included), `y` (the first output),
-`dys` (the gradients of all outputs; without it, a gradient of a further output is refused), `active` (the values that
-a gradient is wanted for; others may be left None), or `node`.
+A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in
+order, None where there is none; trailing ones may be left out. `dy` is the gradient of the first output.
+After the inputs a rule names, as keyword parameters, what else it needs: attributes (the schema's defaults
+included); `y`, the first output; `dys`, the gradients of all outputs (without it, a gradient of a further
+output is refused); `active`, the values that a gradient is wanted for (others may be left None); or `node`.
 
-Rules ignore broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a row of
-local derivatives alone: `local(op, *inputs, output, **attributes)` for each input, a value or a Python number.
+Rules ignore broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a
+row of local derivatives alone: `local(op, *inputs, output, **attributes)` an input, a value or a number.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _chain(locals_: tuple[Local, ...]) -> Rule:
 
 def _scale(dy: ir.Value, local: ir.Value | float) -> ir.Value | None:
     if isinstance(local, ir.Value):
-        return dy * local  # type: ignore[no-any-return]
+        return dy * local
     if local == 0:
         return None
     if local == 1:
         return dy
-    return -dy if local == -1 else dy * local  # type: ignore[no-any-return]
+    return -dy if local == -1 else dy * local

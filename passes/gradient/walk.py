@@ -18,7 +18,7 @@ from passes.gradient.registry import NO_GRADIENT, RULES, Gradients, accepted
 def backward(
     op: Emitter, graph: ir.Graph, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Emit the vector-Jacobian product of `graph` and return the gradient of each value of `wrt` it depends on.
+    """Emit the vector-Jacobian product of `graph`; return the gradient of each of `wrt` that it depends on.
 
     Args:
         seeds: the gradient of the objective with respect to some values, each of that value's shape.
@@ -55,14 +55,20 @@ def _apply(
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
         raise GraphoptError(
-            f"{node.op_type} node {node.name!r}: its rule differentiates the first output alone, and the loss "
-            f"depends on {unused!r}: freeze what is before it"
+            f"{node.op_type} node {node.name!r}: its rule differentiates the first output alone, and the "
+            f"objective depends on {unused!r}: freeze what is before it"
         )
     return rule(op, dys[0], *node.inputs, **accepted(rule, named))
 
 
 def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
     return zeros(op, y) if dy is None and is_differentiable(y) else dy
+
+
+def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
+    """Return the dimensions of `x`, numbers or symbols."""
+    assert x.shape is not None
+    return tuple(x.shape)
 
 
 def zeros(op: Emitter, x: ir.Value) -> ir.Value:
@@ -100,7 +106,9 @@ def _defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
     except onnx.defs.SchemaError:
         return {}
     defaults = {name: attribute.default_value for name, attribute in schema.attributes.items()}
-    return {name: ir.from_proto(value).value for name, value in defaults.items() if value.name}
+    return {
+        name: ir.serde.deserialize_attribute(value).value for name, value in defaults.items() if value.name
+    }
 
 
 def is_differentiable(value: ir.Value | None) -> bool:
@@ -132,11 +140,10 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    """Sum `gradient` over the axes along which `x` was broadcast; the result has the shape and type of `x`."""
-    assert x.shape is not None and gradient.shape is not None
+    """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
     if gradient.dtype != x.dtype:
         gradient = op.Cast(gradient, to=x.dtype)
-    have, want = list(gradient.shape), list(x.shape)
+    have, want = dims_of(gradient), dims_of(x)
     lead = len(have) - len(want)
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
     if lead < 0 or any(_may_broadcast(h, w) for h, w in tails):
@@ -160,13 +167,12 @@ def _may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bo
 
 
 def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    assert x.shape is not None and gradient.shape is not None
     have, want = op.Shape(gradient), op.shape_of(x)
-    lead = len(gradient.shape) - len(x.shape)
+    lead = len(dims_of(gradient)) - len(dims_of(x))
     aligned = op.Concat([1] * lead, want, axis=0) if lead > 0 else want
     axes = op.Squeeze(op.Transpose(op.NonZero(op.Not(op.Equal(have, aligned)))), [1])
     summed = op.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
-    return op.Reshape(summed, want)  # type: ignore[no-any-return]
+    return op.Reshape(summed, want)
 
 
 def _between(graph: ir.Graph, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]) -> list[ir.Node]:

@@ -1,4 +1,4 @@
-"""Operators without gradient: they choose, count, compare, round or draw, and no small change of an input shows."""
+"""Operators without gradient: they compare, count, choose, round or draw; no small change shows."""
 
 from passes.gradient.registry import no_gradient
 

@@ -15,13 +15,14 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.shape import rank, sizes_of
+from passes.gradient.walk import dims_of
 
 Dims = Sequence[int | ir.SymbolicDim]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A kernel that slides along the spatial axes: for each its taps, stride, dilation, and the pads at both ends."""
+    """A kernel that slides along spatial axes: for each its taps, stride, dilation and pads at both ends."""
 
     kernel: list[int]
     strides: list[int]
@@ -44,7 +45,6 @@ def window_of(
     dilations: list[int] | None = None,
 ) -> Window:
     """Return the window that a node's attributes describe, its pads resolved."""
-    assert x.shape is not None
     taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
     if len(taps) < n:
         raise GraphoptError(f"the gradient by {x.name!r} needs a kernel of known size, found {list(kernel)}")
@@ -52,7 +52,7 @@ def window_of(
     window = Window(taps, strides, dilations, pads[:n], pads[n:])
     if not auto_pad.startswith("SAME"):
         return window if auto_pad == "NOTSET" else Window(taps, strides, dilations, [0] * n, [0] * n)
-    totals = [_same(x, *axis) for axis in zip(x.shape[2:], window.extent, strides, strict=True)]
+    totals = [_same(x, *axis) for axis in zip(dims_of(x)[2:], window.extent, strides, strict=True)]
     return _halved(window, totals, auto_pad)
 
 
@@ -77,9 +77,8 @@ def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group
 
     Where strides and an unknown size leave open how much of the input no window reached, emit more and cut.
     """
-    assert x.shape is not None and dy.shape is not None
     missing, exact = [], True
-    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         if isinstance(size, int) and isinstance(windows, int):
             reached = (windows - 1) * window.strides[i] + window.extent[i] - window.begin[i]
             missing.append(size - reached)
@@ -104,16 +103,15 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
 
     A group is a group there too: its channels become the batch, and its batch the channels.
     """
-    assert x.shape is not None and dy.shape is not None and w.shape is not None
     swap = [1, 0, *range(2, rank(x))]
     if group == 1:
         data = op.Transpose(x, perm=swap)
     else:
-        split = op.Reshape(x, op.Concat([0, group, w.shape[1]], sizes_of(op, x, 2), axis=0))
+        split = op.Reshape(x, op.Concat([0, group, dims_of(w)[1]], sizes_of(op, x, 2), axis=0))
         moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
-        data = op.Reshape(moved, op.Concat([w.shape[1], -1], sizes_of(op, x, 2), axis=0))
+        data = op.Reshape(moved, op.Concat([dims_of(w)[1], -1], sizes_of(op, x, 2), axis=0))
     end, exact = list(window.end), True
-    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         stride, dilation = window.strides[i], window.dilations[i]
         unreached = stride - 1
         if isinstance(size, int) and isinstance(windows, int):
@@ -147,8 +145,7 @@ def conv(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    assert w.shape is not None
-    window = window_of(x, w.shape[2:], auto_pad, pads, strides, dilations)
+    window = window_of(x, dims_of(w)[2:], auto_pad, pads, strides, dilations)
     dx = like(transposed(op, window, dy, w, x, group), x)
     return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy)]
 
@@ -169,9 +166,8 @@ def conv_transpose(
     output_padding: list[int] | None = None,
     output_shape: list[int] | None = None,
 ) -> Gradients:
-    """The transposed convolution's input is the gradient of a convolution's output, and its output that of the input."""
-    assert x.shape is not None and w.shape is not None
-    window = window_of(x, w.shape[2:], "NOTSET", pads, strides, dilations)
+    """The adjoint: what is output here is the input of a convolution there."""
+    window = window_of(x, dims_of(w)[2:], "NOTSET", pads, strides, dilations)
     more = output_padding or [0] * len(window.kernel)
     if output_shape or auto_pad.startswith("SAME"):
         window = _halved(window, _cut(window, x, dy, more), auto_pad)
@@ -190,14 +186,13 @@ def conv_transpose(
 
 def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     """Return how much of each axis a ConvTranspose of a given output size leaves out at both ends."""
-    assert x.shape is not None and y.shape is not None
     cuts = []
-    for i, (size, given) in enumerate(zip(x.shape[2:], y.shape[2:], strict=True)):
+    for i, (size, given) in enumerate(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True)):
         if not isinstance(size, int) or not isinstance(given, int):
             raise GraphoptError(
                 f"the pads of a ConvTranspose need spatial sizes, found {x.name!r} of shape {x.shape}"
             )
-        cuts.append((size - 1) * window.strides[i] + more[i] + window.extent[i] - given)
+        cuts.append(max((size - 1) * window.strides[i] + more[i] + window.extent[i] - given, 0))
     return cuts
 
 

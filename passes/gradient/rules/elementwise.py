@@ -24,14 +24,11 @@ def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
         p = op.Cast(p, to=x.dtype)
         return p * op.Pow(x, p - 1)
     n = float(exponent.item())
-    known = {
-        0.0: lambda: 0.0,
-        1.0: lambda: 1.0,
-        2.0: lambda: 2 * x,
-        0.5: lambda: 0.5 / y,
-        3.0: lambda: 3 * x * x,
-    }
-    return known[n]() if n in known else n * op.Pow(x, op.constant(n - 1, like=x))
+    if n in (0, 1):
+        return n
+    if n == 0.5:
+        return 0.5 / y
+    return n * x if n == 2 else n * op.Pow(x, op.constant(n - 1, like=x))
 
 
 def logarithm(op: Emitter, x: Value, y: Value) -> Value:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from passes.gradient.registry import Gradients, rule
-from passes.gradient.walk import constant_of, zeros
+from passes.gradient.rules.shape import rank, reshape_like
+from passes.gradient.walk import constant_of, dims_of, zeros
 
 
 def positions(op: Emitter, x: Value) -> Value:
@@ -21,43 +23,100 @@ def positions(op: Emitter, x: Value) -> Value:
     return where
 
 
+def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
+    """Add `dy` into zeros of a shape; halves in float32, as ONNX Runtime on the CPU cannot add them."""
+    assert dy.dtype is not None
+    dtype = ir.DataType.FLOAT if dy.dtype.itemsize < 4 else dy.dtype
+    zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
+    terms = dy if dy.dtype == dtype else op.Cast(dy, to=dtype)
+    total: Value = getattr(op, scatter)(zeros, where, terms, reduction="add", **attributes)
+    return total if dy.dtype == dtype else op.Cast(total, to=dy.dtype)
+
+
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
-    """Return the gradient of `x` where each element of `dy` belongs to the element at a flat position of `x`."""
-    shape = op.shape_of(x)
-    flat = op.ConstantOfShape(op.ReduceProd(shape, keepdims=1), value=ir.tensor([0], dtype=x.dtype))
-    summed = op.ScatterElements(flat, op.Reshape(where, [-1]), op.Reshape(dy, [-1]), reduction="add")
-    return like(op.Reshape(summed, shape), x)
+    """Return the gradient of `x` where each element of `dy` belongs to one flat position of `x`."""
+    size = op.ReduceProd(op.shape_of(x), keepdims=1)
+    total = add_up(op, "ScatterElements", size, op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
+    return reshape_like(op, total, x)
+
+
+@rule("Slice")
+def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
+    """Pad by what was left out, where that is known; else add into zeros where each element was."""
+    pads = left_out(x, *bounds)
+    if pads is not None:
+        return [like(op.Pad(dy, pads), x)]
+    return [scatter_back(op, dy, op.Slice(positions(op, x), *bounds), x)]
+
+
+def left_out(x: Value, *bounds: Value) -> list[int] | None:
+    """Return the pads that undo a Slice in steps of 1 along static axes."""
+    known = [constant_of(bound) for bound in bounds]
+    if any(bound is None for bound in known):
+        return None
+    starts, ends, *rest = [bound.tolist() for bound in known if bound is not None]
+    axes = rest[0] if rest else range(len(starts))
+    pads = [0] * (2 * rank(x))
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        size = dims_of(x)[axis]
+        if not isinstance(size, int):
+            return None
+        first, last, _ = slice(start, end).indices(size)
+        pads[axis % rank(x)], pads[axis % rank(x) + rank(x)] = first, size - max(first, last)
+    return pads if len(rest) < 2 or set(rest[1]) <= {1} else None
+
+
+@rule("Pad")
+def pad(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    pads: Value,
+    fill: Value | None = None,
+    axes: Value | None = None,
+    *,
+    mode: str,
+) -> Gradients:
+    """Pad by the opposite, which is a Slice where no pad is negative; a copy is added to its origin."""
+    if mode != "constant":
+        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, None, axes, mode=mode), x)]
+    widths = constant_of(pads)
+    if widths is None or (widths < 0).any():
+        dx = like(op.Pad(dy, op.Neg(pads), None, axes), x)
+    else:
+        begin, end = widths.reshape(2, -1)
+        ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
+        dx = like(op.Slice(dy, op.constant(begin), op.constant(ends), axes or [*range(rank(x))]), x)
+    return [dx, None, op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)]
 
 
 @rule("Gather")
 def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
-    """Add rows of `dy` to rows of zeros, the gathered axis in front; one row at a known place is only padded."""
-    assert x.shape is not None and indices.shape is not None
-    rank, width, size, index = len(x.shape), len(indices.shape), x.shape[axis], constant_of(indices)
-    axis %= rank
+    """Add rows of `dy` to rows of zeros, the gathered axis in front; one known row is only padded."""
+    width, size, index = rank(indices), dims_of(x)[axis], constant_of(indices)
+    axis %= rank(x)
     if width < 2 and index is not None and index.size == 1 and isinstance(size, int):
         before = index.item() % size
         row = dy if width else op.Unsqueeze(dy, [axis])
         return [like(op.Pad(row, [before, size - 1 - before], None, [axis]), x)]
     rows: Value = op.Unsqueeze(indices, [-1])
     if axis == 0:
-        return [like(op.ScatterND(zeros(op, x), rows, dy, reduction="add"), x)]
-    front = [axis, *range(axis), *range(axis + 1, rank)]
-    there = [*range(axis, axis + width), *range(axis), *range(axis + width, rank - 1 + width)]
-    nothing = op.Transpose(zeros(op, x), perm=front)
-    summed = op.ScatterND(nothing, rows, op.Transpose(dy, perm=there), reduction="add")
-    return [like(op.Transpose(summed, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank)]), x)]
+        return [like(add_up(op, "ScatterND", op.shape_of(x), rows, dy), x)]
+    shape = op.Gather(op.shape_of(x), [axis, *range(axis), *range(axis + 1, rank(x))])
+    front = [*range(axis, axis + width), *range(axis), *range(axis + width, rank(x) - 1 + width)]
+    total = add_up(op, "ScatterND", shape, rows, op.Transpose(dy, perm=front))
+    return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
 
 
 @rule("GatherElements")
 def gather_elements(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
-    return [like(op.ScatterElements(zeros(op, x), indices, dy, axis=axis, reduction="add"), x)]
+    return [like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)]
 
 
 @rule("GatherND")
 def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: int) -> Gradients:
     if batch_dims == 0:
-        return [like(op.ScatterND(zeros(op, x), indices, dy, reduction="add"), x)]
+        return [like(add_up(op, "ScatterND", op.shape_of(x), indices, dy), x)]
     return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
 
 
@@ -110,14 +169,14 @@ def scattered(
     scatter: Callable[..., Value],
     gather: Callable[[Value], Value],
 ) -> Gradients:
-    """Differentiate a scatter: what an update replaces gets nothing; equal extremes share; no factor of mul may be 0."""
+    """What an update replaces gets no gradient; equal extremes share it; factors are taken for not 0."""
     if reduction == "none":
-        return [scatter(dy, zeros(op, updates)), gather(dy)]
+        return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":
-        return [dy, gather(dy)]
+        return [dy, None, gather(dy)]
     if reduction == "mul":
         product = dy * y
-        return [product / x, gather(product) / updates]
+        return [product / x, None, gather(product) / updates]
     kept, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
     share = dy / op.Max(scatter(kept, taken, "add"), 1.0)
-    return [share * kept, gather(share) * taken]
+    return [share * kept, None, gather(share) * taken]

@@ -11,19 +11,20 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.shape import rank, reshape_like
+from passes.gradient.walk import dims_of
 
 
 @rule("MatMul")
 def matmul(op: Emitter, dy: Value, a: Value, b: Value) -> Gradients:
-    """d(AB) = dA B + A dB; a vector is a matrix of one row or column; a weight that all of a batch shares, one Gemm."""
+    """d(AB) = dA B + A dB: a vector is a row or a column; one Gemm for weights that a batch shares."""
     if rank(a) == 1 and rank(b) == 1:
         return [dy * b, dy * a]
     if rank(a) == 1:
-        row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(a, [1])
-        return [op.Squeeze(batched(op, row, transpose(op, b), row), [-2]), column * row]
+        row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(dy, [-1])
+        return [op.Squeeze(op.MatMul(b, column), [-1]), op.Unsqueeze(a, [1]) * row]
     if rank(b) == 1:
-        column = op.Unsqueeze(dy, [-1])
-        return [column * b, op.Squeeze(op.MatMul(transpose(op, a), column), [-1])]
+        row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(dy, [-1])
+        return [column * b, op.Squeeze(op.MatMul(row, a), [-2])]
     if rank(b) == 2:
         rows, dy = flatten(op, a), flatten(op, dy)
         return [reshape_like(op, op.Gemm(dy, b, transB=1), a), like(op.Gemm(rows, dy, transA=1), b)]
@@ -73,7 +74,7 @@ def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
 
 
 def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:
-    """Return the operands' and the output's subscripts, with letters for an ellipsis and an output that is implied."""
+    """Return the operands' subscripts and the output's, with letters for ellipses and an implied output."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     free = [letter for letter in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if letter not in equation]
     missing = [rank - len(term.replace("...", "")) for term, rank in zip(left.split(","), ranks, strict=True)]
@@ -88,9 +89,8 @@ def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:
 
 def batched(op: Emitter, a: Value, b: Value, dy: Value) -> Value:
     """Return the product AB, whose batch dimensions are those of `dy`."""
-    assert a.shape is not None and b.shape is not None and dy.shape is not None
     product: Value = op.MatMul(a, b)
-    product.shape = ir.Shape([*dy.shape[:-2], a.shape[-2], b.shape[-1]])
+    product.shape = ir.Shape([*dims_of(dy)[:-2], dims_of(a)[-2], dims_of(b)[-1]])
     return product
 
 

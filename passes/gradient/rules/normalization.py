@@ -8,7 +8,7 @@ from onnx_ir import Node, Value
 from graphopt.emitter import Emitter
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.shape import rank
-from passes.gradient.walk import further_output
+from passes.gradient.walk import dims_of, further_output
 
 
 def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple[Value, Value]:
@@ -19,7 +19,7 @@ def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple
 
 
 def standardized(op: Emitter, dz: Value, z: Value, inverse: Value, axes: list[int]) -> Value:
-    """Ioffe and Szegedy, https://arxiv.org/abs/1502.03167: dx = (dz - mean(dz) - z mean(dz z)) / sqrt(variance + epsilon)."""
+    """Ioffe and Szegedy, https://arxiv.org/abs/1502.03167: dx = (dz - mean(dz) - z mean(dz z)) / sd."""
     return inverse * (dz - op.ReduceMean(dz, axes) - z * op.ReduceMean(dz * z, axes))
 
 
@@ -39,8 +39,7 @@ def layer_normalization(
     """Take the mean and deviation from the node's further outputs where they have the precision of `x`."""
     axes = list(range(axis % rank(x), rank(x)))
     if x.dtype == stash_type:
-        assert x.shape is not None
-        shape = ir.Shape([*x.shape[: axes[0]], *[1] * len(axes)])
+        shape = ir.Shape([*dims_of(x)[: axes[0]], *[1] * len(axes)])
         mean, inverse = (further_output(node, i, ir.DataType(stash_type), shape) for i in (1, 2))
         z = (x - mean) * inverse
     else:
@@ -70,7 +69,7 @@ def batch_normalization(
     epsilon: float,
     training_mode: int,
 ) -> Gradients:
-    """In inference mean and variance are constants of `x`, and inputs: dmean = -sum(dx), dvariance = -sum(dx z) / (2 sd)."""
+    """In training the statistics are those of `x`; in inference they are inputs of their own."""
     if training_mode:
         axes = [0, *range(2, rank(x))]
         z, inverse = standardize(op, x, axes, epsilon)

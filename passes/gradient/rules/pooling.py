@@ -13,9 +13,9 @@ from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.convolution import Window, transposed, window_of
 from passes.gradient.rules.indexing import scatter_back
-from passes.gradient.rules.reduction import shared, spread
+from passes.gradient.rules.reduction import Along, extreme, spread
 from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import further_output
+from passes.gradient.walk import dims_of, further_output
 
 
 @rule("MaxPool")
@@ -52,7 +52,7 @@ def average_pool(
 def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     """Add each element of `dy` to all elements of `x` in its window."""
     planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
-    planes.shape = ir.Shape([None, 1, *dy.shape[2:]])  # type: ignore[index]
+    planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
     return reshape_like(op, transposed(op, window, planes, ones, x), x)
 
@@ -61,12 +61,11 @@ def divisor(
     op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
 ) -> Value | float:
     """Return how many elements each average counts."""
-    assert x.shape is not None and dy.shape is not None
     taps = float(np.prod(window.kernel))
     if not ceil_mode and (count_include_pad or not any(window.begin + window.end)):
         return taps
     counts = []
-    for i, (size, windows) in enumerate(zip(x.shape[2:], dy.shape[2:], strict=True)):
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         if not isinstance(size, int) or not isinstance(windows, int):
             return taps * _share_inside(op, window, x, ceil_mode)
         before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
@@ -121,4 +120,5 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 @rule("GlobalMaxPool")
 def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
-    return [shared(op, dy, x, y, list(range(2, rank(x))))]
+    axes = op.constant(list(range(2, rank(x))))
+    return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]

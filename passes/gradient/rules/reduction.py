@@ -1,97 +1,102 @@
-"""Reductions."""
+"""Reductions: one table of gradients, of values that broadcast along the reduced axes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import Gradients, rule
+from passes.gradient.registry import RULES, Gradients, Rule
 from passes.gradient.rules.elementwise import mask
+from passes.gradient.rules.shape import rank
 from passes.gradient.walk import constant_of
 
 
-def kept(op: Emitter, value: Value, axes: Value | None, keepdims: int) -> Value:
-    """Give `value`, of the shape of a reduction's output, the reduced axes back, so that it broadcasts."""
-    return value if keepdims or axes is None else op.Unsqueeze(value, axes)
+@dataclass(frozen=True)
+class Along:
+    """The axes of a reduction of `x`: all where there are none, unless `noop`."""
+
+    op: Emitter
+    x: Value
+    axes: Value | None
+    noop: int
+
+    def sum(self, value: Value) -> Value:
+        """Sum along the axes, and keep them."""
+        return self.op.ReduceSum(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
+
+    def product(self, value: Value) -> Value:
+        """Multiply along the axes, and keep them."""
+        return self.op.ReduceProd(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
+
+    def count(self, y: Value) -> Value | float:
+        """Return how many elements make one of `y`."""
+        known = np.array([], np.int64) if self.axes is None else constant_of(self.axes)
+        if known is None:
+            return self.op.Cast(self.op.Size(self.x) / self.op.Size(y), to=self.x.dtype)
+        axes = known.tolist() or ([] if self.noop else range(rank(self.x)))
+        return self.op.count(self.x, axes)
+
+    def kept(self, value: Value, keepdims: int) -> Value:
+        """Give a value of the reduction's shape the reduced axes back."""
+        return value if keepdims or self.axes is None else self.op.Unsqueeze(value, self.axes)
 
 
 def spread(op: Emitter, value: Value, x: Value) -> Value:
     """Repeat `value` to the shape of `x`."""
-    return like(op.Expand(value, op.shape_of(x)), x)
+    return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
 
 
-def shared(op: Emitter, dy: Value, x: Value, y: Value, axes: Value | list[int] | None) -> Value:
-    """Give the gradient of an extreme of `x` along `axes`, in equal shares, to the elements that are the extreme."""
+def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
+    """Equal extremes share the gradient."""
     chosen = mask(op, op.Equal(x, y), x)
-    return chosen * (dy / op.ReduceSum(chosen, axes))
+    return chosen * (dy / along.sum(chosen))
 
 
-def reduced_count(op: Emitter, x: Value, y: Value, axes: Value | None) -> Value | float:
-    """Return how many elements of `x` make one of the reduction's output `y`."""
-    known = constant_of(axes)
-    if axes is None or (known is not None and known.size == 0):
-        return op.count(x)
-    return op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if known is None else op.count(x, known.tolist())
-
-
-@rule("ReduceSum")
-def reduce_sum(op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, keepdims: int) -> Gradients:
-    return [spread(op, kept(op, dy, axes, keepdims), x)]
-
-
-@rule("ReduceMean")
-def reduce_mean(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, y: Value, keepdims: int
-) -> Gradients:
-    return [spread(op, kept(op, dy / reduced_count(op, x, y, axes), axes, keepdims), x)]
-
-
-@rule("ReduceMax", "ReduceMin")
-def reduce_extremum(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, y: Value, keepdims: int
-) -> Gradients:
-    return [shared(op, kept(op, dy, axes, keepdims), x, kept(op, y, axes, keepdims), axes)]
-
-
-@rule("ReduceProd")
-def reduce_prod(op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, keepdims: int) -> Gradients:
-    """The product of the others: none is 0, or this alone is; zeros count as ones in the product of all."""
+def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
+    """The product of the others, where none of them is 0; zeros count as ones in the product of all."""
     zero = mask(op, op.Equal(x, 0.0), x)
     factors = x + zero
-    others = dy * op.ReduceProd(factors, axes, keepdims=keepdims)
-    alone = mask(op, op.Equal(zero, op.ReduceSum(zero, axes, keepdims=1)), x)
-    return [kept(op, others, axes, keepdims) / factors * alone]
+    alone = mask(op, op.Equal(zero, along.sum(zero)), x)
+    return dy * along.product(factors) / factors * alone
 
 
-@rule("ReduceSumSquare")
-def reduce_sum_square(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, keepdims: int
-) -> Gradients:
-    return [x * kept(op, 2 * dy, axes, keepdims)]
+REDUCTIONS: dict[str, Callable[..., Value]] = {
+    "ReduceSum": lambda op, x, y, dy, along: dy,
+    "ReduceMean": lambda op, x, y, dy, along: dy / along.count(y),
+    "ReduceMax": extreme,
+    "ReduceMin": extreme,
+    "ReduceProd": product,
+    "ReduceL1": lambda op, x, y, dy, along: op.Sign(x) * dy,
+    "ReduceL2": lambda op, x, y, dy, along: (
+        x * (dy / (y + mask(op, op.Equal(y, 0.0), y)))
+    ),  # 0 where all is 0
+    "ReduceSumSquare": lambda op, x, y, dy, along: x * (2 * dy),
+    "ReduceLogSum": lambda op, x, y, dy, along: dy / op.Exp(y),
+    "ReduceLogSumExp": lambda op, x, y, dy, along: op.Exp(x - y) * dy,
+}
 
 
-@rule("ReduceL1")
-def reduce_l1(op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, keepdims: int) -> Gradients:
-    return [op.Sign(x) * kept(op, dy, axes, keepdims)]
+def reduction(gradient: Callable[..., Value]) -> Rule:
+    """Return the rule of a row of the table."""
+
+    def reduced(
+        op: Emitter,
+        dy: Value,
+        x: Value,
+        axes: Value | None = None,
+        *,
+        y: Value,
+        keepdims: int,
+        noop_with_empty_axes: int,
+    ) -> Gradients:
+        along = Along(op, x, axes, noop_with_empty_axes)
+        return [spread(op, gradient(op, x, along.kept(y, keepdims), along.kept(dy, keepdims), along), x)]
+
+    return reduced
 
 
-@rule("ReduceL2")
-def reduce_l2(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, y: Value, keepdims: int
-) -> Gradients:
-    """x / y, and 0 where all is 0."""
-    return [x * kept(op, dy / (y + mask(op, op.Equal(y, 0.0), y)), axes, keepdims)]
-
-
-@rule("ReduceLogSum")
-def reduce_log_sum(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, y: Value, keepdims: int
-) -> Gradients:
-    return [spread(op, kept(op, dy / op.Exp(y), axes, keepdims), x)]
-
-
-@rule("ReduceLogSumExp")
-def reduce_log_sum_exp(
-    op: Emitter, dy: Value, x: Value, axes: Value | None = None, *, y: Value, keepdims: int
-) -> Gradients:
-    return [op.Exp(x - kept(op, y, axes, keepdims)) * kept(op, dy, axes, keepdims)]
+RULES.update({("", op_type): reduction(gradient) for op_type, gradient in REDUCTIONS.items()})

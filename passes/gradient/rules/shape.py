@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.indexing import positions, scatter_back
-from passes.gradient.walk import constant_of
+from passes.gradient.walk import dims_of
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
     """Give `value` the shape of `x`, without `x` itself where at most one dimension of it is unknown."""
-    assert x.shape is not None
     if value.shape == x.shape:
         return value
-    dims = [dim if isinstance(dim, int) else -1 for dim in x.shape]
+    dims = [dim if isinstance(dim, int) else -1 for dim in dims_of(x)]
     known = dims.count(-1) <= 1 and 0 not in dims
     return like(op.Reshape(value, op.constant(np.array(dims, np.int64)) if known else op.shape_of(x)), x)
 
 
 def rank(x: Value) -> int:
     """Return the number of axes of `x`."""
-    assert x.shape is not None
-    return len(x.shape)
+    return len(dims_of(x))
 
 
 def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value:
     """Return the sizes of some axes of `x` as an int64 vector: a constant where they are static."""
-    assert x.shape is not None
-    sizes = [dim for dim in x.shape[start:end] if isinstance(dim, int)]
-    if len(sizes) == len(x.shape[start:end]):
+    sizes = [dim for dim in dims_of(x)[start:end] if isinstance(dim, int)]
+    if len(sizes) == len(dims_of(x)[start:end]):
         return op.constant(np.array(sizes, np.int64))
     return op.Shape(x, start=start) if end is None else op.Shape(x, start=start, end=end)
 
@@ -67,57 +62,6 @@ def split(
     op: Emitter, dy: Value, x: Value, sizes: Value | None = None, *, dys: list[Value], axis: int
 ) -> Gradients:
     return [like(op.Concat(*dys, axis=axis), x)]
-
-
-@rule("Slice")
-def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
-    """Pad with the zeros of what was left out, where that is known; else add into zeros where each element was."""
-    pads = left_out(x, *bounds)
-    if pads is not None:
-        return [like(op.Pad(dy, pads), x)]
-    return [scatter_back(op, dy, op.Slice(positions(op, x), *bounds), x)]
-
-
-def left_out(x: Value, *bounds: Value) -> list[int] | None:
-    """Return the pads that undo a Slice in steps of 1 along static axes."""
-    assert x.shape is not None
-    known = [constant_of(bound) for bound in bounds]
-    if any(bound is None for bound in known):
-        return None
-    starts, ends, *rest = [bound.tolist() for bound in known if bound is not None]
-    axes = rest[0] if rest else range(len(starts))
-    pads = [0] * (2 * rank(x))
-    for axis, start, end in zip(axes, starts, ends, strict=True):
-        size = x.shape[axis]
-        if not isinstance(size, int):
-            return None
-        first, last, step = slice(start, end, rest[1][0] if len(rest) > 1 else 1).indices(size)
-        pads[axis % rank(x)], pads[axis % rank(x) + rank(x)] = first, size - max(first, last)
-    return pads if len(rest) < 2 or set(rest[1]) <= {1} else None
-
-
-@rule("Pad")
-def pad(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    pads: Value,
-    fill: Value | None = None,
-    axes: Value | None = None,
-    *,
-    mode: str,
-) -> Gradients:
-    """Pad by the opposite, which is a Slice where no pad is negative; a copied border is added to its origin."""
-    if mode != "constant":
-        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, None, axes, mode=mode), x)]
-    widths = constant_of(pads)
-    if widths is None or (widths < 0).any():
-        dx = like(op.Pad(dy, op.Neg(pads), None, axes), x)
-    else:
-        begin, end = widths.reshape(2, -1)
-        ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
-        dx = like(op.Slice(dy, op.constant(begin), op.constant(ends), axes or [*range(rank(x))]), x)
-    return [dx, None, op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)]
 
 
 @rule("Tile")

@@ -1,0 +1,285 @@
+"""Proves gradients: what rules emit against finite differences, in float64, by the reference evaluator."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_conv_transpose, op_pad
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.loading import Source, load
+
+Arrays = dict[str, np.ndarray]
+
+
+def check_gradient(
+    source: Source,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    tolerance: float = 1e-6,
+    step: float = 1e-5,
+    double: bool = True,
+) -> Arrays:
+    """Compare the gradient of a random projection of a model's floating outputs with finite differences.
+
+    Both are computed by the reference evaluator, in float64 whatever the model's precision is, unless
+    `double` is false: for operators that have no float64.
+
+    Args:
+        inputs: the point, an array for each of the model's inputs: no kink may be within `step` of it.
+        tolerance: the largest error, relative to the largest element of an input's gradient.
+
+    Returns:
+        The emitted gradient of each floating input.
+
+    Raises:
+        GraphoptError: a gradient is wrong, names all that are; or there is no rule for an operator.
+    """
+    model = in_double(source) if double else load(source)
+    point = {name: as_double(array) if double else array for name, array in inputs.items()}
+    forward = evaluator(model)
+    outputs = dict(zip(names(model.graph.outputs), forward.run(None, point), strict=True))
+    seeds = random_seeds(outputs)
+    gradients = run(gradient_model(model), point | seeds)
+    wrong = []
+    for name, x in point.items():
+        if not np.issubdtype(x.dtype, np.floating):
+            continue
+        expected = differences(forward, point, name, seeds, step)
+        found = gradients.setdefault(f"{name}.grad", np.zeros_like(x))
+        error = distance(found, expected)
+        if not error <= tolerance:
+            wrong.append(f"{name!r} by {error:.1e} (found {found.tolist()}, expected {expected.tolist()})")
+    if wrong:
+        raise GraphoptError(
+            f"gradients differ from finite differences by more than {tolerance:g}: {'; '.join(wrong)}"
+        )
+    return {name.removesuffix(".grad"): array for name, array in gradients.items()}
+
+
+def gradient_model(source: Source) -> ir.Model:
+    """Return the model from inputs, and a seed `NAME.seed` a floating output, to gradients `NAME.grad`."""
+    model = normalized(source)
+    differentiable = pkgutil.resolve_name("passes.gradient.walk:is_differentiable")
+    wrt, seeds = [x for x in model.graph.inputs if differentiable(x)], {}
+    for y in filter(differentiable, model.graph.outputs):
+        seeds[y] = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
+    model.graph.inputs.extend(seeds.values())
+    with Emitter(model) as op:
+        gradients = pkgutil.resolve_name("passes.gradient:backward")(op, model.graph, seeds, wrt)
+        model.graph.outputs.clear()
+        for x, gradient in gradients.items():
+            output = op.Identity(gradient, _outputs=[f"{x.name}.grad"])
+            output.type, output.shape = x.type, x.shape
+            model.graph.outputs.append(output)
+    model.graph.sort()
+    return model
+
+
+def normalized(source: Source) -> ir.Model:
+    """Return a copy of a model in the form that rules expect."""
+    model = load(source)
+    pkgutil.resolve_name("passes:Normalize")()(model)
+    return model
+
+
+def in_double(source: Source) -> ir.Model:
+    """Return a copy of a model with float64 in the place of every other floating type."""
+    model = load(source)
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        if value.dtype is not None and value.dtype.is_floating_point():
+            value.type = ir.TensorType(ir.DataType.DOUBLE)
+        if value.const_value is not None:
+            value.const_value = ir.tensor(as_double(value.const_value.numpy()), name=value.name)
+    for node in model.graph.all_nodes():
+        for output in node.outputs:
+            if output not in model.graph.outputs:
+                output.type = None
+        for name, attribute in node.attributes.items():
+            if attribute.type == ir.AttributeType.TENSOR:
+                node.attributes.add(ir.AttrTensor(name, ir.tensor(as_double(attribute.as_tensor().numpy()))))
+            elif name in ("to", "dtype") and ir.DataType(attribute.as_int()).is_floating_point():
+                node.attributes.add(ir.AttrInt64(name, ir.DataType.DOUBLE))
+    return model
+
+
+def as_double(array: np.ndarray) -> np.ndarray:
+    """Return floating numbers as float64 and others as they are."""
+    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+
+
+def random_seeds(outputs: Mapping[str, np.ndarray]) -> Arrays:
+    """Return the weights `NAME.seed` of a projection, for each floating output."""
+    random = np.random.default_rng(0)
+    floating = {name: y for name, y in outputs.items() if np.issubdtype(y.dtype, np.floating)}
+    return {f"{name}.seed": random.uniform(0.5, 1.5, y.shape).astype(y.dtype) for name, y in floating.items()}
+
+
+def differences(
+    forward: ReferenceEvaluator, point: Mapping[str, np.ndarray], name: str, seeds: Arrays, step: float
+) -> np.ndarray:
+    """Return the central differences of the projected outputs by each element of one input."""
+    projected = [name.removesuffix(".seed") for name in seeds]
+    slopes = np.zeros_like(point[name])
+    for index in np.ndindex(slopes.shape):
+        values = []
+        for sign in (1, -1):
+            moved = point[name].copy()
+            moved[index] += sign * step
+            outputs = forward.run(projected, {**point, name: moved})
+            values.append(sum(np.vdot(y, seed) for y, seed in zip(outputs, seeds.values(), strict=True)))
+        slopes[index] = (values[0] - values[1]) / (2 * step)
+    return slopes
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference, relative to the largest expected number unless all are 0."""
+    if found.shape != expected.shape:
+        return float("inf")
+    scale = float(np.max(np.abs(expected), initial=0.0)) or 1.0
+    return float(np.max(np.abs(found.astype(np.float64) - expected), initial=0.0)) / scale
+
+
+def run(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
+    """Run a model by the reference evaluator and return its outputs by name."""
+    return dict(zip(names(model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True))
+
+
+def names(values: Any) -> list[str]:
+    """Return the names of values."""
+    return [value.name for value in values]
+
+
+def evaluator(model: ir.Model) -> ReferenceEvaluator:
+    """Return the reference evaluator of a model, with operators mended that onnx 1.23 computes wrong."""
+    proto: onnx.ModelProto = ir.to_proto(model)
+    return ReferenceEvaluator(proto, new_ops=[ConvTranspose, Erf, Gelu, GlobalMaxPool, MaxPool, Pad])
+
+
+class ConvTranspose(OpRun):
+    """The reference, a group at a time: by itself it mixes the channels of groups."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **attributes: Any) -> Any:
+        group = attributes.pop("group") or 1
+        whole: Any = op_conv_transpose.ConvTranspose._run
+        parts = [
+            whole(self, data, weights, None, group=1, **attributes)[0]
+            for data, weights in zip(np.split(x, group, 1), np.split(w, group, 0), strict=True)
+        ]
+        y = np.concatenate(parts, axis=1)
+        return (y if bias is None else y + bias.reshape(-1, *[1] * (x.ndim - 2)),)
+
+
+class MaxPool(OpRun):
+    """Maxima with their positions: the reference has none for strides of 1, and mistakes SAME_LOWER."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: np.ndarray,
+        auto_pad: str = "NOTSET",
+        ceil_mode: int = 0,
+        dilations: list[int] | None = None,
+        kernel_shape: list[int] | None = None,
+        pads: list[int] | None = None,
+        storage_order: int = 0,
+        strides: list[int] | None = None,
+    ) -> Any:
+        kernel = list(kernel_shape or [])
+        n, sizes = len(kernel), x.shape[2:]
+        pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
+        position, inside = np.zeros((), np.int64), np.ones((), bool)
+        for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
+            if auto_pad.startswith("SAME"):
+                total = max((-(-size // stride) - 1) * stride + extent - size, 0)
+                begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
+                end = total - begin
+            room = size + begin + end - extent
+            windows = (-(-room // stride) if ceil_mode else room // stride) + 1
+            if ceil_mode and (windows - 1) * stride >= size + begin:
+                windows -= 1
+            at = np.arange(windows)[:, None] * stride + np.arange(kernel[i]) * dilations[i] - begin
+            position = np.add.outer(position * size, np.clip(at, 0, size - 1))
+            inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
+        windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
+        position, inside = position.transpose(windows_first), inside.transpose(windows_first)
+        flat = x.reshape(*x.shape[:2], -1)[:, :, position]
+        shape = (*flat.shape[: 2 + n], -1)
+        best = np.where(inside, flat, -np.inf).reshape(shape).argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(position, flat.shape).reshape(shape), best, -1)[..., 0]
+        y = np.take_along_axis(flat.reshape(shape), best, -1)[..., 0]
+        if len(self.onnx_node.output) == 1:
+            return (y,)
+        if storage_order:
+            chosen = np.ravel_multi_index(np.unravel_index(chosen, sizes), sizes, order="F")
+        planes = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * n) * np.prod(
+            sizes, dtype=np.int64
+        )
+        return y, planes + chosen
+
+
+class GlobalMaxPool(OpRun):
+    """The reference takes every input for an image."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray) -> Any:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf, otypes=[x.dtype])(x)
+
+
+class Erf(OpRun):
+    """The reference has float32's digits alone."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray) -> Any:
+        return (erf(x),)
+
+
+class Gelu(OpRun):
+    """The reference expands it to its own Erf."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, approximate: str = "none") -> Any:
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + erf(x * math.sqrt(0.5))),)
+
+
+class Pad(OpRun):
+    """The reference refuses negative pads."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: np.ndarray,
+        pads: np.ndarray,
+        value: np.ndarray | None = None,
+        axes: np.ndarray | None = None,
+        mode: str = "constant",
+    ) -> Any:
+        begin, end = np.reshape(pads, (2, -1))
+        cut = [slice(None)] * x.ndim
+        for axis, first, last in zip(range(x.ndim) if axes is None else axes, begin, end, strict=True):
+            cut[axis] = slice(max(-first, 0), x.shape[axis] - max(-last, 0))
+        pad: Any = op_pad.Pad_18._run
+        return pad(self, x[tuple(cut)], np.maximum(pads, 0), value, axes, mode)

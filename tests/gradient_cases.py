@@ -1,0 +1,444 @@
+"""The cases that prove the gradient rules: an operator, its inputs, its attributes, a line each.
+
+An input is a shape (distinct numbers, none 0), an array of its own, or None where it is left out. Floating
+inputs are differentiated, unless `constant`; integers and booleans are constants of the model, unless `fed`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FLOAT, DOUBLE, INT64 = 1, 11, 7
+INT_MAX = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One node, and what is special about it.
+
+    Args:
+        outputs: how many outputs it has, each of which the objective depends on, if it is floating.
+        constant: the floating inputs that are constants of the model.
+        fed: integers and booleans are inputs of the model too.
+        rigid: why only the leading dimensions can be unknown.
+        quirk: why the reference or a runtime needs a tolerance of its own, or cannot serve.
+        tolerance: of the reference against finite differences.
+        double: whether the operator has float64.
+        runtime: whether ONNX Runtime has the operator.
+    """
+
+    op_type: str
+    inputs: tuple[Any, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+    constant: tuple[int, ...] = ()
+    fed: bool = False
+    rigid: str = ""
+    quirk: str = ""
+    tolerance: float = 1e-6
+    double: bool = True
+    runtime: bool = True
+
+    @property
+    def sized(self) -> tuple[int, ...]:
+        """The inputs that always have a known shape: kernels."""
+        return (1,) if "Conv" in self.op_type else ()
+
+    def __str__(self) -> str:
+        attributes = [f"{name}={value}" for name, value in self.attributes.items()]
+        marks = [f"constant={self.constant}"] * bool(self.constant) + ["fed"] * self.fed
+        return "-".join([self.op_type, *map(_shown, self.inputs), *attributes, *marks]).replace(" ", "")
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, np.ndarray):
+        return "x".join(map(str, x.shape)) or "scalar" if x.dtype.kind == "f" else str(x.tolist())[:30]
+    return "x".join(map(str, x)) or "scalar" if isinstance(x, tuple) else "none"
+
+
+def case(op_type: str, *inputs: Any, **options: Any) -> Case:
+    own = {name: options.pop(name) for name in list(options) if name in Case.__dataclass_fields__}
+    return Case(op_type, inputs, options, **own)
+
+
+def spaced(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:
+    """Return distinct numbers in random order, evenly spaced, none 0."""
+    count = int(np.prod(shape))
+    numbers = low + (high - low) * (np.arange(count) + 0.53) / count
+    return np.random.default_rng((count, seed)).permutation(numbers).reshape(shape)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return spaced(*shape, low=0.4, high=2.5)
+
+
+def inner(*shape: int) -> np.ndarray:
+    return spaced(*shape, low=-0.9, high=0.9)
+
+
+def above(*shape: int) -> np.ndarray:
+    return 1 + positive(*shape)
+
+
+def ints(*numbers: Any) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def bools(*numbers: Any) -> np.ndarray:
+    return np.array(numbers, bool)
+
+
+def one(number: Any, dtype: type = np.float64) -> np.ndarray:
+    return np.array(number, dtype)
+
+
+PADS = "SAME padding with strides depends on the spatial sizes"
+COUNT = "how many elements a last, partial window counts depends on the spatial sizes"
+
+BROADCASTS = [
+    ((2, 3), (2, 3)),
+    ((2, 3), (3,)),
+    ((2, 3), (2, 1)),
+    ((3,), (2, 3)),
+    ((2, 1, 3), (4, 1)),
+    ((2, 3), ()),
+]
+MATRICES = [
+    *[((2, 3), (3, 4)), ((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((2, 2, 3), (3,)), ((3,), (2, 3, 4))],
+    *[((2, 2, 3), (3, 4)), ((2, 1, 2, 3), (3, 2)), ((2, 3), (2, 3, 4)), ((2, 2, 3), (2, 3, 4))],
+    *[
+        ((2, 1, 2, 3), (1, 2, 3, 2)),
+        ((2, 2, 3), (1, 3, 2)),
+        ((2, 3), (3, 2, 3, 2)),
+        ((3, 2, 2, 3), (2, 3, 2)),
+    ],
+]
+AXES = [
+    *[dict(), dict(keepdims=0), dict(axes=[1]), dict(axes=[1], keepdims=0), dict(axes=[-1, 0], keepdims=0)],
+    *[dict(axes=[0, 2]), dict(axes=[-2], keepdims=0), dict(axes=[], noop_with_empty_axes=1), dict(axes=[])],
+]
+
+
+def reduction(op_type: str, axes: list[int] | None = None, make: Any = spaced, **attributes: Any) -> Case:
+    return case(op_type, make(2, 3, 2), *[] if axes is None else [ints(*axes)], **attributes)
+
+
+CASES: list[Case] = [
+    # Arithmetic.
+    *(case(op, spaced(*a), positive(*b)) for op in ("Add", "Sub", "Mul", "Div") for a, b in BROADCASTS),
+    *(case("Pow", positive(*a), spaced(*b)) for a, b in BROADCASTS),
+    *(case("Pow", positive(2, 3), one(n), constant=(1,)) for n in (0.0, 1.0, 2.0, 3.0, 0.5, -1.0, 2.7)),
+    case("Pow", spaced(2, 3), one(2.0), constant=(1,)),
+    case("Pow", (2, 3), one(3, np.int64)),
+    case("Pow", positive(2, 3), ints(2, -1, 5), fed=True),
+    *(case("Mod", 3 * spaced(*a), 0.7 * positive(*b), fmod=1) for a, b in BROADCASTS[:3]),
+    *(case(op, (2, 3)) for op in ("Sum", "Mean", "Max", "Min")),
+    *(case(op, spaced(2, 3), 1.3 * spaced(3), spaced(2, 1) / 2.9) for op in ("Sum", "Mean", "Max", "Min")),
+    *(case(op, spaced(2, 3), 1.3 * spaced(2, 3)) for op in ("Max", "Min")),
+    # Elementwise operators and activations.
+    *(
+        case(op, (2, 3))
+        for op in [
+            "Abs",
+            "Exp",
+            "Erf",
+            "Sin",
+            "Cos",
+            "Atan",
+            "Sinh",
+            "Cosh",
+            "Tanh",
+            "Asinh",
+            "Sigmoid",
+            "HardSwish",
+            "Relu",
+        ]
+    ),
+    *(
+        case(op, (2, 3))
+        for op in [
+            "Softplus",
+            "Softsign",
+            "Mish",
+            "Gelu",
+            "Identity",
+            "Neg",
+            "Reciprocal",
+            "HardSigmoid",
+            "Elu",
+            "Selu",
+        ]
+    ),
+    *(case(op, (2, 3)) for op in ["LeakyRelu", "ThresholdedRelu", "Shrink"]),
+    *(case(op, positive(2, 3)) for op in ("Sqrt", "Log")),
+    *(case(op, inner(2, 3)) for op in ("Tan", "Asin", "Acos", "Atanh")),
+    case("Acosh", above(2, 3)),
+    case("Abs", ()),
+    case("HardSwish", 3 * spaced(3, 4)),
+    case("HardSigmoid", 3 * spaced(3, 4), alpha=0.25, beta=0.4),
+    case("LeakyRelu", (2, 3), alpha=0.2),
+    *(case(op, (2, 3), alpha=alpha) for op in ("Elu", "Selu") for alpha in (0.7, 1.9)),
+    *(
+        case("Celu", (2, 3), alpha=a, double=False, tolerance=1e-4, quirk="float32 alone")
+        for a in (1.0, 0.7, 1.9)
+    ),
+    case("Elu", (2, 3), alpha=-0.7),
+    case("Selu", (2, 3), alpha=1.2, gamma=0.8),
+    case("ThresholdedRelu", (3, 4), alpha=0.6),
+    case("Gelu", (3, 4), approximate="tanh"),
+    case("Shrink", (3, 4), lambd=0.7, bias=0.2),
+    *(
+        case("PRelu", spaced(*a), positive(*b))
+        for a, b in [((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 3, 2), (3, 1))]
+    ),
+    case("Clip", (3, 4), one(-0.8), one(1.1)),
+    case("Clip", (3, 4), one(-0.8)),
+    case("Clip", (3, 4), None, one(0.7), constant=(2,)),
+    case("Clip", (3, 4)),
+    case("Where", bools([True, False, True], [False, False, True]), (2, 3), (2, 3)),
+    case("Where", bools([True], [False]), (2, 3), (3,), fed=True),
+    case("Where", bools(True, False, False), (), (2, 1)),
+    *(case("Cast", (2, 3), to=to) for to in (FLOAT, DOUBLE)),
+    case("CastLike", (2, 3), (1,), quirk="the target's value does not matter: it has no gradient"),
+    case("Dropout", (2, 3)),
+    case("Dropout", (2, 3), one(0.3), bools(False)[0], constant=(1,)),
+    case(
+        "Dropout",
+        (3, 4),
+        one(0.3),
+        one(True, bool),
+        constant=(1,),
+        seed=7,
+        runtime=False,
+        quirk="draws its own",
+    ),
+    case(
+        "Dropout",
+        (3, 4),
+        one(0.6),
+        one(True, bool),
+        constant=(1,),
+        fed=True,
+        seed=7,
+        runtime=False,
+        quirk="draws its own",
+    ),
+    # Matrix products.
+    *(case("MatMul", a, b) for a, b in MATRICES),
+    *(
+        case("Gemm", (3, 2) if s else (2, 3), (4, 3) if t else (3, 4), transA=s, transB=t, alpha=0.7)
+        for s, t in itertools.product((0, 1), repeat=2)
+    ),
+    *(case("Gemm", (2, 3), (3, 4), c, beta=1.3) for c in [(4,), (2, 1), (1, 4), (2, 4), (1,), ()]),
+    case("Gemm", (3, 2), (4, 3), (4,), transA=1, transB=1),
+    *(
+        case("Einsum", (2, 3), (3, 4), equation=e)
+        for e in ("ab,bc->ac", "ab,bc->ca", "ab,bc", "ab,bc->b", "ij, jk -> i")
+    ),
+    *(case("Einsum", (2, 3, 2), equation=e) for e in ("abc->cab", "abc->b", "abc->")),
+    case("Einsum", (2, 3, 2), (2, 2, 4), equation="bij,bjk->bik"),
+    case("Einsum", (2, 1, 3, 2), (2, 2, 2, 4), equation="...ij,...jk->...ik"),
+    case("Einsum", (2, 3), (3, 2), (2,), equation="ab,bc,c->a"),
+    case("Einsum", (2,), (3,), equation="a,b->ab"),
+    case("Einsum", (2, 3), equation="...a->a..."),
+    # Convolutions.
+    case("Conv", (2, 3, 5, 5), (4, 3, 3, 3), (4,)),
+    case("Conv", (2, 2, 5, 6), (3, 2, 3, 2), strides=[2, 2], pads=[1, 0, 1, 1]),
+    case("Conv", (1, 2, 7, 6), (2, 2, 3, 2), (2,), strides=[3, 2], dilations=[2, 1], pads=[2, 1, 0, 1]),
+    case("Conv", (1, 2, 8, 7), (2, 2, 2, 2), strides=[3, 3]),
+    case("Conv", (1, 2, 8, 7), (2, 2, 2, 2), strides=[3, 3], pads=[0, 0, 1, 1]),
+    case("Conv", (1, 1, 3, 3), (1, 1, 1, 1), strides=[2, 2]),
+    case("Conv", (1, 2, 4, 4), (2, 2, 1, 1), strides=[2, 2]),
+    case("Conv", (2, 4, 4, 4), (6, 2, 3, 3), (6,), group=2, pads=[1, 1, 1, 1]),
+    case("Conv", (2, 3, 5, 4), (3, 1, 3, 3), group=3, pads=[1, 1, 1, 1], strides=[2, 2]),
+    case("Conv", (1, 2, 5, 5), (4, 1, 2, 3), group=2, dilations=[2, 2]),
+    *(
+        case("Conv", (1, 2, 5, 6), (2, 2, 2, 3), auto_pad=pad)
+        for pad in ("VALID", "SAME_UPPER", "SAME_LOWER")
+    ),
+    *(
+        case("Conv", (1, 2, 5, 6), (2, 2, 3, 2), auto_pad=pad, strides=[2, 2], rigid=PADS)
+        for pad in ("SAME_UPPER", "SAME_LOWER")
+    ),
+    case("Conv", (1, 1, 6, 7), (1, 1, 1, 2), auto_pad="SAME_UPPER", strides=[2, 3], rigid=PADS),
+    case("Conv", (2, 2, 7), (3, 2, 3), (3,), pads=[1, 2], strides=[2]),
+    case("Conv", (2, 4, 7), (4, 2, 3), group=2, dilations=[2]),
+    case("Conv", (1, 2, 3, 4, 3), (2, 2, 2, 3, 2), (2,), pads=[1, 1, 0, 0, 1, 0], strides=[1, 2, 1]),
+    case("Conv", (1, 2, 3, 4, 3), (2, 1, 2, 2, 2), group=2),
+    case("ConvTranspose", (2, 3, 3, 4), (3, 2, 3, 2), (2,)),
+    case(
+        "ConvTranspose", (1, 2, 3, 4), (2, 2, 3, 2), strides=[2, 3], pads=[1, 0, 0, 1], output_padding=[1, 2]
+    ),
+    case("ConvTranspose", (1, 4, 3, 3), (4, 2, 2, 2), (4,), group=2, dilations=[2, 1]),
+    case(
+        "ConvTranspose",
+        (1, 2, 3, 3),
+        (2, 1, 3, 3),
+        strides=[2, 2],
+        auto_pad="SAME_LOWER",
+        output_shape=[6, 5],
+        rigid=PADS,
+    ),
+    case("ConvTranspose", (1, 2, 3, 3), (2, 2, 3, 3), strides=[2, 2], auto_pad="SAME_UPPER", rigid=PADS),
+    case("ConvTranspose", (1, 2, 5), (2, 3, 3), strides=[2], pads=[1, 1]),
+    # Pooling.
+    case("MaxPool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
+    case("MaxPool", (2, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1]),
+    case("MaxPool", (1, 2, 5, 5), kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+    case("MaxPool", (1, 2, 6, 5), kernel_shape=[3, 2], strides=[2, 2], ceil_mode=1),
+    case("MaxPool", (1, 2, 6, 6), kernel_shape=[2, 2], dilations=[2, 3]),
+    *(
+        case("MaxPool", (1, 2, 5, 4), kernel_shape=[3, 2], strides=[2, 1], auto_pad=p)
+        for p in ("SAME_UPPER", "SAME_LOWER")
+    ),
+    case("MaxPool", (1, 2, 5, 4), kernel_shape=[2, 2], auto_pad="VALID", storage_order=1),
+    case("MaxPool", (2, 2, 7), kernel_shape=[3], strides=[2]),
+    case("MaxPool", (2, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
+    case("AveragePool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
+    *(
+        case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1], count_include_pad=n)
+        for n in (0, 1)
+    ),
+    *(
+        case(
+            "AveragePool",
+            (1, 2, 5, 6),
+            kernel_shape=[2, 3],
+            strides=[2, 2],
+            ceil_mode=1,
+            pads=pads,
+            count_include_pad=n,
+            rigid=COUNT,
+        )
+        for n in (0, 1)
+        for pads in ([0, 0, 0, 0], [1, 1, 0, 0])
+    ),
+    case("AveragePool", (1, 2, 6, 6), kernel_shape=[2, 2], dilations=[2, 1]),
+    *(
+        case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], strides=[2, 1], auto_pad=p, rigid=PADS)
+        for p in ("SAME_UPPER", "SAME_LOWER")
+    ),
+    case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], strides=[2, 1], auto_pad="VALID"),
+    case("AveragePool", (2, 2, 7), kernel_shape=[3], strides=[2]),
+    case("AveragePool", (1, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
+    *(case("LpPool", (1, 2, 5, 4), kernel_shape=[3, 2], p=p) for p in (2, 3)),
+    *(
+        case(op, shape)
+        for op in ("GlobalAveragePool", "GlobalMaxPool")
+        for shape in [(2, 2, 3, 2), (2, 2, 5)]
+    ),
+    # Normalization.
+    *(
+        case("BatchNormalization", x, (2,), (2,), (2,), positive(2))
+        for x in [(2, 2, 3, 2), (3, 2), (2, 2, 4)]
+    ),
+    case("BatchNormalization", (2, 2, 3), (2,), (2,), (2,), positive(2), epsilon=0.1),
+    *(
+        case("LayerNormalization", (2, 3, 4), (4,), (4,), **a)
+        for a in [dict(), dict(axis=2), dict(epsilon=0.1)]
+    ),
+    case("LayerNormalization", (2, 3, 4), (3, 4), axis=1),
+    case("LayerNormalization", (2, 3, 4), (3, 4), (3, 4), axis=-2),
+    case(
+        "LayerNormalization",
+        (2, 3, 4),
+        (4,),
+        (3, 1),
+        axis=-2,
+        runtime=False,
+        quirk="1.19 broadcasts no scale",
+    ),
+    case("InstanceNormalization", (2, 2, 3, 2), (2,), (2,)),
+    *(
+        case(op, (2, 3, 4), **a)
+        for op in ("Softmax", "LogSoftmax")
+        for a in [dict(), dict(axis=1), dict(axis=-3)]
+    ),
+    # Reductions.
+    *(reduction(op, **a) for op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin") for a in AXES),
+    *(
+        reduction(op, **a)
+        for op in ("ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare")
+        for a in AXES[:7]
+    ),
+    *(reduction(op, make=positive, **a) for op in ("ReduceLogSum", "ReduceLogSumExp") for a in AXES[:7]),
+    *(case("ReduceProd", np.array([[1.5, 0, 2], [0, 0, 3], [1, 2, 3]]), ints(1), keepdims=k) for k in (0, 1)),
+    case("ReduceMean", (2, 3, 2), ints(1), fed=True),
+    *(
+        case("CumSum", (2, 3), one(n, np.int64), **a)
+        for n in (0, -1)
+        for a in [dict(), dict(exclusive=1, reverse=1)]
+    ),
+    # Shapes.
+    *(case("Reshape", (2, 3, 4), ints(*shape)) for shape in [(6, 4), (0, -1), (-1,), (2, 2, 3, 2)]),
+    case("Reshape", (2, 6), ints(3, -1), fed=True),
+    *(case("Flatten", (2, 3, 2), **a) for a in [dict(), dict(axis=0), dict(axis=2), dict(axis=-1)]),
+    *(case("Squeeze", (2, 1, 3, 1), *axes) for axes in [[], [ints(1)], [ints(-1, 1)]]),
+    *(case("Unsqueeze", (2, 3), axes) for axes in [ints(0), ints(-1, 1)]),
+    *(case("Transpose", (2, 3, 4), **a) for a in [dict(), dict(perm=[2, 0, 1]), dict(perm=[0, 2, 1])]),
+    *(case("Expand", x, ints(2, 3, 4)) for x in [(4,), (3, 1), (2, 1, 4), (), (2, 3, 4)]),
+    case("Expand", (3, 1), ints(1, 4)),
+    case("Concat", (2, 3), axis=0),
+    *(case("Concat", (2, 3), (2, 2), (2, 1), axis=n) for n in (1, -1)),
+    case("Concat", (2, 3), (1, 3), axis=0),
+    case("Split", (2, 6), ints(1, 3, 2), axis=1, outputs=3),
+    case("Split", (4, 3), num_outputs=2, outputs=2),
+    case("Split", (2, 5), num_outputs=2, axis=-1, outputs=2),
+    case("Slice", (4, 5), ints(1), ints(3)),
+    case("Slice", (4, 5), ints(1, 0), ints(INT_MAX, -2), ints(1, 0)),
+    case("Slice", (4, 5), ints(-3), ints(-1), ints(-1), ints(1)),
+    case("Slice", (4, 5), ints(0, 4), ints(4, -INT_MAX), ints(0, 1), ints(2, -2)),
+    case("Slice", (4, 5), ints(-1), ints(-INT_MAX), ints(0), ints(-1)),
+    case("Slice", (4, 5), ints(1, 1), ints(3, 4), fed=True),
+    case("Slice", (4, 5), ints(3), ints(2)),
+    *(case("Tile", (2, 3), ints(*r)) for r in [(2, 1), (3, 2)]),
+    case("Tile", (2, 3), ints(2, 2), fed=True),
+    case("Pad", (2, 3), ints(1, 0, 0, 2), one(0.5)),
+    case("Pad", (2, 3), ints(1, 2), None, ints(-1)),
+    case("Pad", (2, 3), ints(0, 1, 1, 0), fed=True),
+    *(case("Pad", (3, 4), ints(2, 1, 1, 2), mode=mode) for mode in ("reflect", "edge", "wrap")),
+    *(case("Trilu", (2, 3, 3), upper=n) for n in (0, 1)),
+    case("Trilu", (3, 4), one(-1, np.int64), upper=0),
+    *(case("DepthToSpace", (1, 8, 2, 3), blocksize=2, mode=mode) for mode in ("DCR", "CRD")),
+    case("SpaceToDepth", (2, 2, 4, 6), blocksize=2),
+    case("ReverseSequence", (4, 3, 2), ints(2, 4, 1)),
+    case("ReverseSequence", (3, 4), ints(2, 4, 1), batch_axis=0, time_axis=1),
+    # Indexing.
+    case("Gather", (4, 3), ints(2, 0, 2)),
+    case("Gather", (4, 3), ints([2, -1], [0, 3]), fed=True),
+    *(case("Gather", (2, 4, 3), ints([2, 0], [1, 2]), axis=n) for n in (1, -1)),
+    *(case("Gather", (2, 4, 3), one(n, np.int64), axis=1) for n in (0, -1)),
+    case("Gather", (2, 4, 3), one(2, np.int64), axis=1, fed=True),
+    case("Gather", (2, 4, 3), ints(1), axis=2),
+    *(case("GatherElements", (3, 3), ints([0, 2, 2], [1, 1, -1], [0, 1, 2]), axis=n) for n in (0, -1)),
+    case("GatherND", (2, 3, 2), ints([0, 2], [1, 0], [0, 2])),
+    case("GatherND", (2, 3, 2), ints([[0, 2, 1]], [[1, 0, -1]])),
+    case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
+    case("TopK", (3, 4), ints(2), outputs=2),
+    case("TopK", (3, 4), ints(2), outputs=2, axis=0, largest=0),
+    case("Compress", (3, 4), bools(True, False, True), axis=0),
+    case("Compress", (2, 3), bools(True, False, True, False, True)),
+    *(
+        case("ScatterElements", (2, 4), ints([0, 2], [1, 0]), (2, 2), axis=1, reduction=r)
+        for r in ("none", "add")
+    ),
+    *(
+        case("ScatterElements", (3, 2), ints([0, 2], [0, 1]), 2 * positive(2, 2), reduction=r)
+        for r in ("add", "mul", "max", "min")
+    ),
+    *(case("ScatterND", (3, 4), ints([2], [0]), (2, 4), reduction=r) for r in ("none", "add")),
+    *(
+        case("ScatterND", (3, 2), ints([2, 1], [0, 0]), (2,), reduction=r)
+        for r in ("none", "add", "mul", "max", "min")
+    ),
+]
+
+# Operators that stop the gradient, of floating inputs to floating outputs.
+NON_DIFFERENTIABLE: list[Case] = [
+    case(op, (2, 3))
+    for op in ("Ceil", "Floor", "Round", "Sign", "Hardmax", "RandomNormalLike", "RandomUniformLike")
+]

@@ -1,0 +1,216 @@
+"""Every gradient rule against finite differences, by the reference and on the runtime, static and dynamic."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from gradient_cases import CASES, NON_DIFFERENTIABLE, Case, spaced
+from onnx import helper
+
+from graphopt import GraphoptError
+from graphopt.testing import Arrays, check_gradient, distance, gradient_model, random_seeds, run
+from passes.gradient.registry import NO_GRADIENT, RULES, no_gradient, rule
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+# ONNX Runtime 1.19 fuses Transpose and MatMul into an operator that it has no float64 kernel for.
+DISABLED = ["MatmulTransposeFusion"]
+
+
+def arrays(case: Case) -> Arrays:
+    """Return a case's inputs by name."""
+    inputs = {f"x{i}": x for i, x in enumerate(case.inputs) if x is not None}
+    return {name: spaced(*x, seed=int(name[1:])) if isinstance(x, tuple) else x for name, x in inputs.items()}
+
+
+def is_fed(case: Case, name: str, x: np.ndarray) -> bool:
+    return int(name[1:]) not in case.constant if x.dtype.kind == "f" else case.fed
+
+
+def cast(x: np.ndarray, dtype: type) -> np.ndarray:
+    return x.astype(dtype) if x.dtype.kind == "f" else x
+
+
+def precision(case: Case) -> type:
+    return np.float64 if case.double else np.float32
+
+
+def point(case: Case, dtype: type) -> Arrays:
+    """Return what the model of a case is fed."""
+    return {name: cast(x, dtype) for name, x in arrays(case).items() if is_fed(case, name, x)}
+
+
+def seeded(case: Case, dtype: type) -> Arrays:
+    """Return what its gradient model is fed: inputs, and seeds of outputs."""
+    outputs = run(model_of(case, precision(case)), point(case, precision(case)))
+    return point(case, dtype) | {name: cast(x, dtype) for name, x in random_seeds(outputs).items()}
+
+
+def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
+    """Return the model of one node, its floating inputs of one type; its dimensions `static`, all but the
+    `leading` ones static, or `unknown`."""
+    inputs, initializers = [], []
+    for i, (name, x) in enumerate(arrays(case).items()):
+        x = cast(x, dtype)
+        if not is_fed(case, name, x):
+            initializers.append(onnx.numpy_helper.from_array(x, name))
+            continue
+        shape: list[Any] = list(x.shape)
+        if dims == "unknown" and x.dtype.kind == "f" and i not in case.sized:
+            shape = [f"{name}_{axis}" for axis in range(x.ndim)]
+        elif dims == "leading" and x.dtype.kind == "f" and shape and i not in case.sized:
+            shape[0] = f"d{shape[0]}"
+        inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), shape))
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
+    outputs = [onnx.ValueInfoProto(name=f"y{i}") for i in range(case.outputs)]
+    node = helper.make_node(case.op_type, names, [y.name for y in outputs], "node", **case.attributes)
+    graph = helper.make_graph([node], "graph", inputs, outputs, initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True))
+
+
+def run_in_onnxruntime(model: ir.Model, feeds: Arrays) -> Arrays:
+    names = [str(y.name) for y in model.graph.outputs]
+    if not names:
+        return {}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(),
+        options,
+        ["CPUExecutionProvider"],
+        disabled_optimizers=DISABLED,
+    )
+    types = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype is not None}
+    taken = {x.name: feeds[x.name].astype(types[x.name]) for x in session.get_inputs()}
+    return dict(zip(names, session.run(names, taken), strict=True))
+
+
+@functools.cache
+def proved(case: Case) -> Arrays:
+    """Return the gradients of a case, proved by finite differences."""
+    options = {} if case.double else {"double": False, "step": 1e-2}
+    model = model_of(case, precision(case))
+    return check_gradient(model, point(case, precision(case)), tolerance=case.tolerance, **options)
+
+
+def check_equal(case: Case, found: Arrays, tolerance: float) -> None:
+    for name, expected in proved(case).items():
+        gradient = found.get(f"{name}.grad", np.zeros_like(expected))
+        assert distance(gradient, expected) <= tolerance, f"{name}: {gradient}, expected {expected}"
+
+
+@each_case
+def test_gradient_equals_finite_differences(case: Case) -> None:
+    proved(case)
+
+
+@each_case
+@pytest.mark.parametrize("dims", ["static", "leading", "unknown"])
+def test_gradient_is_the_same_in_onnxruntime(case: Case, dims: str) -> None:
+    if not case.runtime or (dims == "unknown" and case.rigid):
+        pytest.skip(case.quirk or case.rigid)
+    model = gradient_model(model_of(case, np.float32, dims))
+    check_equal(case, run_in_onnxruntime(model, seeded(case, np.float32)), 2e-5)
+
+
+@each_case
+def test_gradient_needs_no_float64_kernel_that_the_operator_does_not(case: Case) -> None:
+    if not case.runtime or not case.double or case.op_type == "Sin":
+        pytest.skip(case.quirk or "ONNX Runtime 1.19 has Sin in float64, and Cos not")
+    model = model_of(case, np.float64)
+    try:
+        run_in_onnxruntime(model, point(case, np.float64))
+    except Exception as error:  # noqa: BLE001 - the bindings of two versions raise types of their own
+        pytest.skip(f"the operator itself does not run: {error}")
+    check_equal(case, run_in_onnxruntime(gradient_model(model), seeded(case, np.float64)), 1e-6)
+
+
+@each_case
+def test_gradient_is_valid_standard_onnx_with_gradients_of_its_own(case: Case) -> None:
+    for dtype in (np.float16, np.float32) if case.double else (np.float32,):
+        model = gradient_model(model_of(case, dtype, "leading"))
+        if all(x.shape is not None for x in model.graph.inputs):  # the checker has no unknown rank
+            onnx.checker.check_model(ir.to_proto(model), full_check=True)
+        assert {(node.domain, node.op_type) for node in model.graph} <= {*RULES, *NO_GRADIENT}
+        assert all(node.domain == "" for node in model.graph)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {op_type for domain, op_type in RULES if domain == ""} == {case.op_type for case in CASES}
+
+
+@pytest.mark.parametrize("case", NON_DIFFERENTIABLE, ids=str)
+def test_no_gradient_flows_through(case: Case) -> None:
+    assert not gradient_model(model_of(case, np.float64)).graph.outputs
+    assert ("", case.op_type) in NO_GRADIENT
+
+
+def test_no_operator_is_named_twice_and_all_exist() -> None:
+    assert not NO_GRADIENT & RULES.keys()
+    for domain, op_type in NO_GRADIENT | RULES.keys():
+        assert onnx.defs.has(op_type, domain), op_type
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    header = '<ir_version: 10, opset_import: ["": 21, "user": 1]>'
+    return onnx.parser.parse_model(header + text)
+
+
+def test_an_output_that_nothing_uses_has_a_zero_gradient() -> None:
+    model = parsed(
+        "g (float[4] x) => (float[2] y) { a, b = Split<axis = 0, num_outputs = 2>(x) y = Mul(a, a) }"
+    )
+    found = check_gradient(model, {"x": spaced(4)})
+    assert found["x"][2:].tolist() == [0, 0]
+
+
+def test_gradients_of_several_uses_and_of_inputs_on_the_way_add_up() -> None:
+    check_gradient(
+        parsed(
+            "g (float[2, 3] x, float[3] w) => (float[2, 3] y, float[2, 3] z) { y = Mul(x, w) z = Div(y, x) }"
+        ),
+        {"x": spaced(2, 3), "w": spaced(3)},
+    )
+
+
+def test_a_further_output_that_its_rule_does_not_know_is_refused() -> None:
+    model = parsed(
+        "g (float[4, 3] x, float[3] w) => (float[4, 3] y, float[4, 1] m) { y, m = LayerNormalization(x, w) }"
+    )
+    with pytest.raises(GraphoptError, match="'m'"):
+        gradient_model(model)
+
+
+def test_all_operators_without_a_rule_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, ("", "Tanh"))
+    monkeypatch.delitem(RULES, ("", "Exp"))
+    with pytest.raises(GraphoptError, match=r"Exp .*blocks 'x'.*Tanh .*blocks 'x'"):
+        gradient_model(parsed("g (float[4] x) => (float[4] y) { a = Exp(x) y = Tanh(a) }"))
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, ("", "Tanh"), lambda op, dy, x, *, y: [dy * y])
+    with pytest.raises(GraphoptError, match=r"gradients differ .* 'x' by"):
+        check_gradient(parsed("g (float[4] x) => (float[4] y) { y = Tanh(x) }"), {"x": spaced(4)})
+
+
+def test_users_register_rules_of_their_own() -> None:
+    @rule("Foo", domain="user.test")
+    def foo(op: Any, dy: ir.Value, x: ir.Value, *, y: ir.Value) -> list[ir.Value]:
+        return [dy * y]
+
+    no_gradient("Bar", domain="user.test")
+    try:
+        assert RULES["user.test", "Foo"] is foo
+        assert ("user.test", "Bar") in NO_GRADIENT
+    finally:
+        del RULES["user.test", "Foo"]
+        NO_GRADIENT.remove(("user.test", "Bar"))
