@@ -204,7 +204,7 @@ class _Recipe:
         fields = self._plain("fit")
         fields.pop("log_steps", None)
         validation = fields.pop("validation", None)
-        check_fields(fit, fields, "fit")
+        check_fields(fit, fields, "fit", ("executor", "data"))
         if isinstance(validation, str):
             if "path" not in self.config.data:
                 raise GraphoptError(
@@ -268,7 +268,7 @@ class _Recipe:
                         self._plain(f"models.{name}"), f"models.{name}", self._trust, ("features", "outputs")
                     )
             elif isinstance(self.config[key], DictConfig):
-                check(self._plain(str(key)), str(key), self._trust)
+                check(self._plain(str(key)), str(key), self._trust, ("step",) if key == "executor" else ())
 
     def _plain(self, key: str) -> dict[str, Any]:
         plain = OmegaConf.to_container(OmegaConf.select(self.config, key), resolve=True)

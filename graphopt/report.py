@@ -79,7 +79,7 @@ def _summary(found: Report) -> Iterator[str]:
     rest = [value for value in rest if value.shape is not None and len(value.shape) > 0]
     rest = [value for value in rest if value.name in found.model.graph.initializers]
     if rest:
-        yield f"stays      {_counted(rest)}"
+        yield f"stays      {_counted(rest)}, frozen or without a differentiable way to an output"
         yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}") for v in rest])
     if found.blocked:
         step, reason = found.blocked

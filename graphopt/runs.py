@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from omegaconf import OmegaConf
+import yaml  # type: ignore[import-untyped]
 from rich.table import Table
 
 from graphopt.fit import Record
@@ -72,7 +72,7 @@ def sweep_table(folder: str | os.PathLike[str]) -> Table:
 
 def _read(folder: Path) -> tuple[dict[str, str], Record]:
     """Return the overrides of a run and its last epoch's record, empty where it has none."""
-    overrides = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+    overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
     options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []

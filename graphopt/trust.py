@@ -60,6 +60,9 @@ def check_fields(target: Any, fields: Mapping[str, Any], path: str, given: Seque
         if name in hints and name not in given and value != MISSING and not _fits(value, hints[name]):
             expected = str(parameters[name].annotation).removeprefix("<class '").removesuffix("'>")
             raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
+    for name in taken:
+        if parameters[name].default is inspect.Parameter.empty and name not in fields:
+            raise GraphoptError(f"{path}.{name}: missing: add +{path}.{name}=...")
 
 
 def resolve(name: Any, path: str, trust: Sequence[str] = (), own: Sequence[str] = OWN) -> Any:

@@ -1,0 +1,260 @@
+"""The command: what it writes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import yaml
+from builders import mlp
+
+import graphopt
+from graphopt import cli
+from passes.gradient.registry import RULES
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((60, 4)).astype(np.float32)
+LABELS = (X @ RNG.standard_normal((4, 3))).argmax(axis=1)
+MINE = (
+    "model=my.onnx",
+    "data=npz",
+    "data.path=train.npz",
+    "folder=out",
+    "fit.epochs=2",
+    "executor.threads=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and data, and a command line to restore."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    onnx.save(mlp((4, 8, 3)), "my.onnx")
+    np.savez("train.npz", x=X, target=LABELS)
+    return tmp_path
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_bare_run_trains_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["folder=out", "executor.threads=1"]) == 0
+    assert lines("out/metrics.jsonl")[-1]["accuracy"] > 0.95
+    said = capsys.readouterr().out
+    assert "epoch 20/20  loss" in said
+    assert "\x1b" not in said
+
+
+def test_a_run_s_folder() -> None:
+    assert cli.main([*MINE, "optimizer.learning_rate=3e-4", "fit.batch_size=16", "fit.shuffle=false"]) == 0
+    assert sorted(os.listdir("out")) == [
+        *(".hydra", "config.yaml", "graphopt.log", "metrics.jsonl", "step.onnx", "trained.onnx")
+    ]
+    assert [record["step"] for record in lines("out/metrics.jsonl")] == [3, 6]
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert config["pipeline"]["optimizer"]["learning_rate"] == 3e-4
+    graphopt.Executor("out/step.onnx")
+    trained = onnxruntime.InferenceSession("out/trained.onnx")
+    assert trained.run(None, {"x": X})[0].shape == (60, 3)
+
+
+def test_a_line_a_step() -> None:
+    assert cli.main([*MINE, "fit.log_steps=true", "fit.batch_size=16"]) == 0
+    assert [record["step"] for record in lines("out/metrics.jsonl")] == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_a_validation_file() -> None:
+    assert cli.main([*MINE, "fit.validation=train.npz"]) == 0
+    assert lines("out/metrics.jsonl")[-1]["step"] == 4
+
+
+def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert cli.main(["run=compile", "model=my.onnx", "folder=out"]) == 0
+    onnx.checker.check_model(onnx.load("out/step.onnx"))
+    assert not Path("out/trained.onnx").exists()
+
+
+def test_a_schedule_lasts_as_long_as_the_run() -> None:
+    assert cli.main([*MINE, "schedule=cosine"]) == 0
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert config["schedule"]["steps"] == lines("out/metrics.jsonl")[-1]["step"]
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
+    said = capsys.readouterr().out
+    assert "trains     4 tensors of 67 numbers" in said
+    assert "blocked    by nothing" in said
+    written = Path("out/report.txt").read_text()
+    assert "== before the first pass ==" in written
+    assert "== after gradient: Gradient() ==" in written
+
+
+def test_report_says_all_that_blocks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for operator in ("Gemm", "Tanh"):
+        monkeypatch.delitem(RULES, ("", operator))
+    assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
+    said = capsys.readouterr().out
+    (blocked,) = [line for line in said.splitlines() if line.startswith("blocked    at gradient")]
+    assert "Gemm" in blocked
+    assert "Tanh" in blocked
+    assert "fc0.weight" in blocked
+    assert "== after loss" in Path("out/report.txt").read_text()
+
+
+def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
+    assert cli.main(sweep) == 0
+    said = capsys.readouterr().out
+    table = [line for line in said.splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in table[0].split("│")][2:4] == ["sgd", "0.001"]
+    assert len(table) == 4
+    assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
+
+
+def test_a_diverged_run_does_not_end_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", *MINE, "optimizer=sgd", "optimizer.learning_rate=inf,1e-3"]) == 0
+    said = capsys.readouterr()
+    assert "expected a finite loss" in said.err
+    assert Path("out/1/trained.onnx").exists()
+
+
+def test_a_folder_of_one_s_own() -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/own.yaml").write_text(
+        "# @package _global_\ndefaults: [override /optimizer: sgd]\nfit: {epochs: 1}\n"
+    )
+    assert cli.main(["--config-dir", "mine", "experiment=own", *MINE[:4]]) == 0
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["optimizer"]["_target_"] == "passes.SGD"
+
+
+def test_none_leaves_out_what_an_experiment_sets() -> None:
+    arguments = ["experiment=text_transformer", "schedule=none", "run=compile", "folder=out"]
+    assert cli.main([*arguments, "data.characters=2000"]) == 0
+
+
+def save(name: str, x: np.ndarray = X, target: np.ndarray = LABELS) -> None:
+    np.savez(name, x=x, target=target)
+
+
+REFUSED = {
+    "no model": (
+        ["model=none.onnx"],
+        "model 'none.onnx': no such file; built-in: linear, mlp, cnn, transformer",
+    ),
+    "not ONNX": (["model=train.npz"], "train.npz: expected an ONNX model"),
+    "names": (["data.path=names.npz"], "expected arrays 'x', 'target', found 'images', 'target'"),
+    "shapes": (["data.path=shapes.npz"], "data 'x': expected rows of shape [4], found [3]"),
+    "types": (["data.path=types.npz"], "data 'target': expected int64, found float64"),
+    "rows": (["data.path=rows.npz"], "expected as many rows in every array, found 'x' 60, 'target' 59"),
+    "NaN": (["data.path=nan.npz"], "found NaN in row 17; fit.allow_nan=true"),
+    "labels": (["data.path=labels.npz"], "data 'target': expected labels from 0 to 2, found 3"),
+    "empty": (["data.path=empty.npz"], "data: expected rows, found none"),
+    "missing": (["data.path=missing.npz"], "missing.npz: no such file"),
+    "missing, by a schedule": (["data.path=missing.npz", "schedule=cosine"], "missing.npz: no such file"),
+    "a value to set": (["data=csv", "data.path=???"], "data.path: missing: set data.path=..."),
+    "a value that is gone": (["~data.path"], "data.path: missing: add +data.path=..."),
+    "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
+    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: clip, data"),
+    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
+    "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
+    "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
+    "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
+    "share": (["fit.validation=2"], "fit.validation: expected a share of the rows"),
+    "run": (["run=fly"], "unknown run 'fly'; known: compile, report, train"),
+    "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
+    "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
+    "code": (
+        ["loss._target_=os.system"],
+        "loss._target_: expected code of passes or graphopt, found 'os.system'",
+    ),
+    "code behind ours": (
+        ["loss._target_=graphopt.loading.os.unlink"],
+        "found 'graphopt.loading.os.unlink' of",
+    ),
+    "function": (["loss=custom", "loss.function=os:system"], "loss.function: expected code of passes"),
+    "folder": (["folder=my.onnx/x"], "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    np.savez("names.npz", images=X, target=LABELS)
+    save("shapes.npz", x=X[:, :3])
+    save("types.npz", target=LABELS.astype(np.float64))
+    save("rows.npz", target=LABELS[:-1])
+    save("nan.npz", x=np.where(np.arange(60)[:, None] == 17, np.nan, X))
+    save("labels.npz", target=LABELS + 1)
+    save("empty.npz", x=X[:0], target=LABELS[:0])
+    arguments, error = REFUSED[case]
+    assert cli.main([*MINE, *arguments]) == 1
+    said = capfd.readouterr()
+    assert said.err.startswith("graphopt: error: ")
+    assert said.err.count("\n") == 1
+    assert error in said.err
+    left = set(os.listdir("out")) if Path("out").is_dir() else set()
+    assert left <= {".hydra", "graphopt.log"}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "hydra: {callbacks: {x: {_target_: os.mkdir, path: pwned}}}",
+        "hydra: {callbacks: {x: {_target_: hydra._internal.utils.os.mkdir, path: pwned}}}",
+        "hydra: {job_logging: {handlers: {x: {(): os.mkdir, path: pwned}}}}",
+        "hydra: {sweeper: {params: {trust: '[os]'}}}\nloss: {_target_: os.mkdir, path: pwned}",
+        "trust: [os]\nloss: {_target_: os.mkdir, path: pwned}",
+    ],
+)
+def test_a_recipe_cannot_run_code_of_its_own(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/evil.yaml").write_text(f"# @package _global_\n{recipe}\n")
+    for mode in ([], ["-m"]):
+        assert cli.main(["--config-dir", "mine", *mode, "experiment=evil", "folder=out"]) == 1
+        assert capfd.readouterr().err.count("\n") == 1
+    assert not Path("pwned").exists()
+
+
+def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
+    monkeypatch.syspath_prepend(here)
+    np.savez("train.npz", x=X, target=X[:, :3])
+    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute"]) == 1
+    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]"]) == 0
+
+
+def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "optimizer: adagrad, adam, adamw" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_leaves_a_trained_model() -> None:
+    command = [sys.executable, "-c", "import sys; from graphopt.cli import main; sys.exit(main())", *MINE]
+    environment = {**os.environ, "PYTHONPATH": str(Path(graphopt.__file__).parents[1])}
+    process = subprocess.Popen(
+        [*command, "fit.epochs=1000000"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("epoch"):
+            break
+    process.send_signal(signal.SIGINT)
+    said = process.stdout.read()
+    assert process.wait(60) == cli.INTERRUPTED
+    assert "stopped   after step" in said
+    onnx.checker.check_model(onnx.load("out/trained.onnx"))

@@ -1,0 +1,190 @@
+"""Data sets from files, and the batches that a training graph takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builders import mlp
+
+import graphopt
+import passes
+from graphopt import data
+from graphopt.data import Batches, Dataset
+from graphopt.data.samples import CHARACTERS
+
+X = np.arange(20, dtype=np.float32).reshape(5, 4)
+LABELS = np.array([0, 1, 2, 1, 0])
+
+
+def inputs(loss: Any = None) -> dict[str, ir.Value]:
+    model = graphopt.standard(loss=loss or passes.CrossEntropy(), gradient=None, simplify=None)(
+        mlp((4, 8, 3))
+    )
+    return {v.name: v for v in model.graph.inputs if v.name in ("x", "target", "sample_weight")}
+
+
+def taken(arrays: Any, loss: Any = None, **options: Any) -> dict[str, np.ndarray]:
+    return Batches(arrays, inputs(loss), **options).take(range(1, 3))
+
+
+def test_batches_have_the_graph_s_types_and_share_memory_where_they_can() -> None:
+    batch = taken({"x": X, "target": LABELS})
+    assert batch["x"].dtype == np.float32
+    assert np.shares_memory(batch["x"], X)
+    assert taken({"x": X.astype(np.float64), "target": LABELS.astype(np.uint8)})["x"].dtype == np.float32
+    assert taken({"x": X.astype(np.float64), "target": LABELS.astype(np.uint8)})["target"].dtype == np.int64
+
+
+def test_a_vector_and_a_column_stand_for_each_other() -> None:
+    model = graphopt.standard(loss=passes.MeanSquaredError(), gradient=None, simplify=None)(mlp((4, 1)))
+    target = {v.name: v for v in model.graph.inputs if v.name in ("x", "target")}
+    assert Batches({"x": X, "target": LABELS}, target).take(range(2))["target"].shape == (2, 1)
+    assert taken({"x": X, "target": LABELS[:, None]})["target"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error"),
+    [
+        ({"y": X, "target": LABELS}, "expected arrays 'x', 'target', found 'y', 'target'"),
+        ({"x": X}, "expected arrays 'x', 'target', found 'x'"),
+        ({"x": X, "target": LABELS, "sample_weight": X[:, 0]}, "loss.sample_weight=true"),
+        ({"x": X[:, :3], "target": LABELS}, r"data 'x': expected rows of shape \[4\], found \[3\]"),
+        ({"x": X, "target": X[:, 0]}, "data 'target': expected int64, found float32"),
+        ({"x": X.astype(str), "target": LABELS}, "data 'x': expected float32, found <U"),
+        ({"x": X, "target": LABELS[:4]}, "expected as many rows in every array, found 'x' 5, 'target' 4"),
+        ({"x": X[:0], "target": LABELS[:0]}, "expected rows, found none"),
+        ({"x": X, "target": LABELS + 1}, "data 'target': expected labels from 0 to 2, found 3 in row 2"),
+        ({"x": X, "target": LABELS - 1}, "expected labels from 0 to 2, found -1 in row 0"),
+        (
+            {"x": np.where(X == 9, np.nan, X), "target": LABELS},
+            "data 'x': expected numbers, found NaN in row 2",
+        ),
+    ],
+)
+def test_data_that_does_not_fit(arrays: dict[str, np.ndarray], error: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=error):
+        taken(arrays)
+
+
+def test_nan_can_be_allowed() -> None:
+    assert np.isnan(taken({"x": X * np.nan, "target": LABELS}, allow_nan=True)["x"]).all()
+
+
+def test_ignored_and_binary_labels() -> None:
+    taken({"x": X, "target": LABELS - 1}, passes.CrossEntropy(ignore_index=-1))
+    signs = np.sign(X - 9.5)[:, :3]
+    taken({"x": X, "target": signs}, passes.Hinge())
+    with pytest.raises(graphopt.GraphoptError, match=r"expected labels -1 and 1, found -?0"):
+        taken({"x": X, "target": signs * 0}, passes.Hinge())
+    taken({"x": X, "target": signs * 0 + 0.3}, passes.BinaryCrossEntropy())
+    with pytest.raises(graphopt.GraphoptError, match="expected labels 0 and 1"):
+        taken({"x": X, "target": signs}, passes.BinaryCrossEntropy())
+
+
+def test_npz(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X, target=LABELS)
+    assert (data.npz(str(tmp_path / "a.npz")).arrays["x"] == X).all()
+    (tmp_path / "b.npz").write_text("no archive")
+    with pytest.raises(graphopt.GraphoptError, match="expected a NumPy archive"):
+        data.npz(str(tmp_path / "b.npz"))
+    with pytest.raises(graphopt.GraphoptError, match="no such file"):
+        data.npz(str(tmp_path / "c.npz"))
+    np.savez(tmp_path / "d.npz", x=np.array([{}, "s"], object))
+    with pytest.raises(graphopt.GraphoptError, match="expected arrays of numbers"):
+        data.npz(str(tmp_path / "d.npz"))
+
+
+def test_npy_is_read_as_it_is_needed(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.where(X == 19, np.nan, X))
+    np.save(tmp_path / "target.npy", LABELS)
+    found = data.npy(str(tmp_path))
+    assert all(isinstance(array, np.memmap) for array in found.arrays.values())
+    batches = Batches(found, inputs())
+    assert (batches.take(np.array([0, 3]))["x"] == X[[0, 3]]).all()
+    with pytest.raises(graphopt.GraphoptError, match="found NaN in row 4"):
+        batches.take(range(3, 5))
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder of arrays"):
+        data.npy(str(tmp_path / "x.npy"))
+
+
+def test_csv_columns(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,kind,w,target\n1,2.5,u,1,0\n3,,v,2,1\n")
+    found = data.csv(str(path), features=["a", "b"], sample_weight="w")
+    assert found.arrays["x"].dtype == np.float64
+    assert np.isnan(found.arrays["x"][1, 1])
+    assert found.arrays["target"].tolist() == [0, 1]
+    assert found.arrays["sample_weight"].tolist() == [1, 2]
+    assert data.csv(str(path), features=["a"]).arrays["x"].dtype == np.int64
+    labelled = data.csv(str(path), features=["a"], target="kind", labels=["v", "u"])
+    assert (labelled.arrays["target"].tolist(), labelled.classes) == ([1, 0], 2)
+    assert set(data.csv(str(path), features={"p": "a", "q": ["b", "w"]}).arrays) == {"p", "q", "target"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error"),
+    [
+        ("", {}, "found an empty file"),
+        ("a,target\n", {}, "expected rows, found none"),
+        ("a,b\n1,2\n", {}, "unknown column 'target'; known: a, b"),
+        ("a,target\n1\n", {}, "row 0: expected 2 columns, found 1"),
+        ("a,target\nx,1\n", {}, "column 'a', row 0: expected a number, found 'x'"),
+        ("a,target\n1,u\n2,v\n", {}, r"name the classes, data.labels=\[u,v\]"),
+        ("a,target\n1,u\n2,v\n", {"labels": ["u"]}, "row 1: expected a label of u, found 'v'"),
+        ("target\n1\n", {}, "expected feature columns, found none"),
+    ],
+)
+def test_csv_errors(tmp_path: Path, text: str, options: dict[str, Any], error: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(graphopt.GraphoptError, match=error):
+        data.csv(str(tmp_path / "t.csv"), **options)
+
+
+def test_csv_without_a_header(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("1;2;0\n3;4;1\n")
+    found = data.csv(str(tmp_path / "t.csv"), target=2, header=False, delimiter=";")
+    assert found.arrays["x"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"a": [1.0, None], "target": [0, 1]}), tmp_path / "t.parquet")
+    found = data.parquet(str(tmp_path / "t.parquet"))
+    assert np.isnan(found.arrays["x"][1, 0])
+    assert found.arrays["target"].tolist() == [0, 1]
+    (tmp_path / "u.parquet").write_text("no parquet at all")
+    with pytest.raises(graphopt.GraphoptError, match="expected a Parquet file"):
+        data.parquet(str(tmp_path / "u.parquet"))
+
+
+def test_the_only_features_go_to_the_only_input() -> None:
+    renamed = mlp((4, 8, 3))
+    renamed.graph.input[0].name = renamed.graph.node[0].input[0] = "pixels"
+    model = graphopt.standard(loss=passes.CrossEntropy(), gradient=None, simplify=None)(renamed)
+    named = {v.name: v for v in model.graph.inputs if v.name in ("pixels", "target")}
+    batch = Batches(Dataset({"x": X, "target": LABELS}, features="x"), named).take(range(2))
+    assert set(batch) == {"pixels", "target"}
+
+
+def test_samples() -> None:
+    assert data.digits().arrays["x"].shape == (1797, 1, 8, 8)
+    assert data.digits(images=False).arrays["x"].shape == (1797, 64)
+    assert data.diabetes().outputs("regression") == 1
+    found = data.text(context=10, characters=1000)
+    assert found.arrays["x"].shape == (99, 10)
+    assert (found.arrays["x"][1:, 0] == found.arrays["target"][:-1, -1]).all()
+    assert found.outputs("classification") == len(CHARACTERS)
+
+
+def test_text_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("abcabcabc\N{SNOWMAN}")
+    assert data.text(str(tmp_path / "t.txt"), context=4).arrays["x"].shape == (2, 4)
+    with pytest.raises(graphopt.GraphoptError, match="more than 9 characters, found 9"):
+        data.text(str(tmp_path / "t.txt"), context=9)
+    with pytest.raises(graphopt.GraphoptError, match="no such file"):
+        data.text(str(tmp_path / "u.txt"))

@@ -1,0 +1,162 @@
+"""Training on a data set: every row counts, validation, metrics, observers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import linear, mlp
+from sklearn import metrics as sk
+
+import graphopt
+import passes
+from graphopt.fit import evaluate, fit
+from graphopt.metrics import Accuracy, Regression
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((50, 3)).astype(np.float32)
+TARGET = (X @ RNG.standard_normal((3, 2)) + 1).astype(np.float32)
+DATA = {"x": X, "target": TARGET}
+
+
+def executor(model: Any = None, **steps: Any) -> graphopt.Executor:
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **steps}
+    return graphopt.Executor(graphopt.compile(model or linear(), **steps), threads=1)
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.started: dict[str, int] = {}
+        self.steps: list[dict[str, Any]] = []
+        self.epochs: list[dict[str, Any]] = []
+
+    def start(self, **sizes: int) -> None:
+        self.started = sizes
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.steps.append(record)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self.epochs.append(record)
+
+
+def test_learns_and_says_how() -> None:
+    records = fit(executor(), DATA, epochs=30, batch_size=8)
+    assert records[-1]["validation_loss"] < 1e-3 < records[0]["validation_loss"]
+    assert records[-1]["r2"] > 0.999
+    assert list(records[0]) == [
+        *("epoch", "step", "loss", "learning_rate", "validation_loss", "r2", "mae"),
+        *("seconds", "samples_per_second"),
+    ]
+
+
+def test_every_row_is_trained_on_the_last_too() -> None:
+    seen = Seen()
+    fit(executor(), DATA, epochs=2, batch_size=16, validation=None, observers=[seen])
+    assert seen.started == {"epochs": 2, "steps": 8, "rows": 50, "validation_rows": 0}
+    assert [record["rows"] for record in seen.steps] == [16, 16, 16, 2] * 2
+    assert [record["step"] for record in seen.epochs] == [4, 8]
+
+
+def test_without_shuffling_rows_stay_in_order() -> None:
+    runner, twin = executor(), executor()
+    fit(runner, DATA, epochs=1, batch_size=20, shuffle=False, validation=0.2)
+    for start in (0, 20):
+        twin.step(x=X[start : start + 20], target=TARGET[start : start + 20])
+    assert all((runner.state[name] == twin.state[name]).all() for name in twin.state)
+
+
+def test_the_seed_decides_the_run() -> None:
+    losses = [fit(executor(), DATA, epochs=2, seed=seed)[-1]["loss"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_validation_on_data_of_its_own() -> None:
+    runner = executor()
+    record = fit(runner, DATA, epochs=1, validation={"x": X[:7], "target": TARGET[:7]})[-1]
+    assert record["validation_loss"] == pytest.approx(
+        evaluate(runner, {"x": X[:7], "target": TARGET[:7]})["loss"]
+    )
+
+
+def test_validation_leaves_the_penalty_out() -> None:
+    runner = executor(regularizer=passes.L2(0.1))
+    record = fit(runner, DATA, epochs=1, validation=DATA)[-1]
+    assert record["loss"] == pytest.approx(record["data_loss"] + record["penalty"])
+    assert record["validation_loss"] == pytest.approx(evaluate(runner, DATA)["data_loss"])
+
+
+def test_the_rate_of_a_schedule_is_told() -> None:
+    records = fit(executor(schedule=passes.Linear(steps=8)), DATA, epochs=2, batch_size=10, validation=0.2)
+    assert records[-1]["learning_rate"] == pytest.approx(0.1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"epochs": 0}, "fit.epochs: expected 1 or more"),
+        ({"batch_size": 0}, "fit.batch_size: expected 1 or more"),
+        ({"validation": 1.0}, "fit.validation: expected a share"),
+        ({"validation": 0.999}, "that leaves some"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=error):
+        fit(executor(), DATA, **options)
+
+
+def test_a_fixed_batch_must_fit() -> None:
+    model = linear()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 5
+    fit(executor(model), DATA, epochs=1, batch_size=5)
+    with pytest.raises(graphopt.GraphoptError, match="takes 5 rows at a time"):
+        fit(executor(model), DATA, epochs=1, batch_size=8)
+
+
+def test_metrics_agree_with_scikit_learn() -> None:
+    prediction, target = RNG.standard_normal((2, 40, 3))
+    regression = Regression()
+    for rows in (slice(0, 30), slice(30, 40)):
+        regression.add(prediction[rows], target[rows])
+    found = regression.result()
+    assert found["r2"] == pytest.approx(sk.r2_score(target, prediction))
+    assert found["mae"] == pytest.approx(sk.mean_absolute_error(target, prediction))
+    labels = RNG.integers(0, 3, 40)
+    accuracy = Accuracy("classification", axis=1, ignore_index=2)
+    accuracy.add(prediction, labels)
+    kept = labels != 2
+    assert accuracy.result()["accuracy"] == sk.accuracy_score(labels[kept], prediction.argmax(1)[kept])
+    binary = Accuracy("binary", labels=[-1, 1], threshold=0.0)
+    binary.add(prediction[:, :1], np.sign(target[:, :1]))
+    assert binary.result()["accuracy"] == np.mean((prediction[:, 0] > 0) == (target[:, 0] > 0))
+
+
+def test_accuracy_of_a_classifier() -> None:
+    labels = (X.sum(axis=1) > 0).astype(np.int64)
+    runner = executor(mlp((3, 8, 2)), loss=passes.CrossEntropy())
+    record = fit(runner, {"x": X, "target": labels}, epochs=60, batch_size=8)[-1]
+    assert record["accuracy"] > 0.8
+    assert evaluate(runner, {"x": X, "target": labels})["accuracy"] > 0.9
+
+
+def test_a_loss_that_is_not_finite_stops_the_run() -> None:
+    with pytest.raises(graphopt.NonFiniteLoss):
+        fit(executor(optimizer=passes.SGD(1e20)), DATA, epochs=3)
+
+
+def test_skipped_steps_do_not_stop_it() -> None:
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(1e-3))
+    runner = graphopt.Executor(step, threads=1, on_nonfinite="skip")
+    with pytest.warns(UserWarning, match="step skipped"):
+        records = fit(
+            runner,
+            {"x": np.where(X > 1, np.nan, X), "target": TARGET},
+            epochs=1,
+            batch_size=5,
+            allow_nan=True,
+        )
+    assert math.isnan(records[-1]["loss"])
+    assert all(np.isfinite(array).all() for array in runner.state.values())

@@ -1,0 +1,159 @@
+"""Recipes: each instantiates, and its keys and defaults are those of what it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+import graphopt
+import passes
+import recipes
+from graphopt.pipeline import STANDARD
+
+FOLDER = Path(recipes.__file__).parent
+FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "experiment")
+EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
+REQUIRED = {  # what a recipe leaves to be set, for the test to set
+    "loss/custom": {"function": lambda op, p, t: op.Abs(p - t)},
+    "loss/several": {"losses": {"y": passes.MeanSquaredError()}},
+}
+FROM_ELSEWHERE = {"executor": {"step"}}
+
+
+def composed(*overrides: str) -> DictConfig:
+    OmegaConf.register_new_resolver("training_steps", lambda: 100, replace=True)
+    with initialize_config_module(version_base="1.3", config_module="recipes"):
+        return compose("graphopt", list(overrides))
+
+
+def defaults(target: Any) -> dict[str, Any]:
+    """Return a signature's fields and defaults as YAML has them."""
+    if dataclasses.is_dataclass(target):
+        found = {
+            field.name: field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+            for field in dataclasses.fields(target)
+        }
+    else:
+        found = {name: p.default for name, p in inspect.signature(target).parameters.items()}
+    missing = (dataclasses.MISSING, inspect.Parameter.empty)
+    return {
+        name: "???" if value in missing else list(value) if isinstance(value, tuple) else value
+        for name, value in found.items()
+    }
+
+
+def check(node: dict[str, Any], elsewhere: set[str] = frozenset()) -> None:
+    expected = defaults(pkgutil.resolve_name(node["_target_"]))
+    expected = {name: value for name, value in expected.items() if name not in elsewhere}
+    written = {name: value for name, value in node.items() if name != "_target_"}
+    assert set(written) == set(expected)
+    for name, value in written.items():
+        if not str(value).startswith("${"):  # what only the data or the run tells
+            assert value == expected[name], name
+            assert isinstance(value, bool) == isinstance(expected[name], bool), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
+    node = yaml.safe_load(path.read_text())
+    if path.stem == "none":
+        assert node == {path.parent.name: None}
+    elif path.stem == "cuda":
+        assert node == {"defaults": ["cpu"], "device": "cuda"}
+    else:
+        check(OmegaConf.to_container(OmegaConf.load(path)), FROM_ELSEWHERE.get(path.parent.name, set()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_instantiates(path: Path) -> None:
+    group, name = path.parent.name, path.stem
+    node = composed(f"{group}={name}")[group]
+    if group in ("data", "executor"):
+        assert callable(pkgutil.resolve_name(node._target_))
+    elif node is not None:
+        fields = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
+        built = hydra.utils.instantiate({**fields, **REQUIRED.get(f"{group}/{name}", {})}, _convert_="all")
+        assert callable(built)
+
+
+def test_every_pass_of_a_family_has_a_recipe() -> None:
+    families = {
+        "loss": passes.Loss,
+        "regularizer": passes.Regularizer,
+        "clip": passes.Clip,
+        "schedule": passes.Schedule,
+        "optimizer": passes.Optimizer,
+    }
+    for group, family in families.items():
+        named = {yaml.safe_load(path.read_text()).get("_target_") for path in (FOLDER / group).glob("*.yaml")}
+        leaves = {
+            f"passes.{name}"
+            for name, member in vars(passes).items()
+            if inspect.isclass(member) and issubclass(member, family) and not inspect.isabstract(member)
+        }
+        assert leaves <= named, group
+
+
+def test_the_primary_config_has_the_standard_pipeline() -> None:
+    config = OmegaConf.load(FOLDER / "graphopt.yaml")
+    steps = {
+        name: step for name, step in OmegaConf.to_container(config.pipeline).items() if name != "_target_"
+    }
+    assert list(steps) == list(STANDARD)
+    for name, target in STANDARD.items():
+        node = (
+            OmegaConf.to_container(config[name])
+            if steps[name] == f"${{{name}}}" and name in config
+            else steps[name]
+        )
+        if target is None:
+            assert steps[name] == f"${{{name}}}"
+        else:
+            assert node["_target_"] == target
+            check(node)
+
+
+def test_the_primary_config_has_the_models_and_fit() -> None:
+    config = OmegaConf.to_container(OmegaConf.load(FOLDER / "graphopt.yaml"))
+    for node in config["models"].values():
+        expected = {**defaults(pkgutil.resolve_name(node["_target_"])), "outputs": None}
+        written = {name: value for name, value in node.items() if name not in ("_target_", "seed")}
+        assert written == {
+            name: value for name, value in expected.items() if name not in ("features", "seed")
+        }
+    expected = defaults(pkgutil.resolve_name("graphopt.fit:fit"))
+    expected = {
+        name: value for name, value in expected.items() if name not in ("executor", "data", "observers")
+    }
+    assert config["fit"] == {**expected, "log_steps": False}
+
+
+def test_a_bare_run_is_digits_mlp() -> None:
+    bare, named = composed(), composed("experiment=digits_mlp")
+    assert {**bare, "folder": ""} == {**named, "folder": ""}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_build_a_pipeline(name: str) -> None:
+    config = composed(f"experiment={name}")
+    pipeline = hydra.utils.instantiate(config.pipeline, _convert_="all")
+    assert isinstance(pipeline, graphopt.Pipeline)
+
+
+def test_steps_can_be_chosen_and_left_out() -> None:
+    config = composed("regularizer=l2", "optimizer=sgd", "clip=global_norm", "~pipeline.clip")
+    pipeline = hydra.utils.instantiate(config.pipeline, _convert_="all")
+    assert pipeline["regularizer"] == (passes.L2(),)
+    assert pipeline["optimizer"] == (passes.SGD(groups=[]),)
+    assert "clip" not in pipeline
