@@ -113,7 +113,7 @@ def _hints(target: Any) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     """Tell whether a recipe's value is of a type; what a recipe builds first is not looked into."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(value, Mapping) and "_target_" in value:
+    if hint is Any or (isinstance(value, Mapping) and "_target_" in value):
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
@@ -131,4 +131,4 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
-    return value is not None
+    return value is not None and not isinstance(value, Mapping)

@@ -173,6 +173,10 @@ REFUSED = {
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
+    "group of parameters": (
+        ["optimizer.groups=[{pattern: w}]"],
+        "optimizer.groups: expected tuple[Group, ...]",
+    ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "fit.validation: expected a share of the rows"),
     "run": (["run=fly"], "unknown run 'fly'; known: compile, report, train"),
