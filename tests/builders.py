@@ -6,6 +6,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.testing import evaluator
+
 
 def model(text: str, opset: int = 21, dtype: type = np.float32, **weights: np.ndarray) -> onnx.ModelProto:
     """Return the model of a graph in ONNX's text form, with its weights as initializers."""
@@ -60,16 +62,14 @@ TYPES = {np.float16: "float16", np.float32: "float", np.float64: "double"}
 
 def run(step: ir.Model, steps: int, feeds: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Run a training graph with ONNX's reference evaluator and return every output of every step."""
-    from onnx.reference import ReferenceEvaluator
-
     proto = ir.to_proto(step)
-    evaluator = ReferenceEvaluator(proto)
+    reference = evaluator(step)
     names = [output.name for output in proto.graph.output]
     state = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     state = {value.name: state[value.name] for value in proto.graph.input if value.name in state}
     results = []
     for _ in range(steps):
-        outputs = dict(zip(names, evaluator.run(None, {**state, **feeds}), strict=True))
+        outputs = dict(zip(names, reference.run(None, {**state, **feeds}), strict=True))
         state |= {name[:-5]: value for name, value in outputs.items() if name.endswith(".next")}
         results.append(outputs)
     return results

@@ -152,7 +152,7 @@ def scripted_loss(prediction: DOUBLE[...], target: DOUBLE[...]) -> DOUBLE[...]:
     return opset21.Abs(prediction - target) * 2
 
 
-@pytest.mark.parametrize("function", [traced_loss, scripted_loss, f"{__name__}:traced_loss"], ids=str)
+@pytest.mark.parametrize("function", [traced_loss, scripted_loss, f"{__name__}:traced_loss"], ids=["traced", "scripted", "named"])
 def test_a_loss_of_ones_own(function):
     outputs = run(of(passes.CustomLoss(function), P.shape), 1, {"x": P, "target": T})[0]
     np.testing.assert_allclose(outputs["loss"], 2 * abs(P - T).mean())

@@ -42,7 +42,7 @@ def gradients(outputs):
             lambda w: 0.1 * np.sign(w) + 0.4 * w,
         ),
     ],
-    ids=repr,
+    ids=["l1", "l2", "elastic"],
 )
 def test_penalty_of_all_parameters(regularizer, penalty, derivative):
     outputs = run(step(regularizer=regularizer), 1, {"x": X, "target": T})[0]

@@ -12,12 +12,12 @@ import onnx_ir as ir
 import pytest
 import torch
 import torch_models
-from onnx.reference import ReferenceEvaluator
 
 import graphopt
 import passes
 from graphopt import roles
 from graphopt.roles import Role
+from graphopt.testing import evaluator
 
 OPTIMIZERS = {
     "momentum": (
@@ -70,12 +70,12 @@ def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(nam
     onnx.checker.check_model(proto, full_check=True)
     assert {node.domain for node in proto.graph.node} == {""}
     executor = graphopt.Executor(step, threads=1)
-    evaluator = ReferenceEvaluator(proto)
+    reference = evaluator(step)
     state = executor.state
     for x, labels in batches(name, 4):
         feeds = {"x": x.numpy(), "target": labels.numpy()}
         names = [output.name for output in proto.graph.output]
-        outputs = dict(zip(names, evaluator.run(None, {**feeds, **state}), strict=True))
+        outputs = dict(zip(names, reference.run(None, {**feeds, **state}), strict=True))
         np.testing.assert_allclose(executor.step(feeds)["loss"], outputs["loss"], rtol=1e-5)
         state = {name: outputs[f"{name}.next"] for name in state}
 
