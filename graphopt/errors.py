@@ -7,4 +7,4 @@ class GraphoptError(ValueError):
 
 def known(kind: str, name: str, names: object) -> str:
     """Return the line that refuses `name` and lists the `names` that exist."""
-    return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names)))}"  # type: ignore[call-overload]
+    return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"  # type: ignore[call-overload]

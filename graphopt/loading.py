@@ -69,10 +69,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _read(path: Path) -> onnx.ModelProto:
