@@ -38,7 +38,9 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     except (OSError, safetensors.SafetensorError) as error:
         raise GraphoptError(f"{path}: expected a checkpoint in safetensors form: {error}") from error
     if expected != _checksum(arrays):
-        raise GraphoptError(f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it")
+        raise GraphoptError(
+            f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it"
+        )
     return arrays
 
 

@@ -135,7 +135,8 @@ class Executor:
         if set(arrays) != set(self._state[0]):
             unlike = sorted(set(arrays) ^ set(self._state[0]))
             raise GraphoptError(
-                f"{path}: expected the state of this training graph, found another's: {', '.join(unlike[:5])} are not in both"
+                f"{path}: expected the state of this training graph, found another's: "
+                f"{', '.join(unlike[:5])} are not in both"
             )
         self.update_state(arrays)
 
@@ -329,7 +330,7 @@ class _Device:
             session = self._ort.InferenceSession(
                 ir.to_proto(model).SerializeToString(), sess_options=self._options, providers=providers
             )
-        except Exception as error:  # noqa: BLE001 - onnxruntime raises a dozen classes that share no base
+        except Exception as error:
             raise GraphoptError(
                 f"onnxruntime {self._ort.__version__} refuses the graph: {' '.join(str(error).split())}"
             ) from error

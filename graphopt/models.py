@@ -125,7 +125,7 @@ class _Layers(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return self.layers(op, x)  # type: ignore[no-any-return]
+        return self.layers(op, x)
 
 
 class _Linear(nn.Module):
@@ -139,8 +139,8 @@ class _Linear(nn.Module):
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         if x.shape is not None and len(x.shape) == 2:
-            return op.Gemm(x, self.weight, self.bias)  # type: ignore[no-any-return]
-        return op.Add(op.MatMul(x, self.weight), self.bias)  # type: ignore[no-any-return]
+            return op.Gemm(x, self.weight, self.bias)
+        return op.Add(op.MatMul(x, self.weight), self.bias)
 
 
 class _Convolution(nn.Module):
@@ -150,22 +150,22 @@ class _Convolution(nn.Module):
         self.bias = _parameter(np.zeros(channels))
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.Conv(x, self.weight, self.bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1])  # type: ignore[no-any-return]
+        return op.Conv(x, self.weight, self.bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
 
 
 class _Relu(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.Relu(x)  # type: ignore[no-any-return]
+        return op.Relu(x)
 
 
 class _MaxPool(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])  # type: ignore[no-any-return]
+        return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])
 
 
 class _Flatten(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.Flatten(x)  # type: ignore[no-any-return]
+        return op.Flatten(x)
 
 
 class _LayerNormalization(nn.Module):
@@ -175,7 +175,7 @@ class _LayerNormalization(nn.Module):
         self.bias = _parameter(np.zeros(width))
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.LayerNormalization(x, self.scale, self.bias, axis=-1)  # type: ignore[no-any-return]
+        return op.LayerNormalization(x, self.scale, self.bias, axis=-1)
 
 
 class _Attention(nn.Module):
@@ -204,7 +204,7 @@ class _Attention(nn.Module):
         if self._visible is not None:
             scores = op.Where(op.Constant(value=ir.tensor(self._visible)), scores, -1e4)
         mixed = op.MatMul(op.Softmax(scores, axis=-1), value)
-        return self.output(op, op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), self._joined))  # type: ignore[no-any-return]
+        return self.output(op, op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), self._joined))
 
 
 class _Block(nn.Module):
@@ -221,7 +221,7 @@ class _Block(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         x = op.Add(x, self.attention(op, self.attention_norm(op, x)))
         hidden = op.Relu(self.hidden(op, self.hidden_norm(op, x)))
-        return op.Add(x, self.output(op, hidden))  # type: ignore[no-any-return]
+        return op.Add(x, self.output(op, hidden))
 
 
 class _Transformer(nn.Module):
@@ -245,4 +245,4 @@ class _Transformer(nn.Module):
         y = op.Add(op.Gather(self.embedding, x), self.positions)
         for block in self.blocks:
             y = block(op, y)
-        return self.head(op, self.norm(op, y))  # type: ignore[no-any-return]
+        return self.head(op, self.norm(op, y))

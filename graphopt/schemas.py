@@ -17,4 +17,4 @@ def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
     except onnx.defs.SchemaError:
         return {}
     protos = {name: attribute.default_value for name, attribute in schema.attributes.items()}
-    return {name: ir.from_proto(proto).value for name, proto in protos.items() if proto.name}
+    return {name: ir.serde.deserialize_attribute(proto).value for name, proto in protos.items() if proto.name}

@@ -289,11 +289,7 @@ class CrossEntropy(Loss):
     task = "classification"
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        logits = _logits(prediction, "Softmax", self.from_logits, self.axis)
-        if logits is None:
-            log_p = op.Log(_positive(op, prediction))
-        else:
-            log_p = op.LogSoftmax(logits, axis=self.axis)
+        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
@@ -379,11 +375,7 @@ class KLDivergence(Loss):
     task = "classification"
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        logits = _logits(prediction, "Softmax", self.from_logits, self.axis)
-        if logits is None:
-            log_p = op.Log(_positive(op, prediction))
-        else:
-            log_p = op.LogSoftmax(logits, axis=self.axis)
+        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         divergence = target * (op.Log(_positive(op, target)) - log_p)
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
 
@@ -466,6 +458,11 @@ def _logits(
             )
         return prediction
     return node.inputs[0] if node is not None and activated else None
+
+
+def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
+    logits = _logits(prediction, "Softmax", from_logits, axis)
+    return op.Log(_positive(op, prediction)) if logits is None else op.LogSoftmax(logits, axis=axis)
 
 
 def _softplus(op: Emitter, x: ir.Value) -> ir.Value:

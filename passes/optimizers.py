@@ -17,7 +17,7 @@ from graphopt import state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import Role, set_role, with_role
+from graphopt.roles import Role, with_role
 
 __all__ = ["Group", "Optimizer", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion"]
 

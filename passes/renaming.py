@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.roles import ORIGINAL_NAME, Role, role_of
 from graphopt.rewriting import Pass
+from graphopt.roles import ORIGINAL_NAME, Role, role_of
 
 __all__ = ["SortInitializers"]
 

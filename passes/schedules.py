@@ -174,7 +174,8 @@ class OneCycle(Schedule):
         last = self.steps - 1
         if not 0 < top < last:
             raise GraphoptError(
-                f"schedule.rise: expected a share that leaves steps to rise and to fall, found {self.rise} of {self.steps}"
+                f"schedule.rise: expected a share that leaves steps to rise and to fall, found {self.rise} of "
+                f"{self.steps}"
             )
         up = _half_cosine(op, t / top)
         down = _half_cosine(op, op.Max(t - top, 0.0) / (last - top))

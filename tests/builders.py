@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -37,7 +39,7 @@ def mlp(
     rng = np.random.default_rng(seed)
     t = TYPES[dtype]
     lines, weights, last = [], {}, "x"
-    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         weights[f"fc{i}.weight"] = rng.standard_normal((fan_out, fan_in)) / np.sqrt(fan_in)
         weights[f"fc{i}.bias"] = rng.standard_normal(fan_out) / 4
         end = i == len(sizes) - 2
@@ -52,7 +54,9 @@ def mlp(
 def identity(shape: str, dtype: str = "float") -> onnx.ModelProto:
     """Return y = x + w, of a parameter w that starts at zero: a loss of it is a loss of x."""
     proto = model(f"g ({dtype}[{shape}] x) => ({dtype}[{shape}] y) {{ y = Add(x, w) }}")
-    zeros = np.zeros((1,), onnx.helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type))
+    zeros = np.zeros(
+        (1,), onnx.helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type)
+    )
     proto.graph.initializer.append(onnx.numpy_helper.from_array(zeros, "w"))
     return proto
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("graphopt", "passes", "recipes") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("graphopt", "passes", "recipes") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def imported(path: Path) -> set[str]:
@@ -40,7 +42,11 @@ def test_imports_go_one_way(path):
 
 @pytest.mark.parametrize(
     ("package", "rooms"),
-    [("onnxruntime", {"graphopt/executor.py"}), ("hydra", {"graphopt/cli.py"}), ("omegaconf", {"graphopt/cli.py"})],
+    [
+        ("onnxruntime", {"graphopt/executor.py"}),
+        ("hydra", {"graphopt/cli.py"}),
+        ("omegaconf", {"graphopt/cli.py"}),
+    ],
 )
 def test_a_package_is_imported_in_its_room_alone(package, rooms):
     users = {str(path.relative_to(ROOT)) for path in SOURCES if package in imported(path) - typing_only(path)}
@@ -48,4 +54,12 @@ def test_a_package_is_imported_in_its_room_alone(package, rooms):
 
 
 def test_no_folder_or_file_is_a_drawer():
-    assert not {path.stem for path in SOURCES} & {"utils", "util", "common", "base", "core", "helpers", "misc"}
+    assert not {path.stem for path in SOURCES} & {
+        "utils",
+        "util",
+        "common",
+        "base",
+        "core",
+        "helpers",
+        "misc",
+    }

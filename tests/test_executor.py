@@ -94,7 +94,9 @@ def test_a_checkpoint_goes_on_bit_for_bit(executor, tmp_path):
 def test_a_damaged_or_foreign_checkpoint_is_refused(executor, tmp_path):
     path = tmp_path / "state.safetensors"
     executor.save(path)
-    with pytest.raises(graphopt.GraphoptError, match="expected the state of this training graph, found another's"):
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected the state of this training graph, found another's"
+    ):
         graphopt.Executor(compiled(optimizer=passes.SGD())).load(path)
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
@@ -113,7 +115,10 @@ def test_state_that_does_not_fit_changes_nothing(executor):
     good = np.zeros_like(before["fc0.bias"])
     for bad, message in [
         ({"fc0.bias": good, "nothing": good}, "state 'nothing': unknown"),
-        ({"fc0.bias": good, "fc1.bias": np.zeros(7, np.float32)}, r"'fc1.bias': expected shape \[3\], found \[7\]"),
+        (
+            {"fc0.bias": good, "fc1.bias": np.zeros(7, np.float32)},
+            r"'fc1.bias': expected shape \[3\], found \[7\]",
+        ),
         ({"fc0.bias": good, "fc1.bias": np.zeros(3)}, "'fc1.bias': expected float32, found float64"),
     ]:
         with pytest.raises(graphopt.GraphoptError, match=message):
@@ -197,7 +202,10 @@ else:
         ({"x": X[:, :2], "target": T}, r"input 'x': expected shape \[N,4\], found \[8, 2\]"),
         ({"x": X.astype(np.float64), "target": T}, "input 'x': expected float32, found float64"),
         ({"x": X.tolist(), "target": T}, "input 'x': expected a NumPy array, found list"),
-        ({"x": X, "target": T[:3]}, "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in 'target'"),
+        (
+            {"x": X, "target": T[:3]},
+            "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in 'target'",
+        ),
     ],
 )
 def test_data_that_does_not_fit_is_refused_before_anything_runs(executor, feeds, message):
@@ -241,7 +249,9 @@ def test_options_that_do_not_exist(options, message):
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_a_missing_gpu_is_named():
-    with pytest.raises(graphopt.GraphoptError, match="device 'cuda:0': (expected|the CUDA provider did not start)"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"device 'cuda:0': (expected|the CUDA provider did not start)"
+    ):
         graphopt.Executor(compiled(), device="cuda:0")
 
 

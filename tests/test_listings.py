@@ -81,4 +81,6 @@ def test_listing(name):
 
 
 def test_a_listing_is_the_same_every_time():
-    assert graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]()) == graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]())
+    assert graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]()) == graphopt.listing(
+        GRAPHS["mlp_adamw_clip_cosine"]()
+    )

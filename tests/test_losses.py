@@ -99,7 +99,9 @@ def of(loss: passes.Loss, shape: tuple[int, ...]) -> ir.Model:
 
 
 @pytest.mark.parametrize(
-    ("loss", "prediction", "target", "twin"), CASES, ids=[f"{i}-{type(c[0]).__name__}" for i, c in enumerate(CASES)]
+    ("loss", "prediction", "target", "twin"),
+    CASES,
+    ids=[f"{i}-{type(c[0]).__name__}" for i, c in enumerate(CASES)],
 )
 def test_loss_and_gradient_are_pytorchs(loss, prediction, target, twin):
     outputs = run(of(loss, prediction.shape), 1, {"x": prediction, "target": target})[0]
@@ -120,20 +122,29 @@ def test_sample_weights_weigh_rows(loss, target, reduction):
     step = of(loss(sample_weight=True, reduction=reduction), P.shape)
     weighted = run(step, 1, {"x": P, "target": target, "sample_weight": weights})[0]["loss"]
     plain = of(loss(reduction=reduction), P.shape)
-    rows = [float(run(plain, 1, {"x": P[i : i + 1], "target": target[i : i + 1]})[0]["loss"]) for i in range(6)]
+    rows = [
+        float(run(plain, 1, {"x": P[i : i + 1], "target": target[i : i + 1]})[0]["loss"]) for i in range(6)
+    ]
     divisor = weights.sum() if reduction == "mean" else 1
     np.testing.assert_allclose(weighted, (weights * rows).sum() / divisor, rtol=1e-12)
 
 
 def test_the_gradient_at_zero_logits_is_exact():
-    outputs = run(of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))})[0]
+    outputs = run(
+        of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))}
+    )[0]
     np.testing.assert_allclose(outputs["w.next"], [-0.5])
 
 
-@pytest.mark.parametrize(("activation", "loss"), [("Softmax", "CrossEntropy"), ("Sigmoid", "BinaryCrossEntropy")])
+@pytest.mark.parametrize(
+    ("activation", "loss"), [("Softmax", "CrossEntropy"), ("Sigmoid", "BinaryCrossEntropy")]
+)
 def test_probabilities_are_compared_by_their_logits_where_those_are_in_the_graph(activation, loss):
-    proto = model(f"g (double[N,3] x) => (double[N,3] y) {{ z = Add(x, w)\n y = {activation}(z) }}", w=np.zeros(3),
-                  dtype=np.float64)
+    proto = model(
+        f"g (double[N,3] x) => (double[N,3] y) {{ z = Add(x, w)\n y = {activation}(z) }}",
+        w=np.zeros(3),
+        dtype=np.float64,
+    )
     step = graphopt.compile(proto, loss=getattr(passes, loss)(from_logits=False), optimizer=passes.SGD())
     target = np.array([0]) if loss == "CrossEntropy" else np.array([[1.0, 0.0, 0.0]])
     outputs = graphopt.Executor(step).step(x=np.array([[-900.0, 0.0, 0.0]]), target=target)
@@ -152,7 +163,9 @@ def scripted_loss(prediction: DOUBLE[...], target: DOUBLE[...]) -> DOUBLE[...]:
     return opset21.Abs(prediction - target) * 2
 
 
-@pytest.mark.parametrize("function", [traced_loss, scripted_loss, f"{__name__}:traced_loss"], ids=["traced", "scripted", "named"])
+@pytest.mark.parametrize(
+    "function", [traced_loss, scripted_loss, f"{__name__}:traced_loss"], ids=["traced", "scripted", "named"]
+)
 def test_a_loss_of_ones_own(function):
     outputs = run(of(passes.CustomLoss(function), P.shape), 1, {"x": P, "target": T})[0]
     np.testing.assert_allclose(outputs["loss"], 2 * abs(P - T).mean())
@@ -174,15 +187,19 @@ def test_several_outputs_have_a_loss_each():
     outputs = run(step, 1, feeds)[0]
     np.testing.assert_allclose(outputs["loss_b"], 1.0, rtol=1e-6)
     np.testing.assert_allclose(outputs["loss"], outputs["loss_a"] + 0.5 * outputs["loss_b"], rtol=1e-6)
-    assert [value.name for value in step.graph.outputs][0] == "loss"
+    assert step.graph.outputs[0].name == "loss"
 
 
 def test_one_loss_on_several_outputs_must_name_its_own():
-    with pytest.raises(graphopt.GraphoptError, match=r"expected the name of one floating output.*\['a', 'b'\]"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"expected the name of one floating output.*\['a', 'b'\]"
+    ):
         graphopt.compile(model(TWO, **W2), loss=passes.MeanSquaredError(), optimizer=passes.SGD())
     step = graphopt.compile(
-        model(TWO, **W2), parameters=passes.Parameters(freeze="v"),
-        loss=passes.MeanSquaredError(output="a"), optimizer=passes.SGD()
+        model(TWO, **W2),
+        parameters=passes.Parameters(freeze="v"),
+        loss=passes.MeanSquaredError(output="a"),
+        optimizer=passes.SGD(),
     )
     assert {value.name for value in step.graph.outputs} >= {"loss", "a", "b", "c", "w.next"}
 
@@ -207,7 +224,10 @@ def test_a_target_tells_its_metric():
         (lambda: passes.CrossEntropy(axis=5), "loss.axis=5: the prediction 'y' has 2 axes"),
         (lambda: passes.CrossEntropy(axis=0), "known number of classes along axis 0"),
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
-        (lambda: passes.MeanSquaredError(output="z"), "loss.output='z': expected the name of one floating output"),
+        (
+            lambda: passes.MeanSquaredError(output="z"),
+            "loss.output='z': expected the name of one floating output",
+        ),
     ],
 )
 def test_a_loss_that_does_not_fit_is_refused(loss, message):

@@ -101,7 +101,9 @@ def test_equal_initial_biases_stay_apart():
 
 
 def test_a_gradient_that_serves_two_parameters_keeps_two_names():
-    proto = model("g (float[N,3] x) => (float[N,3] y) { p = Add(a, b)\n y = Add(x, p) }", a=np.ones(3), b=np.ones(3))
+    proto = model(
+        "g (float[N,3] x) => (float[N,3] y) { p = Add(a, b)\n y = Add(x, p) }", a=np.ones(3), b=np.ones(3)
+    )
     step = graphopt.compile(proto, loss=passes.MeanSquaredError())
     gradients = run(step, 1, {"x": T, "target": T * 2})[0]
     np.testing.assert_array_equal(gradients["a.grad"], gradients["b.grad"])
@@ -118,7 +120,10 @@ def test_without_an_optimizer_gradients_are_reported():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: graphopt.compile(mlp(), optimiser=passes.SGD()), "unknown step 'optimiser'; known: clip, gradient"),
+        (
+            lambda: graphopt.compile(mlp(), optimiser=passes.SGD()),
+            "unknown step 'optimiser'; known: clip, gradient",
+        ),
         (lambda: full_pipeline().until("nothing"), "unknown step 'nothing'"),
         (lambda: graphopt.Pipeline(loss="mse"), "pipeline.loss: expected a pass"),
         (lambda: graphopt.compile("nothing.onnx"), "nothing.onnx: no such file"),
@@ -126,7 +131,9 @@ def test_without_an_optimizer_gradients_are_reported():
         (lambda: graphopt.compile("/"), "expected an ONNX file, found a folder"),
         (lambda: graphopt.compile(onnx.ModelProto()), "the model: expected an ONNX model, found no graph"),
         (
-            lambda: graphopt.compile(mlp(), loss=passes.MeanSquaredError(), regularizer=None, parameters=None),
+            lambda: graphopt.compile(
+                mlp(), loss=passes.MeanSquaredError(), regularizer=None, parameters=None
+            ),
             "needs parameters, found none",
         ),
     ],
@@ -146,7 +153,9 @@ def test_an_invalid_graph_is_refused():
 def test_a_value_without_type_names_its_node():
     proto = model("g (float[N,4] x) => (float[N,4] y) { h = my.domain.Mine(x)\n y = Relu(h) }")
     proto.opset_import.add(domain="my.domain", version=1)
-    with pytest.raises(graphopt.GraphoptError, match=r"cannot infer the type of 'h', output of my.domain::Mine node"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"cannot infer the type of 'h', output of my.domain::Mine node"
+    ):
         passes.Normalize()(graphopt.load(proto))
 
 
@@ -164,12 +173,16 @@ def normalized(proto):
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 17, 20, 21, 22])
 def test_models_of_any_opset_come_to_the_working_one(opset):
-    text = "g (float[N,4] x) => (float[N,3] y) { h = Gemm(x, w, b)\n s = Sigmoid(h)\n y = Softmax<axis=1>(s) }"
+    text = (
+        "g (float[N,4] x) => (float[N,3] y) { h = Gemm(x, w, b)\n s = Sigmoid(h)\n y = Softmax<axis=1>(s) }"
+    )
     proto = model(text, opset=opset, w=np.ones((4, 3)), b=np.ones(3))
     converted = normalized(proto)
     assert converted.opset_imports[""] == 21
     assert converted.ir_version == 10
-    expected, found = (onnx.reference.ReferenceEvaluator(p).run(None, {"x": X})[0] for p in (proto, ir.to_proto(converted)))
+    expected, found = (
+        onnx.reference.ReferenceEvaluator(p).run(None, {"x": X})[0] for p in (proto, ir.to_proto(converted))
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -255,7 +268,10 @@ def test_patterns_choose_and_freeze():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pattern": "nothing"}, "parameters.pattern='nothing' matches no floating initializer; the model has: conv"),
+        (
+            {"pattern": "nothing"},
+            "parameters.pattern='nothing' matches no floating initializer; the model has: conv",
+        ),
         ({"freeze": "nothing"}, "parameters.freeze='nothing' matches no"),
         ({"freeze": "*"}, "nothing to train"),
     ],
@@ -268,7 +284,9 @@ def test_parameters_that_do_not_exist(options, message):
 def unsorted():
     return model(
         "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, zeta)\n a = Add(h, alpha)\n y = MatMul(a, mid) }",
-        zeta=np.eye(4), mid=np.eye(4), alpha=np.ones(4),
+        zeta=np.eye(4),
+        mid=np.eye(4),
+        alpha=np.ones(4),
     )
 
 
@@ -292,8 +310,11 @@ def test_renamed_initializers_keep_graph_order_and_find_their_names_again():
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_a_training_graph_has_the_models_precision(dtype):
     step = graphopt.compile(
-        mlp(dtype=dtype), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1, momentum=0.9),
-        clip=passes.ClipGlobalNorm(), schedule=passes.Cosine(steps=10),
+        mlp(dtype=dtype),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1, momentum=0.9),
+        clip=passes.ClipGlobalNorm(),
+        schedule=passes.Cosine(steps=10),
     )
     onnx.checker.check_model(ir.to_proto(step), full_check=True)
     outputs = run(step, 3, {name: array.astype(dtype) for name, array in FEEDS.items()})[-1]

@@ -56,7 +56,9 @@ def batches(name, steps):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", torch_models.MODELS)
 def test_losses_are_pytorchs(name, exporter, optimizer):
-    step = graphopt.compile(exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0])
+    step = graphopt.compile(
+        exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0]
+    )
     executor = graphopt.Executor(step, threads=1)
     data = batches(name, 20)
     found = [executor.step(x=x.numpy(), target=labels.numpy())["loss"] for x, labels in data]
@@ -65,7 +67,9 @@ def test_losses_are_pytorchs(name, exporter, optimizer):
 
 @pytest.mark.parametrize("name", torch_models.MODELS)
 def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(name):
-    step = graphopt.compile(exported(name, "dynamo"), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    step = graphopt.compile(
+        exported(name, "dynamo"), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3)
+    )
     proto = ir.to_proto(step)
     onnx.checker.check_model(proto, full_check=True)
     assert {node.domain for node in proto.graph.node} == {""}

@@ -101,13 +101,22 @@ def export(network: nn.Module, x: torch.Tensor, exporter: str) -> onnx.ModelProt
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             input_names=["x"],
             output_names=["y"],
-            optimize=not any(isinstance(module, nn.BatchNorm2d) for module in network.modules()),  # it folds those
+            optimize=not any(
+                isinstance(module, nn.BatchNorm2d) for module in network.modules()
+            ),  # it folds those
             verbose=False,
         )
         return program.model_proto
     torch.onnx.export(
-        network, (x,), buffer, dynamo=False, input_names=["x"], output_names=["y"], opset_version=17,
-        dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}}, do_constant_folding=False,
+        network,
+        (x,),
+        buffer,
+        dynamo=False,
+        input_names=["x"],
+        output_names=["y"],
+        opset_version=17,
+        dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
+        do_constant_folding=False,
         training=torch.onnx.TrainingMode.PRESERVE,
     )
     return onnx.load_from_string(buffer.getvalue())

@@ -13,9 +13,9 @@ from graphopt.rewriting import Pass
 from graphopt.roles import Role
 from passes.gradient import rules as rules
 from passes.gradient.registry import elementwise, has_rule, no_gradient, rule
-from passes.gradient.walk import backward
+from passes.gradient.walk import backward, is_differentiable
 
-__all__ = ["Gradient", "backward", "elementwise", "has_rule", "no_gradient", "rule"]
+__all__ = ["Gradient", "backward", "elementwise", "has_rule", "is_differentiable", "no_gradient", "rule"]
 
 
 @dataclass(frozen=True)
