@@ -103,7 +103,7 @@ def in_double(source: Source) -> ir.Model:
     for node in model.graph.all_nodes():
         for output in node.outputs:
             if output not in model.graph.outputs:
-                output.type = None
+                output.type = output.shape = None
         for name, attribute in node.attributes.items():
             if attribute.type == ir.AttributeType.TENSOR:
                 node.attributes.add(ir.AttrTensor(name, ir.tensor(as_double(attribute.as_tensor().numpy()))))
@@ -162,7 +162,9 @@ def names(values: Any) -> list[str]:
 def evaluator(model: ir.Model) -> ReferenceEvaluator:
     """Return the reference evaluator of a model, with operators mended that onnx 1.23 computes wrong."""
     proto: onnx.ModelProto = ir.to_proto(model)
-    return ReferenceEvaluator(proto, new_ops=[ConvTranspose, Erf, Gelu, GlobalMaxPool, MaxPool, Pad])
+    return ReferenceEvaluator(
+        proto, new_ops=[ConvTranspose, Erf, GatherElements, Gelu, GlobalMaxPool, MaxPool, Pad]
+    )
 
 
 class ConvTranspose(OpRun):
@@ -262,6 +264,17 @@ class Gelu(OpRun):
         if approximate == "tanh":
             return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
         return (0.5 * x * (1 + erf(x * math.sqrt(0.5))),)
+
+
+class GatherElements(OpRun):
+    """The reference takes no more than 64 elements, and no fewer than there are along the other axes."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, indices: np.ndarray, axis: int = 0) -> Any:
+        places: list[np.ndarray] = list(np.indices(indices.shape))
+        places[axis] = indices
+        return (x[tuple(places)],)
 
 
 class Pad(OpRun):

@@ -25,6 +25,7 @@ class Case:
         constant: the floating inputs that are constants of the model.
         fed: integers and booleans are inputs of the model too.
         rigid: why only the leading dimensions can be unknown.
+        once: why its gradient has no gradient that could be proved.
         quirk: why the reference or a runtime needs a tolerance of its own, or cannot serve.
         tolerance: of the reference against finite differences.
         double: whether the operator has float64.
@@ -38,6 +39,7 @@ class Case:
     constant: tuple[int, ...] = ()
     fed: bool = False
     rigid: str = ""
+    once: str = ""
     quirk: str = ""
     tolerance: float = 1e-6
     double: bool = True
@@ -142,37 +144,10 @@ CASES: list[Case] = [
     # Elementwise operators and activations.
     *(
         case(op, (2, 3))
-        for op in [
-            "Abs",
-            "Exp",
-            "Erf",
-            "Sin",
-            "Cos",
-            "Atan",
-            "Sinh",
-            "Cosh",
-            "Tanh",
-            "Asinh",
-            "Sigmoid",
-            "HardSwish",
-            "Relu",
-        ]
+        for op in ("Abs", "Exp", "Erf", "Sin", "Cos", "Atan", "Sinh", "Cosh", "Tanh", "Asinh")
     ),
-    *(
-        case(op, (2, 3))
-        for op in [
-            "Softplus",
-            "Softsign",
-            "Mish",
-            "Gelu",
-            "Identity",
-            "Neg",
-            "Reciprocal",
-            "HardSigmoid",
-            "Elu",
-            "Selu",
-        ]
-    ),
+    *(case(op, (2, 3)) for op in ("Identity", "Neg", "Reciprocal", "Relu", "Elu", "Selu", "Gelu", "Mish")),
+    *(case(op, (2, 3)) for op in ("Sigmoid", "HardSigmoid", "HardSwish", "Softplus", "Softsign")),
     *(case(op, (2, 3)) for op in ["LeakyRelu", "ThresholdedRelu", "Shrink"]),
     *(case(op, positive(2, 3)) for op in ("Sqrt", "Log")),
     *(case(op, inner(2, 3)) for op in ("Tan", "Asin", "Acos", "Atanh")),
@@ -253,7 +228,7 @@ CASES: list[Case] = [
     case("Conv", (1, 2, 8, 7), (2, 2, 2, 2), strides=[3, 3], pads=[0, 0, 1, 1]),
     case("Conv", (1, 1, 3, 3), (1, 1, 1, 1), strides=[2, 2]),
     case("Conv", (1, 2, 4, 4), (2, 2, 1, 1), strides=[2, 2]),
-    case("Conv", (2, 4, 4, 4), (6, 2, 3, 3), (6,), group=2, pads=[1, 1, 1, 1]),
+    case("Conv", (2, 4, 3, 4), (6, 2, 2, 3), (6,), group=2, pads=[1, 1, 0, 1]),
     case("Conv", (2, 3, 5, 4), (3, 1, 3, 3), group=3, pads=[1, 1, 1, 1], strides=[2, 2]),
     case("Conv", (1, 2, 5, 5), (4, 1, 2, 3), group=2, dilations=[2, 2]),
     *(
@@ -296,6 +271,7 @@ CASES: list[Case] = [
         for p in ("SAME_UPPER", "SAME_LOWER")
     ),
     case("MaxPool", (1, 2, 5, 4), kernel_shape=[2, 2], auto_pad="VALID", storage_order=1),
+    case("MaxPool", (2, 2, 5, 7), kernel_shape=[2, 2], strides=[2, 3], pads=[1, 0, 0, 1]),
     case("MaxPool", (2, 2, 7), kernel_shape=[3], strides=[2]),
     case("MaxPool", (2, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
     case("AveragePool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
@@ -366,8 +342,11 @@ CASES: list[Case] = [
         for a in AXES[:7]
     ),
     *(reduction(op, make=positive, **a) for op in ("ReduceLogSum", "ReduceLogSumExp") for a in AXES[:7]),
-    *(case("ReduceProd", np.array([[1.5, 0, 2], [0, 0, 3], [1, 2, 3]]), ints(1), keepdims=k) for k in (0, 1)),
-    case("ReduceMean", (2, 3, 2), ints(1), fed=True),
+    *(
+        case("ReduceProd", np.array([[1.5, 0, 2], [0, 0, 3], [1, 2, 3]]), ints(1), keepdims=k, once="zeros")
+        for k in (0, 1)
+    ),
+    case("ReduceMean", (2, 3, 2), ints(1), fed=True, once="ONNX infers no rank of it"),
     *(
         case("CumSum", (2, 3), one(n, np.int64), **a)
         for n in (0, -1)
@@ -414,7 +393,7 @@ CASES: list[Case] = [
     *(case("Gather", (2, 4, 3), one(n, np.int64), axis=1) for n in (0, -1)),
     case("Gather", (2, 4, 3), one(2, np.int64), axis=1, fed=True),
     case("Gather", (2, 4, 3), ints(1), axis=2),
-    *(case("GatherElements", (3, 3), ints([0, 2, 2], [1, 1, -1], [0, 1, 2]), axis=n) for n in (0, -1)),
+    *(case("GatherElements", (3, 3), ints([0, 2, 2], [1, 1, -1]), axis=n) for n in (0, -1)),
     case("GatherND", (2, 3, 2), ints([0, 2], [1, 0], [0, 2])),
     case("GatherND", (2, 3, 2), ints([[0, 2, 1]], [[1, 0, -1]])),
     case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
@@ -423,7 +402,7 @@ CASES: list[Case] = [
     case("Compress", (3, 4), bools(True, False, True), axis=0),
     case("Compress", (2, 3), bools(True, False, True, False, True)),
     *(
-        case("ScatterElements", (2, 4), ints([0, 2], [1, 0]), (2, 2), axis=1, reduction=r)
+        case("ScatterElements", (3, 4), ints([0, 2], [1, 0]), (2, 2), axis=1, reduction=r)
         for r in ("none", "add")
     ),
     *(

@@ -143,6 +143,14 @@ def test_gradient_is_valid_standard_onnx_with_gradients_of_its_own(case: Case) -
         assert all(node.domain == "" for node in model.graph)
 
 
+@each_case
+def test_gradient_of_a_gradient_equals_finite_differences(case: Case) -> None:
+    model = gradient_model(model_of(case, np.float64)) if case.double else None
+    if model is None or case.once or not model.graph.outputs:
+        pytest.skip(case.once or case.quirk or "the gradient is 0")
+    check_gradient(model, seeded(case, np.float64), tolerance=2e-6)
+
+
 def test_every_rule_has_a_case() -> None:
     assert {op_type for domain, op_type in RULES if domain == ""} == {case.op_type for case in CASES}
 

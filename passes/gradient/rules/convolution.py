@@ -147,7 +147,7 @@ def conv(
 ) -> Gradients:
     window = window_of(x, dims_of(w)[2:], auto_pad, pads, strides, dilations)
     dx = like(transposed(op, window, dy, w, x, group), x)
-    return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy)]
+    return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy, bias)]
 
 
 @rule("ConvTranspose")
@@ -181,7 +181,7 @@ def conv_transpose(
     )
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
         dx = op.Slice(dx, [0] * len(more), sizes_of(op, x, 2), list(range(2, rank(x))))
-    return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy)]
+    return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy, bias)]
 
 
 def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
@@ -196,6 +196,6 @@ def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     return cuts
 
 
-def by_channel(op: Emitter, dy: Value) -> Value:
-    """Sum over all axes but the channels."""
-    return op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)
+def by_channel(op: Emitter, dy: Value, bias: Value | None) -> Value | None:
+    """Return the gradient of what each channel adds."""
+    return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)

@@ -21,10 +21,10 @@ def matmul(op: Emitter, dy: Value, a: Value, b: Value) -> Gradients:
         return [dy * b, dy * a]
     if rank(a) == 1:
         row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(dy, [-1])
-        return [op.Squeeze(op.MatMul(b, column), [-1]), op.Unsqueeze(a, [1]) * row]
+        return [op.Squeeze(op.MatMul(b, column), [-1]), op.MatMul(op.Unsqueeze(a, [1]), row)]
     if rank(b) == 1:
         row, column = op.Unsqueeze(dy, [-2]), op.Unsqueeze(dy, [-1])
-        return [column * b, op.Squeeze(op.MatMul(row, a), [-2])]
+        return [op.MatMul(column, op.Unsqueeze(b, [0])), op.Squeeze(op.MatMul(row, a), [-2])]
     if rank(b) == 2:
         rows, dy = flatten(op, a), flatten(op, dy)
         return [reshape_like(op, op.Gemm(dy, b, transB=1), a), like(op.Gemm(rows, dy, transA=1), b)]
