@@ -21,7 +21,7 @@ class Case:
     """One node, and what is special about it.
 
     Args:
-        outputs: how many outputs it has, each of which the objective depends on, if it is floating.
+        outputs: how many outputs it has; `used`: how many of them the objective depends on, if not on all.
         constant: the floating inputs that are constants of the model.
         fed: integers and booleans are inputs of the model too.
         rigid: why only the leading dimensions can be unknown.
@@ -36,6 +36,7 @@ class Case:
     inputs: tuple[Any, ...]
     attributes: dict[str, Any] = field(default_factory=dict)
     outputs: int = 1
+    used: int | None = None
     constant: tuple[int, ...] = ()
     fed: bool = False
     rigid: str = ""
@@ -99,6 +100,7 @@ def one(number: Any, dtype: type = np.float64) -> np.ndarray:
 
 
 PADS = "SAME padding with strides depends on the spatial sizes"
+TRAINING = "ONNX Runtime for inference has no training mode"
 COUNT = "how many elements a last, partial window counts depends on the spatial sizes"
 
 BROADCASTS = [
@@ -313,6 +315,19 @@ CASES: list[Case] = [
         for x in [(2, 2, 3, 2), (3, 2), (2, 2, 4)]
     ),
     case("BatchNormalization", (2, 2, 3), (2,), (2,), (2,), positive(2), epsilon=0.1),
+    case(
+        "BatchNormalization",
+        (3, 2, 3),
+        (2,),
+        (2,),
+        (2,),
+        positive(2),
+        training_mode=1,
+        outputs=3,
+        used=1,
+        runtime=False,
+        quirk=TRAINING,
+    ),
     *(
         case("LayerNormalization", (2, 3, 4), (4,), (4,), **a)
         for a in [dict(), dict(axis=2), dict(epsilon=0.1)]

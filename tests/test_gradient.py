@@ -70,7 +70,7 @@ def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
     names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
     outputs = [onnx.ValueInfoProto(name=f"y{i}") for i in range(case.outputs)]
     node = helper.make_node(case.op_type, names, [y.name for y in outputs], "node", **case.attributes)
-    graph = helper.make_graph([node], "graph", inputs, outputs, initializers)
+    graph = helper.make_graph([node], "graph", inputs, outputs[: case.used], initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True))
 
