@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Reported = dict[str, Any]
 
+# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
+UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
+
 
 class NonFiniteLoss(GraphoptError):
     """A step's loss is infinite or not a number; the state is that before the step."""
@@ -328,7 +331,10 @@ class _Device:
             providers.insert(0, ("CUDAExecutionProvider", {"device_id": self.index}))
         try:
             session = self._ort.InferenceSession(
-                ir.to_proto(model).SerializeToString(), sess_options=self._options, providers=providers
+                ir.to_proto(model).SerializeToString(),
+                sess_options=self._options,
+                providers=providers,
+                disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
             )
         except Exception as error:
             raise GraphoptError(
@@ -356,6 +362,10 @@ class _Device:
             session.run_with_iobinding(binding)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+
+
+def _is_double(model: ir.Model) -> bool:
+    return any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
 
 
 def _runtime() -> Any:

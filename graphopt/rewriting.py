@@ -12,6 +12,7 @@ from typing import final
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
+from graphopt.roles import clear_role
 from graphopt.state import detached
 
 
@@ -47,6 +48,12 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
                 outputs[i] = op.Identity(outputs[i], _outputs=[name])
             outputs[i].metadata_props.clear()
             outputs[i].metadata_props.update(metadata)
+
+
+def retire(model: ir.Model, output: ir.Value) -> None:
+    """Take an output's role and public name away, so that another value can have them."""
+    clear_role(output)
+    output.name = f"{output.name}.before.{len(model.graph)}"
 
 
 Pattern = str | tuple[str, ...] | list[str] | None

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt import roles
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass
+from graphopt.rewriting import Pass, retire
 from graphopt.roles import Role
 
 __all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
@@ -42,8 +42,7 @@ class Clip(Pass):
             for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
                 place = list(model.graph.outputs).index(gradient)
                 name = gradient.name
-                roles.clear_role(gradient)
-                gradient.name = f"{name}.unclipped"
+                retire(model, gradient)
                 clipped.name = name
                 model.graph.outputs[place] = roles.set_role(clipped, Role.GRADIENT)
 

@@ -22,7 +22,7 @@ from graphopt import state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
-from graphopt.roles import METRIC, Role, set_role, with_role
+from graphopt.roles import METRIC, Role, role_of, set_role, with_role
 from passes.gradient.walk import is_differentiable
 
 __all__ = [
@@ -108,12 +108,13 @@ class Loss(Pass):
         return {}
 
     def _prediction(self, model: ir.Model) -> ir.Value:
-        floating = [v for v in with_role(model, Role.PREDICTION, Role.DATA) if is_differentiable(v)]
-        outputs = [value for value in model.graph.outputs if value in floating]
+        own = (v for v in model.graph.outputs if role_of(v) in (None, Role.PREDICTION))
+        floating = [value for value in own if is_differentiable(value)]
+        outputs = floating
         if self.output is not None:
             outputs = [value for value in outputs if value.name == self.output]
         if len(outputs) != 1:
-            names = [value.name for value in model.graph.outputs if value in floating]
+            names = [value.name for value in floating]
             raise GraphoptError(
                 f"loss.output={self.output!r}: expected the name of one floating output, the model has {names}; "
                 f"for a loss on several use passes.Losses"

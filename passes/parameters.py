@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role
 from passes.gradient.walk import is_differentiable, passes_gradient
-from passes.normalize import infer
+from passes.shapes import ensure_typed
 
 __all__ = ["Parameters"]
 
@@ -40,8 +40,7 @@ class Parameters(Pass):
     freeze: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
-        if any(output.dtype is None for node in model.graph for output in node.outputs):
-            infer(model)
+        ensure_typed(model)
         floating = [value for value in model.graph.initializers.values() if is_differentiable(value)]
         for name, pattern in (("pattern", self.pattern), ("freeze", self.freeze)):
             if pattern and not any(matches(value.name, pattern) for value in floating):

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt import roles
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass, Pattern, matches
+from graphopt.rewriting import Pass, Pattern, matches, retire
 from graphopt.roles import Role
 
 __all__ = ["Regularizer", "L1", "L2", "ElasticPenalty"]
@@ -57,8 +57,7 @@ class Regularizer(Pass):
             for value in (loss, metrics.get("penalty")):
                 if value is not None:
                     model.graph.outputs.remove(value)
-                    roles.clear_role(value)
-                    value.name = f"{value.name}.before.{len(model.graph)}"
+                    retire(model, value)
             data_loss = metrics.get("data_loss")
             if data_loss is None:
                 data_loss = op.Identity(loss, _outputs=["data_loss"])

@@ -121,7 +121,7 @@ class Cosine(_Finite):
     """base (1 + cos(pi p)) / 2, where p is the share of the steps done (Loshchilov, Hutter 2017)."""
 
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
-        return 0.5 + 0.5 * op.Cos(math.pi * progress)
+        return _half_cosine(op, progress)
 
 
 @dataclass(frozen=True)
@@ -177,15 +177,16 @@ class OneCycle(Schedule):
                 f"schedule.rise: expected a share that leaves steps to rise and to fall, found {self.rise} of "
                 f"{self.steps}"
             )
-        up = _half_cosine(op, t / top)
-        down = _half_cosine(op, op.Max(t - top, 0.0) / (last - top))
+        up = _half_cosine(op, op.Min(t / top, 1.0))
+        down = _half_cosine(op, op.Min(op.Max(t - top, 0.0) / (last - top), 1.0))
         low, lowest = 1 / self.start, 1 / self.start / self.finish
         return base * (1.0 + (low - 1.0) * up + (lowest - 1.0) * (1.0 - down))
 
 
 def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
-    """Emit (1 + cos(pi share)) / 2, of a share bounded to 1."""
-    return 0.5 + 0.5 * op.Cos(math.pi * op.Min(share, 1.0))
+    """Emit (1 + cos(pi share)) / 2, by the sine of half the angle: onnxruntime 1.19 has no Cos in double."""
+    sine = op.Sin(math.pi / 2 * share)
+    return 1.0 - sine * sine
 
 
 @dataclass(frozen=True)

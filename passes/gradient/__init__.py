@@ -14,6 +14,7 @@ from graphopt.roles import Role
 from passes.gradient import rules as rules
 from passes.gradient.registry import elementwise, has_rule, no_gradient, rule
 from passes.gradient.walk import backward, is_differentiable
+from passes.shapes import ensure_typed
 
 __all__ = ["Gradient", "backward", "elementwise", "has_rule", "is_differentiable", "no_gradient", "rule"]
 
@@ -31,12 +32,17 @@ class Gradient(Pass):
         loss = roles.the(model, Role.LOSS, "Gradient")
         parameters = roles.with_role(model, Role.PARAMETER)
         if not parameters:
-            raise GraphoptError("Gradient needs parameters, found none: run Parameters first, or loosen its pattern")
+            raise GraphoptError(
+                "Gradient needs parameters, found none: run Parameters first, or loosen its pattern"
+            )
+        ensure_typed(model)
         with Emitter(model) as op:
             gradients = backward(op, model.graph, {loss: op.constant(1.0, like=loss)}, parameters)
             missing = [parameter.name for parameter in parameters if parameter not in gradients]
             if missing:
-                raise GraphoptError(f"the loss does not depend on {', '.join(map(repr, missing))}: freeze them")
+                raise GraphoptError(
+                    f"the loss does not depend on {', '.join(map(repr, missing))}: freeze them"
+                )
             for parameter in parameters:
                 gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter
+from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.convolution import Window, transposed, window_of
@@ -34,16 +34,16 @@ def max_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """Where windows are apart, compare their elements with their maximum; else ask where each maximum was.
+    """Where windows lie side by side, compare their elements with their maximum; else ask where each maximum was.
 
     The first form takes half the time on the CPU, where MaxPool is slow when it gives positions too; but ONNX
     Runtime has no ConvTranspose for float64.
     """
-    sized = not auto_pad.startswith("SAME") or all(isinstance(size, int) for size in dims_of(x)[2:])
+    sized = all(isinstance(size, int) for size in dims_of(x)[2:])
     if sized and not ceil_mode and x.dtype != ir.DataType.DOUBLE:
         window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
-        if all(reach <= stride for reach, stride in zip(window.extent, window.strides, strict=True)):
-            chosen = mask(op, op.Equal(x, spread_window(op, window, y, x)), x)
+        if window.extent == window.strides:
+            chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
             share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))
             return [chosen * spread_window(op, window, share, x)]
     return [scatter_back(op, dy, maxima(op, node, x), x)]
@@ -96,6 +96,26 @@ def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
     return reshape_like(op, transposed(op, window, planes, ones, x), x)
+
+
+def repeat_window(op: Emitter, window: Window, y: Value, x: Value) -> Value:
+    """Return for each element of `x` that of `y` in whose window it is, where windows lie side by side; 0 in none.
+
+    To the last bit, which a convolution on a GPU need not keep.
+    """
+    scales = op.constant(np.array([1, 1, *window.strides], np.float32))
+    up: Value = op.Resize(
+        y, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+    )
+    sizes, windows = ([size for size in dims_of(value)[2:] if isinstance(size, int)] for value in (x, y))
+    spans = [count * stride for count, stride in zip(windows, window.strides, strict=True)]
+    ends = [begin + size for begin, size in zip(window.begin, sizes, strict=True)]
+    if any(window.begin) or any(end < span for end, span in zip(ends, spans, strict=True)):
+        up = op.Slice(up, window.begin, ends, list(range(2, rank(x))))
+    missing = [max(end - span, 0) for end, span in zip(ends, spans, strict=True)]
+    if any(missing):
+        up = op.Pad(up, [0] * (rank(x) + 2) + missing)
+    return like(up, x)
 
 
 def divisor(

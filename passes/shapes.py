@@ -1,0 +1,136 @@
+"""Types and shapes: inferred, computed where they are known, named where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxscript.optimizer
+import onnxscript.rewriter
+from onnxscript.rewriter.pattern import RewriteRule
+from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
+
+from graphopt.errors import GraphoptError
+
+
+def ensure_typed(model: ir.Model) -> None:
+    """Infer types where some are missing, in a model that `Normalize` has not seen."""
+    if next(_untyped(model), None) is not None:
+        infer(model)
+
+
+def fold_shapes(model: ir.Model) -> None:
+    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
+    onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
+    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
+    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
+
+
+def _is_integral(node: ir.Node) -> bool | None:
+    floating = any(output.dtype is not None and output.dtype.is_floating_point() for output in node.outputs)
+    return False if floating else None
+
+
+def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    return op.Gather(op.Shape(x), index, axis=0)
+
+
+def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
+    """Return the sizes of `x` along the axes `index`, or None where they are not known."""
+    axes = ir.convenience.get_const_tensor(index)
+    if axes is None or x.shape is None:
+        return None
+    dims = [x.shape[axis] for axis in axes.numpy().ravel().tolist()]
+    known = all(isinstance(dim, int) for dim in dims)
+    return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
+
+
+def _is_static(context: Any, x: ir.Value, index: ir.Value) -> bool:
+    return _sizes(x, index) is not None
+
+
+def _as_constant(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    sizes = _sizes(x, index)
+    assert sizes is not None
+    return op.Constant(value=ir.tensor(sizes))
+
+
+STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _is_static)
+
+
+def infer(model: ir.Model) -> None:
+    """Infer the type and shape of every value of the main graph; unknown dimensions get names."""
+    names = (f"unknown_{i}" for i in range(2**62))
+    name_dimensions(model.graph.inputs, names)
+    _infer_all(model)
+    untyped = next(_untyped(model), None)
+    while untyped is not None:
+        if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
+            operator = f"{untyped.domain}::{untyped.op_type}" if untyped.domain else untyped.op_type
+            raise GraphoptError(
+                f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
+                f"expected an operator of ONNX or a function in the model"
+            )
+        _infer_all(model)
+        untyped = next(_untyped(model), None)
+    name_dimensions((output for node in model.graph for output in node.outputs), names)
+
+
+def _untyped(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in model.graph if any(output.type is None for output in node.outputs))
+
+
+def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
+    """Type an output, of unknown shape, by an input of the same type: some schemas come without inference."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[node.domain], node.domain)  # type: ignore[union-attr]
+    except (onnx.defs.SchemaError, KeyError):
+        return False
+    variable = schema.outputs[output.index()].type_str  # type: ignore[index]
+    for formal, x in zip(schema.inputs, node.inputs, strict=False):
+        if x is not None and formal.type_str == variable:
+            output.type = x.type
+    return output.type is not None
+
+
+def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=data_prop)
+
+
+def _infer_all(model: ir.Model) -> None:
+    """Type values as ONNX's inference does; it is spared the weights."""
+    proto = ir.to_proto(model)
+    for tensor in [tensor for tensor in proto.graph.initializer if tensor.ByteSize() > 1000]:
+        proto.graph.input.append(
+            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        )
+        proto.graph.initializer.remove(tensor)
+    try:
+        typed = _inferred(proto, data_prop=True)
+    except onnx.shape_inference.InferenceError:
+        try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
+            typed = _inferred(proto, data_prop=False)
+        except onnx.shape_inference.InferenceError as error:
+            raise GraphoptError(f"cannot infer the model's shapes: {' '.join(str(error).split())}") from error
+    inferred = ir.convenience.create_value_mapping(ir.from_proto(typed).graph, include_subgraphs=False)
+    for node in model.graph:
+        for output in node.outputs:
+            found = inferred.get(output.name or "")
+            if found is not None and found.type is not None:
+                output.type, output.shape = found.type, found.shape
+
+
+def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
+    """Give every unknown dimension a name, so that equal names mean equal sizes."""
+    for value in values:
+        if value.shape is not None and value.shape.has_unknown_dim():
+            value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
+
+
+def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    return next(names) if dim.value is None else dim.value
