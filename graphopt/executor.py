@@ -17,6 +17,7 @@ from graphopt.checkpoint import load_state, save_state
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load
 from graphopt.roles import STATE, Role, role_of, with_role
+from graphopt.state import STEP
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -123,6 +124,8 @@ class Executor:
             self._inputs[name].check(np.asarray(array))
         for name, array in arrays.items():
             buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+            if name == STEP:
+                self.steps = int(array)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all state to a checkpoint, from which `load` goes on bit for bit."""
@@ -176,9 +179,12 @@ class Executor:
             )
         self.steps = 0
         self._session = self._device.session(self._model)
-        self._state = [
-            {name: self._device.buffer(initial[name]) for name in initial if name in kept} for _ in range(2)
-        ]
+        first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
+        updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
+        second = {
+            name: self._device.buffer(initial[name]) if name in updated else first[name] for name in first
+        }
+        self._state = [first, second]
         self._hyperparameters = {
             name: self._device.buffer(array) for name, array in initial.items() if name not in kept
         }
@@ -193,6 +199,7 @@ class Executor:
             str(v.name): len(v.shape) if v.shape is not None else None for v in self._model.graph.outputs
         }
         self._arrays = [name for name in names if ranks[name] != 0]
+        self._needed = list(self.inputs)
         self._shared = _shared_dimensions(self.inputs.values())
         self._current = 0
         self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
@@ -215,7 +222,7 @@ class Executor:
             if name not in self._inputs or name in self._state[0]:
                 raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
             self._inputs[name].check(np.asarray(array) if name in self.hyperparameters else array)
-        for name in self.inputs:
+        for name in self._needed:
             if name not in feeds:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
         for dimension, places in self._shared:

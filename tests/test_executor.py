@@ -88,6 +88,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(executor, tmp_path):
     losses = [executor.step(x=X, target=T)["loss"] for _ in range(3)]
     again = graphopt.Executor(compiled(), threads=1)
     again.load(tmp_path / "state.safetensors")
+    assert again.steps == 1
     assert [again.step(x=X, target=T)["loss"] for _ in range(3)] == losses
 
 
