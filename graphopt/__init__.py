@@ -4,7 +4,7 @@ from graphopt.errors import GraphoptError
 from graphopt.executor import Executor, NonFiniteLoss
 from graphopt.listing import listing
 from graphopt.loading import load, save
-from graphopt.pipeline import Pipeline, compile, standard
+from graphopt.pipeline import Pipeline, compile, grad, standard
 
 __all__ = [
     "Executor",
@@ -12,6 +12,7 @@ __all__ = [
     "GraphoptError",
     "Pipeline",
     "compile",
+    "grad",
     "listing",
     "load",
     "save",

@@ -99,6 +99,36 @@ def standard(**steps: Step | Sequence[Step] | None) -> Pipeline:
     return Pipeline(**{**defaults, **steps})
 
 
+def grad(
+    model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
+) -> ir.Model:
+    """Return a model with the gradients of one of its outputs by inputs or weights as outputs `OF.grad.X`.
+
+    It is a model like any other, so that `grad` of it gives second derivatives.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        wrt: the names of the inputs and weights to differentiate by.
+        of: the output to differentiate, which is summed; the only floating one by default.
+        seeded: add an input `OF.seed` that weighs the output's elements: a vector-Jacobian product.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: the model cannot be read, a name is unknown, or operators on the way have no rule.
+    """
+    names = ("normalize", "differentiate", "simplify")
+    normalize, differentiate, simplify = (pkgutil.resolve_name(f"passes.{name.title()}") for name in names)
+    loaded = load(model)
+    own = {output.name for output in loaded.graph.outputs}
+    normalize()(loaded)
+    differentiate(wrt, of, seeded)(loaded)
+    if not keep:
+        for output in [output for output in loaded.graph.outputs if output.name in own]:
+            loaded.graph.outputs.remove(output)
+    simplify()(loaded)
+    return loaded
+
+
 def compile(model: Source, **steps: Step | Sequence[Step] | None) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline; see `STANDARD` for the steps.
 

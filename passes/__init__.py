@@ -1,6 +1,7 @@
 """The library of passes: a file is a family, a family has one base class that owns the plumbing."""
 
 from passes.clipping import *
+from passes.differentiate import *
 from passes.gradient import Gradient as Gradient
 from passes.losses import *
 from passes.normalize import *

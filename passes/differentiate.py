@@ -1,0 +1,66 @@
+"""Gradients as a graph of their own: saliency, adversarial examples, physics-informed losses, Hessians."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError, known
+from graphopt.rewriting import Pass
+from passes.gradient import backward, is_differentiable
+from passes.shapes import ensure_typed
+
+__all__ = ["Differentiate"]
+
+
+@dataclass(frozen=True)
+class Differentiate(Pass):
+    """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` by X.
+
+    Args:
+        wrt: inputs, weights or other values of the graph, by name.
+        of: the output to differentiate; the only floating one by default.
+        seeded: add an input `OF.seed` of the shape of `of`, by which its elements are weighted before they are
+            summed: a vector-Jacobian product.
+
+    Raises:
+        GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or operators have no rule.
+    """
+
+    wrt: tuple[str, ...] | list[str]
+    of: str | None = None
+    seeded: bool = False
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+        for name in self.wrt:
+            if name not in values or not is_differentiable(values[name]):
+                floating = [name for name, value in values.items() if is_differentiable(value)]
+                raise GraphoptError(known("floating value", name, floating))
+        y = self._output(model)
+        with Emitter(model) as op:
+            if self.seeded:
+                seed = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
+                model.graph.inputs.append(seed)
+            else:
+                seed = op.Expand(op.constant(1.0, like=y), op.shape_of(y))
+                seed.shape = y.shape
+            wrt = [values[name] for name in self.wrt]
+            gradients = backward(op, model.graph, {y: seed}, wrt)
+            for x in wrt:
+                if x not in gradients:
+                    raise GraphoptError(f"{y.name!r} does not depend on {x.name!r} differentiably")
+                model.graph.outputs.append(op.Identity(gradients[x], _outputs=[f"{y.name}.grad.{x.name}"]))
+
+    def _output(self, model: ir.Model) -> ir.Value:
+        floating = [output for output in model.graph.outputs if is_differentiable(output)]
+        chosen = [output for output in floating if self.of in (None, output.name)]
+        if len(chosen) != 1:
+            names = [output.name for output in floating]
+            raise GraphoptError(
+                f"of={self.of!r}: expected the name of one floating output, the model has {names}"
+            )
+        return chosen[0]

@@ -1,0 +1,152 @@
+"""Gradients as graphs: by inputs and weights, and gradients of gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import mlp, model
+
+import graphopt
+import passes
+from graphopt.testing import evaluator
+
+RNG = np.random.default_rng(5)
+
+
+def cnn():
+    return model(
+        """g (double[N,2,6,6] x) => (double[N,3] y) {
+            c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, kernel, bias)
+            r = Tanh(c)
+            p = AveragePool<kernel_shape=[2,2]>(r)
+            f = Flatten(p)
+            y = MatMul(f, weight)
+        }""",
+        dtype=np.float64,
+        kernel=RNG.standard_normal((4, 2, 3, 3)),
+        bias=RNG.standard_normal(4),
+        weight=RNG.standard_normal((16, 3)),
+    )
+
+
+def attention():
+    return model(
+        """g (double[N,5,4] x) => (double[N,5,4] y) {
+            n = LayerNormalization(x, scale, shift)
+            q = MatMul(n, query)
+            k = MatMul(n, key)
+            v = MatMul(n, value)
+            t = Transpose<perm=[0,2,1]>(k)
+            s = MatMul(q, t)
+            a = Softmax(s)
+            m = MatMul(a, v)
+            g = Gelu(m)
+            y = Add(x, g)
+        }""",
+        dtype=np.float64,
+        scale=RNG.standard_normal(4),
+        shift=RNG.standard_normal(4),
+        **{name: RNG.standard_normal((4, 4)) for name in ("query", "key", "value")},
+    )
+
+
+MODELS = {
+    "mlp": (lambda: mlp((4, 8, 3), dtype=np.float64), (6, 4), "fc0.weight"),
+    "cnn": (cnn, (2, 2, 6, 6), "kernel"),
+    "attention": (attention, (2, 5, 4), "query"),
+}
+
+
+def run(graph, **feeds):
+    names = [value.name for value in graph.graph.outputs]
+    return dict(zip(names, evaluator(graph).run(None, feeds), strict=True))
+
+
+def with_weight(graph, name, array):
+    changed = graph.clone()
+    changed.graph.initializers[name].const_value = ir.tensor(array, name=name)
+    return changed
+
+
+def slope(function, at, direction, step=1e-5):
+    return (function(at + step * direction) - function(at - step * direction)) / (2 * step)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_by_inputs_and_weights(name):
+    build, shape, weight = MODELS[name]
+    x, proto = RNG.standard_normal(shape), build()
+    graph = graphopt.grad(proto, ["x", weight])
+    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
+    found = run(graph, x=x)
+    direction = RNG.standard_normal(shape)
+    expected = slope(lambda at: run(graph, x=at)["y"].sum(), x, direction)
+    np.testing.assert_allclose(np.vdot(found["y.grad.x"], direction), expected, rtol=1e-6)
+    at = graph.graph.initializers[weight].const_value.numpy()
+    direction = RNG.standard_normal(at.shape)
+    expected = slope(lambda at: run(with_weight(graph, weight, at), x=x)["y"].sum(), at, direction)
+    np.testing.assert_allclose(np.vdot(found[f"y.grad.{weight}"], direction), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["x", "weight"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hessian_vector_products(name, by):
+    build, shape, weight = MODELS[name]
+    by = "x" if by == "x" else weight
+    x, proto = RNG.standard_normal(shape), build()
+    first = graphopt.grad(proto, [by])
+    second = graphopt.grad(first, [by], of=f"y.grad.{by}", seeded=True)
+    onnx.checker.check_model(ir.to_proto(second), full_check=True)
+    if by == "x":
+        direction = RNG.standard_normal(shape)
+        expected = slope(lambda at: run(first, x=at)["y.grad.x"], x, direction)
+    else:
+        at = first.graph.initializers[weight].const_value.numpy()
+        direction = RNG.standard_normal(at.shape)
+        expected = slope(lambda at: run(with_weight(first, weight, at), x=x)[f"y.grad.{by}"], at, direction)
+    found = run(second, x=x, **{f"y.grad.{by}.seed": direction})[f"y.grad.{by}.grad.{by}"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+def test_the_batch_stays_dynamic_and_own_outputs_can_go():
+    graph = graphopt.grad(mlp(), ["x"], keep=False)
+    for batch in (1, 7):
+        outputs = run(graph, x=np.ones((batch, 4), np.float32))
+        assert list(outputs) == ["y.grad.x"]
+        assert outputs["y.grad.x"].shape == (batch, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wrt": ["z"]}, "unknown floating value 'z'; known: .*fc0.weight"),
+        (
+            {"wrt": ["x"], "of": "z"},
+            r"of='z': expected the name of one floating output, the model has \['y'\]",
+        ),
+        ({"wrt": ["y"]}, None),
+    ],
+)
+def test_names_that_do_not_exist(options, message):
+    if message is None:
+        assert "y.grad.y" in [value.name for value in graphopt.grad(mlp(), **options).graph.outputs]
+        return
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.grad(mlp(), **options)
+
+
+def test_an_output_that_does_not_depend_on_an_input_is_refused():
+    proto = model(
+        "g (float[N,2] x, float[N,2] z) => (float[N,2] y, float[N,2] w) { y = Tanh(x)\n w = Tanh(z) }"
+    )
+    with pytest.raises(graphopt.GraphoptError, match="'y' does not depend on 'z' differentiably"):
+        graphopt.grad(proto, ["z"], of="y")
+
+
+def test_differentiate_is_a_pass():
+    loaded = graphopt.load(mlp())
+    passes.Differentiate(["fc0.bias"])(loaded)
+    onnx.checker.check_model(ir.to_proto(loaded), full_check=True)
+    assert [value.name for value in loaded.graph.outputs] == ["y", "y.grad.fc0.bias"]
