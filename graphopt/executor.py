@@ -63,6 +63,8 @@ class Executor:
         self._on_nonfinite = on_nonfinite
         self._device = _Device(device, threads, deterministic)
         self._model = load(step)
+        self._current = 0  # which of the two sets of state buffers the next step reads
+        self.steps = 0
         self._inputs = {str(v.name): _Input(v) for v in self._model.graph.inputs}
         self._start(_take_initial(self._model), report)
 
@@ -177,7 +179,6 @@ class Executor:
             raise GraphoptError(
                 f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
             )
-        self.steps = 0
         self._session = self._device.session(self._model)
         first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
         updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
@@ -201,7 +202,6 @@ class Executor:
         self._arrays = [name for name in names if ranks[name] != 0]
         self._needed = list(self.inputs)
         self._shared = _shared_dimensions(self.inputs.values())
-        self._current = 0
         self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
         self._forwards: dict[tuple[Role, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
+from graphopt.rewriting import outputs_kept
 from graphopt.roles import ORIGINAL_NAME, STATE, Role, role_of, with_role
+
+_INFERENCE = "graphopt.inference"
+
+
+def in_inference(
+    node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
+) -> None:
+    """Note how inference differs from training: some inputs are others, by name, or the output is an input."""
+    node.outputs[0].metadata_props[_INFERENCE] = json.dumps({"inputs": inputs or {}, "same_as": same_as})
 
 
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
-    """Return the part of a training graph that computes `outputs`, with the inputs that it needs."""
+    """Return the part of a training graph that computes `outputs`, in its inference form, and what it needs."""
     graph = ir.convenience.extract(model.graph, list(model.graph.inputs), list(outputs))
+    extracted = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+    with outputs_kept(extracted):
+        _switch_to_inference(graph)
+    IdentityEliminationPass()(extracted)
+    RemoveUnusedNodesPass()(extracted)
     for value in list(graph.inputs):
         if not value.uses() and not value.is_graph_output():
             graph.initializers.pop(value.name or "", None)
             graph.inputs.remove(value)
-    extracted = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     RemoveUnusedOpsetsPass()(extracted)
     return extracted
+
+
+def _switch_to_inference(graph: ir.Graph) -> None:
+    inputs = {value.name: value for value in graph.inputs}
+    for node in graph:
+        noted = node.outputs[0].metadata_props.pop(_INFERENCE, None)
+        if noted is None:
+            continue
+        changes = json.loads(noted)
+        for index, name in changes["inputs"].items():
+            node.replace_input_with(int(index), inputs[name])
+        if changes["same_as"] is not None:
+            same = node.inputs[changes["same_as"]]
+            assert same is not None
+            ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
 
 
 def trained(model: ir.Model, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:

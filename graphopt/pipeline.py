@@ -22,6 +22,7 @@ STANDARD: dict[str, str | None] = {
     "normalize": "passes.Normalize",
     "parameters": "passes.Parameters",
     "sort": "passes.SortInitializers",
+    "training": None,
     "loss": None,
     "regularizer": None,
     "gradient": "passes.Gradient",

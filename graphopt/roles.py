@@ -22,6 +22,7 @@ class Role(enum.Enum):
     SAMPLE_WEIGHT = "sample_weight"  # input: a weight for each row
     PARAMETER = "parameter"  # state: trained
     SLOT = "slot"  # state: an optimizer's own, one or more a parameter
+    STATISTIC = "statistic"  # state: gathered from the data, such as a running mean
     COUNTER = "counter"  # state: the number of steps done
     HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
     LOSS = "loss"  # output: the objective
@@ -32,7 +33,7 @@ class Role(enum.Enum):
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
-STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.COUNTER})
+STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
 
 
 def role_of(value: ir.Value) -> Role | None:

@@ -11,3 +11,4 @@ from passes.regularizers import *
 from passes.renaming import *
 from passes.schedules import *
 from passes.simplify import *
+from passes.training_mode import *

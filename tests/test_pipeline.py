@@ -22,6 +22,7 @@ FEEDS = {"x": X, "target": T}
 
 def full_pipeline():
     return standard(
+        training=passes.TrainingMode(),
         loss=passes.CustomLoss(lambda op, p, t: op.Abs(p - t)),
         regularizer=passes.L2(1e-3, parameters="*.weight"),
         clip=passes.ClipGlobalNorm(1.0),

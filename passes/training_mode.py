@@ -1,0 +1,145 @@
+"""Training behaviour of operators that inference switches off."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt import state
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from graphopt.inference import in_inference
+from graphopt.rewriting import Pass
+from graphopt.roles import Role
+from passes.shapes import ensure_typed
+
+__all__ = ["TrainingMode"]
+
+PRIME = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TrainingMode(Pass):
+    """Let BatchNormalization use each batch's statistics and Dropout drop, whichever mode the model comes in.
+
+    BatchNormalization's running statistics become state, updated as ONNX's specification says:
+    running * momentum + batch * (1 - momentum). Dropout's mask comes from integers alone (see `uniform`): the same
+    on every runtime, another each step, and the same again when training resumes. Evaluation, prediction and the
+    trained model have the inference form, with the new statistics.
+
+    Args:
+        batch_normalization: switch BatchNormalization.
+        dropout: switch Dropout.
+        seed: of the masks.
+
+    Raises:
+        GraphoptError: a running statistic is no initializer, or a Dropout's ratio is no constant.
+    """
+
+    batch_normalization: bool = True
+    dropout: bool = True
+    seed: int = 0
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        nodes = [node for node in model.graph if node.domain == ""]
+        if self.batch_normalization:
+            for node in nodes:
+                if node.op_type == "BatchNormalization":
+                    _normalize_batch(model, node)
+        if self.dropout:
+            dropouts = (node for node in nodes if node.op_type == "Dropout")
+            for number, node in zip(itertools.count(), dropouts, strict=False):
+                _drop(model, node, self.seed, number)
+
+
+def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
+    """Give a node of the inference form the batch's statistics: then its gradient rule is the inference form's."""
+    x = node.inputs[0]
+    assert x is not None and x.shape is not None
+    axes = [0, *range(2, len(x.shape))]
+    momentum = node.attributes.get_float("momentum", 0.9)
+    with Emitter(model) as op:
+        centered = x - op.ReduceMean(x, axes)
+        batch = op.ReduceMean(x, axes, keepdims=0), op.ReduceMean(centered * centered, axes, keepdims=0)
+        running = []
+        for index, statistic in zip((3, 4), batch, strict=True):
+            old = _statistic(model, node, index)
+            new = op.Cast(statistic, to=old.dtype)
+            state.set_next(model, old, op.Identity(momentum * old + (1 - momentum) * new))
+            node.replace_input_with(index, new)
+            running.append(str(old.name))
+    for output in node.outputs[1:]:
+        if output.uses() or output.is_graph_output():
+            raise GraphoptError(
+                f"BatchNormalization node {node.name!r}: expected its running statistics to be used by nothing, "
+                f"found {output.name!r} used: export the model without it"
+            )
+    node.resize_outputs(1)
+    node.attributes.pop("training_mode", None)
+    in_inference(node, inputs={3: running[0], 4: running[1]})
+
+
+def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:
+    """Return a running statistic as state of this node alone: exporters merge equal initial values."""
+    value = node.inputs[index]
+    assert value is not None
+    start = state.initial(value)
+    if start is None:
+        raise GraphoptError(
+            f"BatchNormalization node {node.name!r}: expected running statistics that are initializers, found "
+            f"{value.name!r}"
+        )
+    if value.is_initializer() and len(value.uses()) == 1:
+        return state.promote(model, value, Role.STATISTIC)
+    return state.declare(model, f"{value.name}.{node.name}", start.numpy(), Role.STATISTIC)
+
+
+def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
+    """Replace a Dropout by a product with a mask that has the mean 1."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None and x.dtype is not None
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    tensor = None if given is None else ir.convenience.get_const_tensor(given)
+    if given is not None and tensor is None:
+        raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {given.name!r}")
+    ratio = 0.5 if tensor is None else float(tensor.numpy().item())
+    with Emitter(model) as op:
+        drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
+        kept = op.Not(op.Less(drawn, round(ratio * PRIME)))
+        dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
+        like(dropped, y)
+        if len(node.outputs) > 1:
+            ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
+    name = y.name
+    y.name = f"{name}/replaced"
+    ir.convenience.replace_all_uses_with(y, dropped, replace_graph_outputs=True)
+    dropped.name = name
+    dropped.metadata_props.update(y.metadata_props)
+    model.graph.remove(node, safe=True)
+    producer = dropped.producer()
+    assert producer is not None
+    in_inference(producer, same_as=0)
+
+
+def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
+    """Emit int64 numbers from 0 to 2^31 - 2, uniform, of a counter (seed, number, step, position).
+
+    With p = 2^31 - 1, x -> x^5 is a permutation of the integers modulo p, as 5 does not divide p - 1 (Lidl,
+    Niederreiter, Finite Fields, theorem 7.8); all products stay below 2^62. A key that (seed, number, step) give
+    that way is added to the positions, spread by a primitive root of p (Park, Miller 1988), and permuted again.
+    """
+    random = np.random.default_rng([seed, number])
+    factor, offset, salt = (int(value) for value in random.integers(1, PRIME, 3))
+
+    def permute(x: ir.Value) -> ir.Value:
+        square = op.Mod(x * x, PRIME)
+        return op.Mod(op.Mod(square * square, PRIME) * x, PRIME)
+
+    key = permute(op.Mod(op.Mod(step, PRIME) * factor + offset, PRIME))
+    positions = op.Range(0, op.ReduceProd(shape, keepdims=0), 1)
+    spread = op.Mod(op.Mod(positions, PRIME) * 16807 + (key + salt), PRIME)
+    return op.Reshape(permute(spread), shape)

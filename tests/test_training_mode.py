@@ -1,0 +1,173 @@
+"""BatchNormalization and Dropout as they train, and their inference form again."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+import torch_models
+from builders import model, run
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+import graphopt
+import passes
+from graphopt import roles
+from graphopt.roles import Role
+from graphopt.testing import evaluator
+
+RNG = np.random.default_rng(6)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.bn1 = nn.BatchNorm2d(4, momentum=0.2)
+        self.bn2 = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.bn1(self.conv(x)))
+        return self.head(self.bn2(y.flatten(1)))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return Normalized()
+
+
+def batches(count):
+    torch.manual_seed(1)
+    return [(torch.randn(6, 2, 4, 4), torch.randint(0, 4, (6,))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_batch_normalization_trains_as_pytorchs(mode):
+    trained = network().train(mode == "train")
+    proto = torch_models.export(
+        trained, batches(1)[0][0], "torchscript"
+    )  # which updates the statistics, to train
+    trained.train()
+    step = graphopt.compile(
+        proto,
+        training=passes.TrainingMode(),
+        loss=passes.CrossEntropy(),
+        optimizer=passes.SGD(0.05, momentum=0.9),
+    )
+    onnx.checker.check_model(ir.to_proto(step), full_check=True)
+    executor = graphopt.Executor(step, threads=1)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.05, momentum=0.9)
+    for x, labels in batches(8):
+        loss = nn.functional.cross_entropy(trained(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        np.testing.assert_allclose(
+            executor.step(x=x.numpy(), target=labels.numpy())["loss"], loss.item(), rtol=1e-4
+        )
+    roles_ = {value.name: roles.role_of(value) for value in step.graph.inputs}
+    statistics = [value for name, value in executor.state.items() if roles_[name] is Role.STATISTIC]
+    assert len(statistics) == 4
+    for expected in (trained.bn1.running_mean.numpy(), trained.bn2.running_mean.numpy()):
+        assert any(np.allclose(s, expected, atol=1e-4) for s in statistics if s.shape == expected.shape)
+    x = batches(1)[0][0]
+    inference = executor.trained()
+    onnx.checker.check_model(inference, full_check=True)
+    found = ReferenceEvaluator(inference).run(None, {"x": x.numpy()})[0]
+    np.testing.assert_allclose(found, executor.predict(x=x.numpy())["y"], rtol=1e-4, atol=1e-5)
+    one = ReferenceEvaluator(inference).run(None, {"x": x.numpy()[:1]})[0]
+    np.testing.assert_allclose(one, found[:1], rtol=1e-4, atol=1e-5)
+
+
+def dropout(ratio="ratio", training="training"):
+    return model(
+        f"""g (float[N,40] x) => (float[N,40] y) {{
+            ratio = Constant<value = float {{0.3}}>()
+            training = Constant<value = bool {{0}}>()
+            h = Mul(x, w)
+            y = Dropout(h, {ratio}, {training})
+        }}""",
+        w=np.ones(40),
+    )
+
+
+def test_dropout_drops_its_share_another_each_step_and_the_same_when_resumed(tmp_path):
+    step = graphopt.compile(
+        dropout(),
+        training=passes.TrainingMode(seed=3),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.0),
+    )
+    x = np.ones((500, 40), np.float32)
+    executor = graphopt.Executor(step)
+    first = executor.step(x=x, target=x)["y"]
+    executor.save(tmp_path / "state")
+    second = executor.step(x=x, target=x)["y"]
+    kept = first != 0
+    assert abs(kept.mean() - 0.7) < 0.01
+    np.testing.assert_allclose(first[kept], 1 / 0.7, rtol=1e-6)
+    assert abs((kept & (second != 0)).mean() - 0.49) < 0.015
+    for lag in (1, 2, 40):  # neighbours in a row and in a column are independent
+        flat = kept.ravel()
+        assert abs(np.corrcoef(flat[:-lag], flat[lag:])[0, 1]) < 0.03
+    again = graphopt.Executor(step)
+    again.load(tmp_path / "state")
+    np.testing.assert_array_equal(again.step(x=x, target=x)["y"], second)
+    reference = run(step, 2, {"x": x, "target": x})
+    np.testing.assert_array_equal(reference[0]["y"], first)
+    np.testing.assert_array_equal(reference[1]["y"], second)
+    np.testing.assert_array_equal(executor.predict(x=x)["y"], x)
+    names = [node.op_type for node in executor.trained().graph.node]
+    assert names == ["Mul"]
+
+
+def test_the_gradient_of_dropout_is_that_of_what_it_kept():
+    step = graphopt.compile(dropout(), training=passes.TrainingMode(), loss=passes.MeanSquaredError())
+    x = RNG.standard_normal((3, 40)).astype(np.float32)
+    outputs = run(step, 1, {"x": x, "target": 0 * x})[0]
+    scale = outputs["y"] / x
+    np.testing.assert_allclose(
+        outputs["w.grad"], (2 * outputs["y"] * scale * x / x.size).sum(0), rtol=1e-4, atol=1e-7
+    )
+
+
+def test_equal_statistics_of_two_nodes_stay_apart():
+    proto = model(
+        """g (float[N,3] x) => (float[N,3] y) {
+            a = BatchNormalization(x, ones, zeros, zeros, ones)
+            b = Mul(a, two)
+            y = BatchNormalization(b, ones, zeros, zeros, ones)
+        }""",
+        ones=np.ones(3),
+        zeros=np.zeros(3),
+        two=np.full(3, 2.0),
+    )
+    step = graphopt.compile(
+        proto,
+        training=passes.TrainingMode(),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.0),
+    )
+    executor = graphopt.Executor(step)
+    x = RNG.standard_normal((50, 3)).astype(np.float32) + 5
+    executor.step(x=x, target=x)
+    statistics = [value for name, value in executor.state.items() if name.startswith("zeros.")]
+    assert len(statistics) == 2
+    np.testing.assert_allclose(statistics[0], 0.1 * x.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(statistics[1], 0, atol=1e-5)
+    trained = executor.trained()
+    found = evaluator(ir.from_proto(trained)).run(None, {"x": x})[0]
+    np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_ratio_that_is_no_constant_is_refused():
+    proto = model(
+        "g (float[N,4] x, float r) => (float[N,4] y) { h = Mul(x, w)\n y = Dropout(h, r) }", w=np.ones(4)
+    )
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"Dropout node .*: expected a constant ratio, found 'r'"
+    ):
+        graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError())
