@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt import inference
 from graphopt.checkpoint import load_state, save_state
 from graphopt.errors import GraphoptError
+from graphopt.feeds import Input, shared_dimensions
 from graphopt.loading import Source, load
 from graphopt.roles import STATE, Role, role_of, with_role
 from graphopt.state import STEP
@@ -65,7 +66,7 @@ class Executor:
         self._model = load(step)
         self._current = 0  # which of the two sets of state buffers the next step reads
         self.steps = 0
-        self._inputs = {str(v.name): _Input(v) for v in self._model.graph.inputs}
+        self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
         self._start(_take_initial(self._model), report)
 
     def step(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
@@ -201,7 +202,7 @@ class Executor:
         }
         self._arrays = [name for name in names if ranks[name] != 0]
         self._needed = list(self.inputs)
-        self._shared = _shared_dimensions(self.inputs.values())
+        self._shared = shared_dimensions(self.inputs.values())
         self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
         self._forwards: dict[tuple[Role, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 
@@ -273,44 +274,6 @@ class Executor:
         self._device.run(session, binding)
         values = binding.get_outputs()
         return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
-
-
-def _shared_dimensions(values: Iterable[ir.Value]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Return the symbolic dimensions that several inputs share, and where each stands."""
-    places: dict[str, list[tuple[str, int]]] = {}
-    for value in values:
-        for axis, dim in enumerate(value.shape or ()):
-            if not isinstance(dim, int) and dim.value is not None:
-                places.setdefault(dim.value, []).append((str(value.name), axis))
-    return [(dimension, found) for dimension, found in places.items() if len(found) > 1]
-
-
-class _Input:
-    """The element type and shape that an input accepts."""
-
-    def __init__(self, value: ir.Value) -> None:
-        assert value.dtype is not None
-        self.name = value.name
-        self.dtype = np.dtype(value.dtype.numpy())
-        self.shape = (
-            None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
-        )
-        self._text = str(value.shape)
-
-    def check(self, array: np.ndarray) -> None:
-        if not isinstance(array, np.ndarray):
-            raise GraphoptError(f"input {self.name!r}: expected a NumPy array, found {type(array).__name__}")
-        if array.dtype != self.dtype and self.shape != ():
-            raise GraphoptError(
-                f"input {self.name!r}: expected {self.dtype}, found {array.dtype}: convert it with .astype"
-            )
-        if self.shape is not None and (
-            len(self.shape) != array.ndim
-            or any(want not in (None, have) for want, have in zip(self.shape, array.shape, strict=True))
-        ):
-            raise GraphoptError(
-                f"input {self.name!r}: expected shape {self._text}, found {list(array.shape)}"
-            )
 
 
 class _Device:

@@ -1,0 +1,148 @@
+"""The base class of losses: it adds the inputs `target` and `sample_weight`, reduces, and makes the output `loss`."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt import state
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass
+from graphopt.roles import METRIC, Role, role_of, set_role, with_role
+from passes.gradient.walk import is_differentiable
+
+
+@dataclass(frozen=True)
+class Loss(Pass):
+    """Compare the model's floating output, or the one named `output`, with a new input `target`.
+
+    Args:
+        output: the name of the output to compare, where the model has several floating ones.
+        reduction: `mean` over all elements (weighted, where there are weights) or `sum`.
+        sample_weight: add an input `sample_weight`, a weight a row: `mean` is then the weighted mean.
+
+    Raises:
+        GraphoptError: `output` is no floating output of the model, or is not said and there are several.
+    """
+
+    output: str | None = field(default=None, kw_only=True)
+    reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+    sample_weight: bool = field(default=False, kw_only=True)
+
+    task: ClassVar[str] = "regression"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise GraphoptError(f"reduction: expected 'mean' or 'sum', found {self.reduction!r}")
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        with Emitter(model) as op:
+            report_loss(model, op, self.term(model, op))
+
+    @final
+    def term(self, model: ir.Model, op: Emitter, target_name: str = "target") -> ir.Value:
+        """Add the target's input and emit the reduced loss, a scalar."""
+        prediction = self._prediction(model)
+        target = self._target(model, op, prediction, target_name)
+        elements = self.compare(op, prediction, target)
+        weights = self.weight(op, prediction, target)
+        if self.sample_weight:
+            rows = _along_rows(op, _sample_weight(model, prediction), elements)
+            elements = elements * rows
+            weights = rows if weights is None else weights * rows
+        total = op.ReduceSum(elements, keepdims=0)
+        if self.reduction == "sum":
+            return total
+        if weights is None:
+            return op.ReduceMean(elements, keepdims=0)
+        if weights.shape != elements.shape:
+            weights = op.Expand(weights, op.shape_of(elements))
+        return total / op.ReduceSum(weights, keepdims=0)
+
+    @abstractmethod
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        """Emit the loss of each element, or of each row."""
+
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+        """Emit what each element counts in the mean, of the shape of `compare`'s result; None: 1 each."""
+        return None
+
+    def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
+        """Return the target's element type and shape; those of the prediction by default."""
+        assert prediction.dtype is not None and prediction.shape is not None
+        return prediction.dtype, prediction.shape
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        """Return what a metric must know of the target, beside its task."""
+        return {}
+
+    def _prediction(self, model: ir.Model) -> ir.Value:
+        own = (v for v in model.graph.outputs if role_of(v) in (None, Role.PREDICTION))
+        floating = [value for value in own if is_differentiable(value)]
+        outputs = floating
+        if self.output is not None:
+            outputs = [value for value in outputs if value.name == self.output]
+        if len(outputs) != 1:
+            names = [value.name for value in floating]
+            raise GraphoptError(
+                f"loss.output={self.output!r}: expected the name of one floating output, the model has {names}; "
+                f"for a loss on several use passes.Losses"
+            )
+        return outputs[0]
+
+    def _target(self, model: ir.Model, op: Emitter, prediction: ir.Value, name: str) -> ir.Value:
+        state.check_free(model, name)
+        dtype, shape = self.target_type(prediction)
+        target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+        target.metadata_props[METRIC] = json.dumps(
+            {"task": self.task, "output": prediction.name, **self.metric(prediction)}
+        )
+        model.graph.inputs.append(set_role(target, Role.TARGET))
+        return target
+
+
+def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
+    """Make `loss` the objective and the first output."""
+    if with_role(model, Role.LOSS):
+        raise GraphoptError(
+            "the model already has a loss: one loss pass a pipeline; for several outputs use Losses"
+        )
+    state.check_free(model, "loss")
+    loss = op.Identity(loss, _outputs=["loss"])
+    model.graph.outputs.insert(0, set_role(loss, Role.LOSS))
+
+
+def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
+    """Return the input `sample_weight`, one weight a row, shared by all losses."""
+    found = with_role(model, Role.SAMPLE_WEIGHT)
+    if found:
+        return found[0]
+    assert prediction.shape is not None
+    state.check_free(model, "sample_weight")
+    value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[0]]))
+    model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
+    return value
+
+
+def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
+    assert elements.shape is not None
+    rank = len(elements.shape)
+    return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
+
+
+def epsilon(value: ir.Value) -> float:
+    """Return the distance from 1 to the next number of the element type of `value`."""
+    assert value.dtype is not None
+    return float(np.finfo(value.dtype.numpy()).eps)
+
+
+def positive(op: Emitter, value: ir.Value) -> ir.Value:
+    """Clip `value` away from 0, where its logarithm is taken."""
+    return op.Max(value, epsilon(value))
