@@ -51,6 +51,29 @@ def mlp(
     return model(text, dtype=dtype, **weights)
 
 
+def attention(dtype: type = np.float32, seed: int = 0) -> onnx.ModelProto:
+    """Return a block of self-attention over 6 positions of 4 numbers, with a residual connection."""
+    rng = np.random.default_rng(seed)
+    t = TYPES[dtype]
+    return model(
+        f"""g ({t}[N,6,4] x) => ({t}[N,6,4] y) {{
+            n = LayerNormalization(x, scale, shift)
+            q = MatMul(n, query)
+            k = MatMul(n, key)
+            v = MatMul(n, value)
+            t = Transpose<perm=[0,2,1]>(k)
+            s = MatMul(q, t)
+            a = Softmax(s)
+            m = MatMul(a, v)
+            y = Add(x, m)
+        }}""",
+        dtype=dtype,
+        scale=np.ones(4),
+        shift=np.zeros(4),
+        **{name: rng.standard_normal((4, 4)) for name in ("query", "key", "value")},
+    )
+
+
 def identity(shape: str, dtype: str = "float") -> onnx.ModelProto:
     """Return y = x + w, of a parameter w that starts at zero: a loss of it is a loss of x."""
     proto = model(f"g ({dtype}[{shape}] x) => ({dtype}[{shape}] y) {{ y = Add(x, w) }}")

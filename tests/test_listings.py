@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import linear, mlp, model
+from builders import attention, linear, mlp, model
 
 import graphopt
 import passes
@@ -28,25 +28,6 @@ def cnn():
         kernel=RNG.standard_normal((2, 1, 3, 3)),
         bias=np.zeros(2),
         weight=RNG.standard_normal((32, 3)),
-    )
-
-
-def attention():
-    return model(
-        """g (float[N,6,4] x) => (float[N,6,4] y) {
-            n = LayerNormalization(x, scale, shift)
-            q = MatMul(n, query)
-            k = MatMul(n, key)
-            v = MatMul(n, value)
-            t = Transpose<perm=[0,2,1]>(k)
-            s = MatMul(q, t)
-            a = Softmax(s)
-            m = MatMul(a, v)
-            y = Add(x, m)
-        }""",
-        scale=np.ones(4),
-        shift=np.zeros(4),
-        **{name: RNG.standard_normal((4, 4)) for name in ("query", "key", "value")},
     )
 
 
