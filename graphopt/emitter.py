@@ -28,9 +28,28 @@ class Emitter(TapeBuilder):
 
     def __init__(self, model: ir.Model) -> None:
         super().__init__(features=BuilderFeature.FULL)
+        self._model = model
         self._graph = model.graph
         self._versions = model.opset_imports
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
+        self._depth = 0
+        self._taken: set[str | None] = set()
+
+    def within(self, body: ir.Graph) -> Emitter:
+        """Return an emitter into `body`, a graph of a node of this emitter's graph."""
+        inner = Emitter(self._model)
+        inner._graph, inner._depth = body, self._depth + 1
+        inner._taken = set(ir.convenience.create_value_mapping(body))
+        return inner
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The model's opsets."""
+        return self._versions
+
+    def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
+        """Return a new value, an input to be, of the type of `x`, and of its shape unless another is given."""
+        return self._named(ir.Value(type=x.type, shape=shape or x.shape))
 
     def __enter__(self) -> Emitter:
         self._outer = ir.set_value_magic_handler(self)
@@ -61,7 +80,25 @@ class Emitter(TapeBuilder):
     def _add_node(self, node: ir.Node) -> None:
         self._graph.append(node)
 
+    def _adapt_outputs(
+        self, outputs: int | Sequence[str | ir.Value], op_type: str
+    ) -> Sequence[ir.Value] | None:
+        """Name what is emitted into a body: its names and those of the graphs around it must differ."""
+        if self._depth == 0:
+            return super()._adapt_outputs(outputs, op_type)
+        values = [ir.Value() for _ in range(outputs)] if isinstance(outputs, int) else outputs
+        adapted = super()._adapt_outputs(values, op_type)
+        return adapted and [self._named(value) for value in adapted]
+
+    def _named(self, value: ir.Value) -> ir.Value:
+        names = (f"body{self._depth}_{i}" for i in range(len(self._taken), 2**62))
+        value.name = value.name or next(name for name in names if name not in self._taken)
+        self._taken.add(value.name)
+        return value
+
     def _infer_shapes(self, node: ir.Node) -> None:
+        if subgraphs(node):
+            return  # what emits such a node types it
         super()._infer_shapes(node)
         problem = node.metadata_props.pop(_INFERENCE_ERROR, None)
         if problem is not None:
@@ -135,6 +172,29 @@ class Emitter(TapeBuilder):
             dynamic = self.Mul(dynamic, size)
         count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
         return count if static == 1 else self.Mul(count, static)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs that a node's attributes hold: the branches of an If, the body of a loop."""
+    return [
+        attribute.as_graph()
+        for attribute in node.attributes.values()
+        if attribute.type == ir.AttributeType.GRAPH
+    ]
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Return the values of graphs around a node that the node's own graphs use."""
+    inside: set[ir.Value] = set()
+    used: dict[ir.Value, None] = {}
+    graphs = subgraphs(node)
+    for graph in graphs:
+        inside.update(graph.inputs, graph.initializers.values())
+        for inner in graph:
+            used.update(dict.fromkeys([x for x in inner.inputs if x is not None] + captured(inner)))
+            inside.update(inner.outputs)
+        used.update(dict.fromkeys(graph.outputs))
+    return [x for x in used if x not in inside]
 
 
 def like(value: ir.Value, model: ir.Value) -> ir.Value:

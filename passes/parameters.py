@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common
 
 from graphopt import state
+from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role
@@ -40,6 +42,7 @@ class Parameters(Pass):
     freeze: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
+        common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         floating = [value for value in model.graph.initializers.values() if is_differentiable(value)]
         for name, pattern in (("pattern", self.pattern), ("freeze", self.freeze)):
@@ -65,13 +68,21 @@ class Parameters(Pass):
 
 def weights(model: ir.Model) -> Iterator[ir.Value]:
     """Yield the initializers that the default rule trains."""
-    reached = {output for output in model.graph.outputs if is_differentiable(output)}
-    for node in reversed(model.graph):
-        if passes_gradient(node) and any(output in reached for output in node.outputs):
-            reached.update(x for i, x in enumerate(node.inputs) if x is not None and _carries(node, i))
+    reached: set[ir.Value] = set()
+    _reach(model.graph, reached)
     for value in model.graph.initializers.values():
         if value in reached and _is_weight(value):
             yield value
+
+
+def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
+    """Add all values from which a gradient could flow to an output of `graph`, through bodies too."""
+    reached.update(output for output in graph.outputs if is_differentiable(output))
+    for node in reversed(graph):
+        if passes_gradient(node) and any(output in reached for output in node.outputs):
+            reached.update(x for i, x in enumerate(node.inputs) if x is not None and _carries(node, i))
+            for body in subgraphs(node):
+                _reach(body, reached)
 
 
 def _carries(node: ir.Node, index: int) -> bool:

@@ -14,6 +14,7 @@ import onnxscript.rewriter
 from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
+from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 
 
@@ -75,10 +76,12 @@ STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _is_static)
 
 
 def infer(model: ir.Model) -> None:
-    """Infer the type and shape of every value of the main graph; unknown dimensions get names."""
+    """Infer the type and shape of every value, those of bodies too; unknown dimensions get names."""
     names = (f"unknown_{i}" for i in range(2**62))
     name_dimensions(model.graph.inputs, names)
     _infer_all(model)
+    while _shape_states(model.graph):
+        _infer_all(model)
     untyped = next(_untyped(model), None)
     while untyped is not None:
         if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
@@ -89,7 +92,8 @@ def infer(model: ir.Model) -> None:
             )
         _infer_all(model)
         untyped = next(_untyped(model), None)
-    name_dimensions((output for node in model.graph for output in node.outputs), names)
+    name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
+    name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
 
 
 def _untyped(model: ir.Model) -> Iterator[ir.Node]:
@@ -128,12 +132,58 @@ def _infer_all(model: ir.Model) -> None:
             typed = _inferred(proto, data_prop=False)
         except onnx.shape_inference.InferenceError as error:
             raise GraphoptError(f"cannot infer the model's shapes: {' '.join(str(error).split())}") from error
-    inferred = ir.convenience.create_value_mapping(ir.from_proto(typed).graph, include_subgraphs=False)
-    for node in model.graph:
-        for output in node.outputs:
-            found = inferred.get(output.name or "")
-            if found is not None and found.type is not None:
-                output.type, output.shape = found.type, found.shape
+    _take_types(model.graph, ir.from_proto(typed).graph)
+
+
+def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
+    """Type the values of a graph, and of the graphs in its nodes, like those of the same names in its twin."""
+    inferred = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
+    for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
+        found = inferred.get(value.name or "")
+        if found is not None and found.type is not None:
+            value.type, value.shape = found.type, found.shape
+    for node, twin in zip(graph, typed, strict=True):
+        for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
+            _take_types(body, typed_body)
+
+
+def _shape_states(graph: ir.Graph) -> bool:
+    """Give states of Loops the shape that they start with, less what a step changes; tell if any is new.
+
+    ONNX infers none, as a step could change even the rank.
+    """
+    new = False
+    for node in graph:
+        for body in subgraphs(node):
+            new |= _shape_states(body)
+            if node.op_type == "Loop":
+                states = zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], node.outputs, strict=False)
+                new |= any([_shape_state(body, *state) for state in states])
+    return new
+
+
+def _shape_state(
+    body: ir.Graph, initial: ir.Value | None, before: ir.Value, after: ir.Value, last: ir.Value
+) -> bool:
+    if initial is None or initial.shape is None:
+        return False
+    if before.shape is None:
+        before.shape = initial.shape
+        return True
+    if after.shape is None or len(after.shape) != len(before.shape):
+        return False
+    kept = ir.Shape([d if d == e else None for d, e in zip(before.shape, after.shape, strict=True)])
+    fixed = sum(isinstance(dim, int) for dim in kept)
+    if fixed < sum(isinstance(dim, int) for dim in before.shape):
+        before.shape = kept
+        for node in body.all_nodes():
+            for output in node.outputs:
+                output.shape = None
+        return True
+    if last.shape is None:
+        last.shape = kept
+        return True
+    return False
 
 
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:

@@ -152,7 +152,8 @@ def test_gradient_of_a_gradient_equals_finite_differences(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {op_type for domain, op_type in RULES if domain == ""} == {case.op_type for case in CASES}
+    elsewhere = {"If", "Scan", "Loop", "RNN", "GRU", "LSTM"}  # test_control_flow, test_recurrent
+    assert {op_type for domain, op_type in RULES if domain == ""} - elsewhere == {case.op_type for case in CASES}
 
 
 @pytest.mark.parametrize("case", NON_DIFFERENTIABLE, ids=str)

@@ -6,6 +6,8 @@ After the inputs a rule names, as keyword parameters, what else it needs: attrib
 included); `y`, the first output; `dys`, the gradients of all outputs (without it, a gradient of a further
 output is refused); `active`, the values that a gradient is wanted for (others may be left None); or `node`.
 
+The inputs of an operator with bodies are followed by the outer values that the bodies use.
+
 Rules ignore broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a
 row of local derivatives alone: `local(op, *inputs, output, **attributes)` an input, a value or a number.
 """

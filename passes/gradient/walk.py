@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, like
+from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import NO_GRADIENT, RULES, Gradients, accepted
 
 
 def backward(
-    op: Emitter, graph: ir.Graph, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
+    op: Emitter, graph: ir.Graph | ir.GraphView, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Emit the vector-Jacobian product of `graph`; return the gradient of each of `wrt` that it depends on.
 
@@ -36,7 +36,7 @@ def backward(
         dys = [gradients.get(y) for y in node.outputs]
         if all(dy is None for dy in dys):
             continue
-        for x, gradient in zip(node.inputs, _apply(op, graph, node, dys, active), strict=False):
+        for x, gradient in zip(reads(node), _apply(op, graph, node, dys, active), strict=False):
             if x is None or gradient is None or x not in active:
                 continue
             summed = sum_to(op, gradient, x)
@@ -45,7 +45,11 @@ def backward(
 
 
 def _apply(
-    op: Emitter, graph: ir.Graph, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]
+    op: Emitter,
+    graph: ir.Graph | ir.GraphView,
+    node: ir.Node,
+    dys: list[ir.Value | None],
+    active: frozenset[ir.Value],
 ) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, which is given what it names."""
     rule = RULES[node.domain, node.op_type]
@@ -58,7 +62,12 @@ def _apply(
             f"{node.op_type} node {node.name!r}: its rule differentiates the first output alone, and the "
             f"objective depends on {unused!r}: freeze what is before it"
         )
-    return rule(op, dys[0], *node.inputs, **accepted(rule, named))
+    return rule(op, dys[0], *reads(node), **accepted(rule, named))
+
+
+def reads(node: ir.Node) -> list[ir.Value | None]:
+    """Return a node's inputs, and then the outer values that its bodies use."""
+    return [*node.inputs, *captured(node)]
 
 
 def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
@@ -175,12 +184,14 @@ def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return op.Reshape(summed, want)
 
 
-def _between(graph: ir.Graph, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]) -> list[ir.Node]:
+def _between(
+    graph: ir.Graph | ir.GraphView, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]
+) -> list[ir.Node]:
     """Return the nodes on differentiable paths from `wrt` to `seeds`, in graph order."""
     forward = set(wrt)
     ahead = []
     for node in graph:
-        if passes_gradient(node) and any(x in forward and is_differentiable(x) for x in node.inputs):
+        if passes_gradient(node) and any(x in forward and is_differentiable(x) for x in reads(node)):
             ahead.append(node)
             forward.update(output for output in node.outputs if is_differentiable(output))
     behind = set(seeds)
@@ -188,7 +199,7 @@ def _between(graph: ir.Graph, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]
     for node in reversed(ahead):
         if any(output in behind for output in node.outputs):
             path.append(node)
-            behind.update(x for x in node.inputs if x is not None)
+            behind.update(x for x in reads(node) if x is not None)
     return path[::-1]
 
 

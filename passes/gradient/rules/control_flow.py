@@ -1,0 +1,289 @@
+"""If, Scan and Loop: the gradient is such a node too, whose bodies compute a step again and then go it back.
+
+https://onnx.ai/onnx/operators: what the states of a loop were at the start of each step becomes an output of
+the node; the rest of a step is computed again. Gradients of values that a body captures add up in states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from onnx_ir import Graph, Node, Value
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.walk import backward, dims_of, is_differentiable, zeros
+
+Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
+Sequences = list[
+    tuple[Value, Value, int, int]
+]  # of a Scan: a body's input, what it is a slice of, axis, direction
+
+
+@rule("If")
+def if_(
+    op: Emitter,
+    dy: Value,
+    condition: Value,
+    *outer: Value,
+    dys: list[Value | None],
+    active: frozenset[Value],
+    then_branch: Graph,
+    else_branch: Graph,
+) -> Gradients:
+    """Differentiate each branch by all that either of them captures."""
+    wrt = floating(x for x in outer if x in active)
+    branches = {"then_branch": copy(then_branch), "else_branch": copy(else_branch)}
+    for branch in branches.values():
+        with op.within(branch) as inner:
+            ends = [(y, like(inner.Identity(dy), y)) for y, dy in zip(branch.outputs, dys, strict=True) if dy]
+            gradients = backward(inner, branch, added(inner, ends), wrt)
+            finish(inner, branch, [gradients.get(x) or zeros(inner, x) for x in wrt])
+    found = dict(zip(wrt, emit(op, "If", [condition], wrt, **branches), strict=True))
+    return [None, *(found.get(x) for x in outer)]
+
+
+class Back:
+    """A copy of a loop's body that goes a step back, from the gradients of its results to those of its inputs.
+
+    Its inputs are the gradients of the states, sums of the gradients of captured values, and what the loop adds;
+    its outputs are both for the next step, and the gradients of the slices.
+    """
+
+    def __init__(self, op: Emitter, node: Node, outer: Iterable[Value], skip: int, states: int) -> None:
+        """Differentiate the body of `node`, of which `skip` inputs and then `states` come first."""
+        self.body = node.attributes["body"].as_graph()
+        for value in (*self.body.inputs, *self.body.outputs):
+            if not isinstance(value.type, ir.TensorType):
+                raise GraphoptError(
+                    f"{node.op_type} node {node.name!r}: no gradient through {value.name!r}, which is no tensor "
+                    f"but {value.type}: freeze what is before it"
+                )
+        self.graph = copy(self.body)
+        self.leading = list(self.graph.inputs[:skip])
+        self.states = list(self.graph.inputs[skip : skip + states])
+        self.slices = list(self.graph.inputs[skip + states :])
+        self.outer = floating(outer)
+        results = self.graph.outputs[max(skip - 1, 0) :]
+        with op.within(self.graph) as inner:
+            self.ends = [inner.value_like(y) if is_differentiable(y) else None for y in results]
+            ends = [(y, dy) for y, dy in zip(results, self.ends, strict=True) if dy is not None]
+            inputs = floating([*self.states, *self.slices])
+            found = backward(inner, self.graph, added(inner, ends), [*inputs, *self.outer])
+            totals = [inner.value_like(x) for x in self.outer]
+            self.graph.inputs.clear()
+            self.graph.inputs.extend([*(dy for dy in self.ends[:states] if dy is not None), *totals])
+            gradients = [found.get(x) or zeros(inner, x) for x in inputs]
+            carried = len(floating(self.states))
+            sums = [
+                like(total + found[x], x) if x in found else total
+                for total, x in zip(totals, self.outer, strict=True)
+            ]
+            finish(inner, self.graph, [*gradients[:carried], *sums, *gradients[carried:]])
+
+
+@rule("Scan")
+def scan(
+    op: Emitter,
+    dy: Value,
+    *inputs: Value,
+    node: Node,
+    dys: list[Value | None],
+    active: frozenset[Value],
+    num_scan_inputs: int,
+    scan_input_axes: Sequence[int] = (),
+    scan_input_directions: Sequence[int] = (),
+    scan_output_axes: Sequence[int] = (),
+    scan_output_directions: Sequence[int] = (),
+) -> Gradients:
+    """Scan the other way, over the states that each step began with, its slices and its outputs' gradients."""
+    n, end = len(node.inputs) - num_scan_inputs, len(node.inputs)
+    axes = [axis % len(dims_of(x)) for axis, x in zip(padded(scan_input_axes), inputs[n:end], strict=False)]
+    back = Back(op, node, (x for x in inputs[end:] if x in active), 0, n)
+    length = dims_of(inputs[n])[axes[0]]
+    sequences: Sequences = [
+        (x, saved(node, back.body, i, length), 0, 1) for i, x in enumerate(back.states) if x.uses()
+    ]
+    turned = [1 - way for way, _ in zip(padded(scan_input_directions), back.slices, strict=False)]
+    sequences += [
+        (x, sequence, axis, way)
+        for x, sequence, axis, way in zip(back.slices, inputs[n:end], axes, turned, strict=True)
+        if x.uses()
+    ]
+    sequences += [
+        (end_, dy_, axis, 1 - way)
+        for end_, dy_, axis, way in zip(
+            back.ends[n:], dys[n:], padded(scan_output_axes), padded(scan_output_directions), strict=False
+        )
+        if end_ is not None and dy_ is not None and end_.uses()
+    ]
+    sliced = [i for i, x in enumerate(back.slices) if is_differentiable(x)]
+    states = [i for i, x in enumerate(back.states) if is_differentiable(x)]
+    found = emit_scan(
+        op,
+        back.graph,
+        [*(dys[i] or zeros(op, inputs[i]) for i in states), *(zeros(op, x) for x in back.outer)],
+        sequences,
+        [*(inputs[i] for i in states), *back.outer, *(inputs[n + i] for i in sliced)],
+        scan_output_axes=[axes[i] for i in sliced],
+        scan_output_directions=[turned[i] for i in sliced],
+    )
+    places = dict(zip([*states, *back.outer, *(n + i for i in sliced)], found, strict=True))
+    return [places.get(i) for i in range(end)] + [places.get(x) for x in inputs[end:]]
+
+
+@rule("Loop")
+def loop(
+    op: Emitter,
+    dy: Value,
+    trips: Value | None,
+    condition: Value | None,
+    *inputs: Value,
+    node: Node,
+    dys: list[Value | None],
+    active: frozenset[Value],
+) -> Gradients:
+    """Loop as often as the node did, and take what a step needs from where it was kept, the last first."""
+    n = len(node.inputs) - 2
+    back = Back(op, node, (x for x in inputs[n:] if x in active), 2, n)
+    number, going = back.leading
+    numbers = saved(node, back.body, 0, None)
+    count = op.Squeeze(op.Shape(numbers), [0])
+    last = op.Sub(count, 1)
+    kept = [(x, saved(node, back.body, 2 + i, None)) for i, x in enumerate(back.states) if x.uses()]
+    kept += [
+        (x, dy) for x, dy in zip(back.ends[n:], dys[n:], strict=False) if x is not None and dy and x.uses()
+    ]
+    states = [i for i, x in enumerate(back.states) if is_differentiable(x)]
+    with op.within(back.graph) as inner:
+        turn, on = inner.value_like(number), inner.value_like(going)
+        at = inner.Sub(last, turn)
+        for x, stacked in [(number, numbers), *kept]:
+            ir.convenience.replace_all_uses_with(x, like(inner.Gather(stacked, at, axis=0), x))
+        ir.convenience.replace_all_uses_with(going, on)
+        back.graph.inputs[:0] = [turn, on]
+        back.graph.outputs.insert(0, inner.Identity(on))
+        back.graph.sort()
+    found = emit(
+        op,
+        "Loop",
+        [count, None, *(dys[i] or zeros(op, inputs[i]) for i in states), *(zeros(op, x) for x in back.outer)],
+        [*(inputs[i] for i in states), *back.outer],
+        body=back.graph,
+    )
+    places = dict(zip([*states, *back.outer], found, strict=True))
+    return [None, None, *(places.get(i) for i in range(n)), *(places.get(x) for x in inputs[n:])]
+
+
+def scan_over(
+    op: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool = False
+) -> list[Value]:
+    """Emit a Scan of a traced `step(op, states, slices)`, which returns the next states, and outputs.
+
+    Returns the last states and then the outputs of all steps along a first axis, each like its slice or state.
+    """
+    body = Graph([], [], nodes=[], opset_imports=op.versions, name="step")
+    with op.within(body) as inner:
+        carried = [inner.value_like(x) for x in states]
+        slices = [inner.value_like(x, ir.Shape(dims_of(x)[1:])) for x in sequences]
+        body.inputs.extend(carried)
+        following, outputs = step(inner, carried, slices)
+        finish(inner, body, [like(y, x) for y, x in zip(following, carried, strict=True)] + outputs)
+    length, way = dims_of(sequences[0])[0], int(reverse)
+    stacks = [Value(type=y.type, shape=ir.Shape([length, *dims_of(y)])) for y in outputs]
+    return emit_scan(
+        op,
+        body,
+        states,
+        [(x, sequence, 0, way) for x, sequence in zip(slices, sequences, strict=True)],
+        [*states, *stacks],
+        scan_output_axes=[0] * len(outputs),
+        scan_output_directions=[way] * len(outputs),
+    )
+
+
+def emit_scan(
+    op: Emitter,
+    body: Graph,
+    states: Sequence[Value],
+    sequences: Sequences,
+    models: Sequence[Value],
+    **attributes: list[int],
+) -> list[Value]:
+    """Emit a Scan whose outputs are like `models`; its body gets the slices as inputs."""
+    body.inputs.extend(x for x, *_ in sequences)
+    return emit(
+        op,
+        "Scan",
+        [*states, *(sequence for _, sequence, *_ in sequences)],
+        models,
+        body=body,
+        num_scan_inputs=len(sequences),
+        scan_input_axes=[axis for *_, axis, _ in sequences],
+        scan_input_directions=[way for *_, way in sequences],
+        **{name: value for name, value in attributes.items() if value},
+    )
+
+
+def emit(
+    op: Emitter, op_type: str, inputs: Sequence[Value | None], models: Iterable[Value], **attributes: object
+) -> list[Value]:
+    """Emit a node with bodies, whose outputs are like `models`."""
+    outputs = [Value(type=x.type, shape=x.shape) for x in models]
+    if outputs:
+        op.call_op(op_type, inputs, attributes, outputs=outputs)
+    return outputs
+
+
+def saved(node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | None) -> Value:
+    """Return a further output of a loop, added where it is missing: what an input of its body is in each step."""
+    x = body.inputs[index]
+    name = f"{next(y.name for y in node.outputs if y.name)}/{x.name}"
+    for y in node.outputs:
+        if y.name == name:
+            return y
+    kept = ir.node("Identity", [x], outputs=[Value(name=f"{name}/kept", type=x.type, shape=x.shape)])
+    body.append(kept)
+    body.outputs.append(kept.outputs[0])
+    node.resize_outputs(len(node.outputs) + 1)
+    stack = node.outputs[-1]
+    stack.name, stack.type, stack.shape = name, x.type, ir.Shape([length, *dims_of(x)])
+    for attribute in ("scan_output_axes", "scan_output_directions"):
+        if attribute in node.attributes:
+            ways = [*node.attributes.get_ints(attribute), 0]
+            node.attributes.add(ir.AttrInt64s(attribute, ways))
+    return stack
+
+
+def copy(graph: Graph) -> Graph:
+    """Return a copy of a body, which captures what it captures."""
+    return graph.clone(allow_outer_scope_values=True)
+
+
+def floating(values: Iterable[Value]) -> list[Value]:
+    """Return the values that have gradients."""
+    return [x for x in values if is_differentiable(x)]
+
+
+def padded(numbers: Sequence[int]) -> Sequence[int]:
+    """Return axes or directions, which are 0 where they are left out."""
+    return numbers or [0] * 10**4
+
+
+def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value]:
+    """Return the gradient of each value that may be several results of a body."""
+    total: dict[Value, Value] = {}
+    for y, dy in ends:
+        total[y] = like(total[y] + dy, y) if y in total else dy
+    return total
+
+
+def finish(op: Emitter, body: Graph, results: Iterable[Value]) -> None:
+    """Make `results` the outputs of a body, each a value of its own, and drop what none of them needs."""
+    outputs = [like(op.Identity(y), y) for y in results]
+    body.outputs.clear()
+    body.outputs.extend(outputs)
+    common.RemoveUnusedNodesPass()(ir.Model(body, ir_version=10))

@@ -1,0 +1,271 @@
+"""RNN, GRU and LSTM: their gradient is that of a Scan which computes what they do.
+
+https://onnx.ai/onnx/operators has the equations of a step. The input's products are one Gemm for all steps.
+The operator itself stays where it is: a runtime's own kernel is faster than a Scan, and the model's export keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir import Node, Value
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.control_flow import floating, scan_over
+from passes.gradient.walk import backward, dims_of
+
+Activation = Callable[[Any, Value], Value]
+Cell = Callable[..., list[Value]]
+
+DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+# Functions of op, x, alpha and beta; the defaults of those that a function has come first.
+ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
+    "affine": ((1.0, 0.0), lambda op, x, a, b: a * x + b),
+    "elu": ((1.0,), lambda op, x, a: op.Elu(x, alpha=a)),
+    "hardsigmoid": ((0.2, 0.5), lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b)),
+    "leakyrelu": ((0.01,), lambda op, x, a: op.LeakyRelu(x, alpha=a)),
+    "relu": ((), lambda op, x: op.Relu(x)),
+    "scaledtanh": ((1.0, 1.0), lambda op, x, a, b: a * op.Tanh(b * x)),
+    "sigmoid": ((), lambda op, x: op.Sigmoid(x)),
+    "softplus": ((), lambda op, x: op.Softplus(x)),
+    "softsign": ((), lambda op, x: op.Softsign(x)),
+    "tanh": ((), lambda op, x: op.Tanh(x)),
+    "thresholdedrelu": ((1.0,), lambda op, x, a: op.ThresholdedRelu(x, alpha=a)),
+}
+
+
+def rnn(op: Emitter, h: Value, gates: Value, r: Value, f: Activation) -> list[Value]:
+    return [f(op, op.Gemm(h, r, gates, transB=1))]
+
+
+def gru(
+    op: Emitter,
+    h: Value,
+    gates: Value,
+    rzr: Value,
+    rh: Value,
+    bias: Value | None,
+    f: Activation,
+    g: Activation,
+) -> list[Value]:
+    """With a `bias` of its own the state is multiplied before it is reset."""
+    zr, candidate = op.Split(gates, [2 * width(h), width(h)], axis=-1, _outputs=2)
+    z, reset = op.Split(f(op, op.Gemm(h, rzr, zr, transB=1)), num_outputs=2, axis=-1, _outputs=2)
+    if bias is None:
+        candidate = op.Gemm(reset * h, rh, candidate, transB=1)
+    else:
+        candidate = candidate + reset * op.Gemm(h, rh, bias, transB=1)
+    n = g(op, candidate)
+    return [n + z * (h - n)]
+
+
+def lstm(
+    op: Emitter,
+    h: Value,
+    c: Value,
+    gates: Value,
+    r: Value,
+    peepholes: Sequence[Value] | None,
+    coupled: bool,
+    f: Activation,
+    g: Activation,
+    squash: Activation,
+) -> list[Value]:
+    i, o, forget, cell = op.Split(op.Gemm(h, r, gates, transB=1), num_outputs=4, axis=-1, _outputs=4)
+    pi, po, pf = peepholes or (None, None, None)
+    i = f(op, i if pi is None else i + pi * c)
+    forget = 1 - i if coupled else f(op, forget if pf is None else forget + pf * c)
+    following = forget * c + i * g(op, cell)
+    o = f(op, o if po is None else o + po * following)
+    return [o * squash(op, following), following]
+
+
+CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
+
+
+@rule(*CELLS)
+def recurrent(
+    op: Emitter,
+    dy: Value,
+    *inputs: Value,
+    node: Node,
+    dys: list[Value | None],
+    active: frozenset[Value],
+    **attributes: Any,
+) -> Gradients:
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    start = len(graph)
+    outputs = expanded(op, node, *inputs, **attributes)
+    part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
+    seeds = {y: like(op.Identity(dy), y) for y, dy in zip(outputs, dys, strict=False) if dy is not None}
+    wrt = floating(x for x in dict.fromkeys(inputs) if x in active)
+    gradients = backward(op, part, seeds, wrt)
+    return [gradients.pop(x, None) for x in inputs]
+
+
+def expanded(
+    op: Emitter,
+    node: Node,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None = None,
+    lengths: Value | None = None,
+    h: Value | None = None,
+    c: Value | None = None,
+    p: Value | None = None,
+    *,
+    direction: str,
+    layout: int = 0,
+    **attributes: Any,
+) -> list[Value]:
+    """Emit what a recurrent operator computes: Y, Y_h and, of an LSTM, Y_c."""
+    ways = DIRECTIONS[direction]
+    x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
+    lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
+    weights = zip(*(parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
+    states = zip(
+        *(parts(op, v, len(ways), layout) for v in ([h, c] if node.op_type == "LSTM" else [h])), strict=True
+    )
+    functions = activations(node, len(ways), **attributes)
+    results = []
+    for reverse, (wi, ri, bi, pi), initial, chosen in zip(ways, weights, states, functions, strict=True):
+        gates, cell = prepared(op, node.op_type, x, wi, ri, bi, pi, chosen, **attributes)
+        start = [state if state is not None else no_state(op, x, ri) for state in initial]
+        results.append(run(op, cell, start, gates, lengths, reverse))
+    ys, *lasts = (list(values) for values in zip(*results, strict=True))
+    y = stacked(op, ys, 1)
+    return [
+        op.Transpose(y, perm=[2, 0, 1, 3]) if layout else y,
+        *(stacked(op, last, layout) for last in lasts),
+    ]
+
+
+def prepared(
+    op: Emitter,
+    op_type: str,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None,
+    p: Value | None,
+    functions: Sequence[Activation],
+    *,
+    linear_before_reset: int = 0,
+    input_forget: int = 0,
+    **_: Any,
+) -> tuple[Value, Cell]:
+    """Return the input's part of the gates in all steps, with every bias that can be in it, and the cell."""
+    gates = op.MatMul(x, op.Transpose(w))
+    n = width(r)
+    wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
+    extra: tuple[Any, ...] = (r,)
+    if op_type == "LSTM":
+        extra = r, None if p is None else op.Split(p, num_outputs=3, axis=0, _outputs=3), bool(input_forget)
+    elif op_type == "GRU":
+        extra = *op.Split(r, [2 * n, n], axis=0, _outputs=2), None
+        if linear_before_reset:
+            rb = op.constant([0.0] * 3 * n, like=x) if rb is None else rb
+            zr, own = op.Split(rb, [2 * n, n], axis=0, _outputs=2)
+            extra, rb = (*extra[:2], own), op.Pad(zr, [0, n])
+    for bias in (wb, rb):
+        gates = gates if bias is None else gates + bias
+    return gates, lambda op, *values: CELLS[op_type](op, *values, *extra, *functions)
+
+
+def run(
+    op: Emitter, cell: Cell, states: Sequence[Value], gates: Value, lengths: Value | None, reverse: bool
+) -> list[Value]:
+    """Return the output of all steps, 0 after a sequence's end, and the states at the end of each sequence."""
+
+    def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
+        following = cell(op, *states, slices[0])
+        if lengths is None:
+            return following, following[:1]
+        kept = [state + slices[1] * (y - state) for state, y in zip(states, following, strict=True)]
+        return kept, [slices[1] * following[0]]
+
+    if lengths is None:
+        *lasts, y = scan_over(op, step, states, [gates], reverse)
+        return [y, *lasts]
+    count = op.Squeeze(op.Shape(gates, start=0, end=1), [0])
+    inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
+    mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
+    mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
+    turn = (lambda v: like(op.ReverseSequence(v, lengths), v)) if reverse else (lambda v: v)
+    *lasts, y = scan_over(op, step, states, [turn(gates), mask])
+    return [turn(y), *lasts]
+
+
+def activations(
+    node: Node,
+    directions: int,
+    *,
+    activations: Sequence[str] = (),
+    activation_alpha: Sequence[float] = (),
+    activation_beta: Sequence[float] = (),
+    clip: float | None = None,
+    **_: Any,
+) -> Iterator[list[Activation]]:
+    """Yield the functions of each direction; parameters go, in order, to those that have them."""
+    alphas, betas = list(activation_alpha), list(activation_beta)
+    count = {"RNN": 1, "GRU": 2, "LSTM": 3}[node.op_type]
+    default = ["tanh"] if count == 1 else ["sigmoid", "tanh", "tanh"][:count]
+    names = [name.lower() for name in activations] or default
+    names = names if len(names) == count * directions else names[:count] * directions
+    found: list[Activation] = []
+    for i, name in enumerate(names):
+        if name not in ACTIVATIONS:
+            raise GraphoptError(f"{node.op_type} node {node.name!r}: unknown activation {name!r}")
+        defaults, function = ACTIVATIONS[name]
+        given = [
+            rest.pop(0) if rest else default for default, rest in zip(defaults, (alphas, betas), strict=False)
+        ]
+        found.append(activation(function, given, None if i % count == 2 else clip))
+    for i in range(0, len(found), count):
+        yield found[i : i + count]
+
+
+def activation(function: Callable[..., Value], parameters: Sequence[float], clip: float | None) -> Activation:
+    def clipped(op: Emitter, x: Value) -> Value:
+        return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
+
+    return clipped
+
+
+def parts(op: Emitter, value: Value | None, count: int, axis: int = 0) -> list[Value | None]:
+    """Return what each direction has of an input, None where it is left out."""
+    if value is None or count == 1:
+        return [None if value is None else op.Squeeze(value, [axis])] * count
+    return [
+        op.Squeeze(part, [axis]) for part in op.Split(value, num_outputs=count, axis=axis, _outputs=count)
+    ]
+
+
+def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
+    """Return the directions' results along an axis of their own."""
+    rows = [op.Unsqueeze(value, [axis]) for value in values]
+    return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=axis)
+
+
+def no_state(op: Emitter, x: Value, r: Value) -> Value:
+    """Return the state that a sequence starts with unless one is given: zeros."""
+    assert x.dtype is not None
+    shape = op.Concat(op.Shape(x, start=1, end=2), [width(r)], axis=0)
+    zeros: Value = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=x.dtype))
+    zeros.shape = ir.Shape([dims_of(x)[1], width(r)])
+    return zeros
+
+
+def width(x: Value) -> int:
+    """Return the hidden size, the last dimension of states and of recurrent weights."""
+    size = dims_of(x)[-1]
+    if not isinstance(size, int):
+        raise GraphoptError(f"{x.name!r}: expected a known hidden size, found {x.shape}")
+    return size

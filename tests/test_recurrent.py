@@ -1,0 +1,185 @@
+"""RNN, GRU and LSTM: every variant's gradient by finite differences, on the runtime, and as PyTorch trains."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import loops
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch_models
+from onnx import helper
+from torch import nn
+
+import graphopt
+import passes
+from graphopt import testing
+
+STEPS, ROWS, FEATURES, HIDDEN = 3, 2, 2, 2
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    op_type: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+    bias: bool = True
+    lengths: bool = False
+    states: bool = False
+    peepholes: bool = False
+    runtime: bool = True
+
+    def __str__(self) -> str:
+        marks = [name for name in ("lengths", "states", "peepholes") if getattr(self, name)]
+        attributes = [f"{name}={value}" for name, value in self.attributes.items()]
+        return "-".join([self.op_type, *attributes, *marks, *["no-bias"] * (not self.bias)]).replace(" ", "")
+
+
+TWO = {"direction": "bidirectional"}
+VARIANTS = [
+    *(Variant(op_type) for op_type in GATES),
+    *(Variant(op_type, {"direction": "reverse"}, bias=False) for op_type in GATES),
+    *(Variant(op_type, {"direction": "reverse"}, lengths=True, states=True) for op_type in GATES),
+    *(Variant(op_type, TWO, lengths=True) for op_type in GATES),
+    *(Variant(op_type, {**TWO, "clip": 0.4}, states=True) for op_type in GATES),
+    *(Variant(op_type, {**TWO, "layout": 1}, states=True, runtime=False) for op_type in GATES),
+    Variant("GRU", {"linear_before_reset": 1}, states=True),
+    Variant("GRU", {"linear_before_reset": 1, **TWO}, bias=False),
+    Variant("LSTM", {}, states=True, peepholes=True),
+    Variant("LSTM", {**TWO, "clip": 0.3}, lengths=True, peepholes=True),
+    Variant("LSTM", {"input_forget": 1}),
+    Variant("RNN", {"activations": ["Affine"], "activation_alpha": [0.5], "activation_beta": [0.1]}),
+    Variant("RNN", {"activations": ["Relu", "Softplus"], **TWO}),
+    Variant("RNN", {"activations": ["ThresholdedRelu"], "activation_alpha": [0.2]}),
+    Variant("GRU", {"activations": ["LeakyRelu", "Elu"], "activation_alpha": [0.3, 0.7]}),
+    Variant(
+        "LSTM",
+        {
+            "activations": ["HardSigmoid", "ScaledTanh", "Softsign"],
+            "activation_alpha": [0.3, 1.5],
+            "activation_beta": [0.4, 0.7],
+        },
+    ),
+]
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "evaluator", loops.evaluator)
+
+
+def inputs(variant: Variant, dtype: type) -> dict[str, np.ndarray]:
+    """Return the floating inputs of a variant, by name."""
+    ways = 2 if variant.attributes.get("direction") == "bidirectional" else 1
+    gates = GATES[variant.op_type] * HIDDEN
+    first, state = (STEPS, ROWS), (ways, ROWS)
+    if variant.attributes.get("layout"):
+        first, state = first[::-1], state[::-1]
+    shapes = {"x": (*first, FEATURES), "w": (ways, gates, FEATURES), "r": (ways, gates, HIDDEN)}
+    shapes |= {"b": (ways, 2 * gates)} if variant.bias else {}
+    if variant.states:
+        shapes |= {"h": (*state, HIDDEN)} | ({"c": (*state, HIDDEN)} if variant.op_type == "LSTM" else {})
+    shapes |= {"p": (ways, 3 * HIDDEN)} if variant.peepholes else {}
+    random = np.random.default_rng(1)
+    return {name: random.uniform(-1, 1, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def model_of(variant: Variant, dtype: type, dynamic: bool = False) -> onnx.ModelProto:
+    arrays = inputs(variant, dtype)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    if dynamic:
+        shapes["x"][:2] = ["T", "N"]
+    order = ["x", "w", "r", "b", "lengths", "h", "c", "p"]
+    present = {*arrays, *(["lengths"] if variant.lengths else [])}
+    outputs = ["y", "y_h", "y_c"][: 3 if variant.op_type == "LSTM" else 2]
+    node = helper.make_node(
+        variant.op_type,
+        [name if name in present else "" for name in order][: 8 if variant.op_type == "LSTM" else 6],
+        outputs,
+        hidden_size=HIDDEN,
+        **variant.attributes,
+    )
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()],
+        [helper.make_tensor_value_info(name, kind, None) for name in outputs],
+        [helper.make_tensor("lengths", onnx.TensorProto.INT32, [ROWS], [1, 3])] if variant.lengths else [],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model, strict_mode=True)
+
+
+def in_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    taken = {x.name: feeds[x.name].astype(np.float32) for x in session.get_inputs()}
+    return dict(zip([y.name for y in session.get_outputs()], session.run(None, taken), strict=True))
+
+
+@functools.cache
+def proved(variant: Variant) -> dict[str, np.ndarray]:
+    return testing.check_gradient(model_of(variant, np.float64), inputs(variant, np.float64))
+
+
+@each_variant
+def test_gradient_equals_finite_differences(variant: Variant) -> None:
+    proved(variant)
+
+
+@each_variant
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool) -> None:
+    model, feeds = model_of(variant, np.float32, dynamic), inputs(variant, np.float32)
+    outputs = testing.run(ir.from_proto(model), feeds)
+    if variant.runtime:
+        for name, y in in_onnxruntime(model, feeds).items():
+            np.testing.assert_allclose(y, outputs[name], rtol=1e-4, atol=1e-6)
+    gradients = testing.gradient_model(model)
+    ir.passes.common.RemoveUnusedNodesPass()(gradients)
+    found = in_onnxruntime(ir.to_proto(gradients), feeds | testing.random_seeds(outputs))
+    for name, expected in proved(variant).items():
+        assert testing.distance(found[f"{name}.grad"], expected) <= 2e-5, name
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.recurrent = kind(5, 7, batch_first=True, **options)
+        self.head = nn.Linear(14 if options else 7, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0].mean(1))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_losses_are_pytorchs(kind: Any, exporter: str) -> None:
+    options = {} if kind is nn.RNN else {"bidirectional": True, "num_layers": 2}
+    torch.manual_seed(0)
+    network = Recurrent(kind, **options).eval()
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # exporters merge weights that are equal
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch_models.export(network, torch.randn(5, 6, 5), exporter)
+    step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1, momentum=0.9))
+    executor = graphopt.Executor(step, threads=1)
+    reference = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    for i in range(10):
+        x, labels = torch.randn(4 + i % 3, 6, 5), torch.randint(0, 4, (4 + i % 3,))
+        loss = nn.functional.cross_entropy(network(x), labels)
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        assert executor.step(x=x.numpy(), target=labels.numpy())["loss"] == pytest.approx(
+            loss.item(), rel=1e-4
+        )
