@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.version_converter
 
 import passes.gradient as gradient
+from graphopt import schemas
 from graphopt.rewriting import Pass, outputs_kept
 from graphopt.roles import Role, role_of, set_role
+from passes.gradient.registry import NO_GRADIENT, RULES
 from passes.shapes import fold_shapes, infer
 
 __all__ = ["Normalize"]
@@ -50,6 +54,7 @@ class Normalize(Pass):
             model
         )
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+        expand(model)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
@@ -57,6 +62,73 @@ class Normalize(Pass):
         common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
+
+
+def expand(model: ir.Model) -> None:
+    """Replace every operator that ONNX defines as a function, and that has no rule, by its body."""
+    functions = _functions()
+    nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
+    version = model.opset_imports.get("", OPSET)
+    for node in nodes:  # inference and the inliner take an attribute that is not there for none
+        defaults = schemas.defaults("", node.op_type, version)
+        node.attributes.update(
+            {x.name: x for x in ir.convenience.convert_attributes(defaults | dict(node.attributes))}
+        )
+    if nodes:
+        infer(model)
+    for node in nodes:
+        body = _body(node, version)
+        given = zip(body.inputs, [x for x in node.inputs if x is not None], strict=True)
+        for formal, x in given:
+            ir.convenience.replace_all_uses_with(formal, x)
+        emitted, outputs = list(body), list(body.outputs)
+        body.outputs.clear()
+        body.remove(emitted)
+        for value in [output for part in emitted for output in part.outputs]:
+            value.name = f"{node.outputs[0].name}/{value.name}" if value.name else value.name
+        used = [y for y in node.outputs if y.name]
+        names = [y.name for y in used]
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], emitted, used, outputs)
+        for y, name in zip(outputs, names, strict=True):
+            y.name = name
+
+
+@functools.cache
+def _function_names() -> frozenset[str]:
+    """Return the operators that ONNX defines as functions, in any opset."""
+    return frozenset(
+        schema.name
+        for schema in onnx.defs.get_all_schemas_with_history()
+        if schema.domain == "" and (schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
+    )
+
+
+def _functions() -> list[str]:
+    """Return the operators that are differentiated through the functions that define them."""
+    known = RULES.keys() | NO_GRADIENT
+    return [name for name in _function_names() if ("", name) not in known]
+
+
+def _body(node: ir.Node, version: int) -> ir.Graph:
+    """Return the function that defines an operator, for the types of a node's inputs."""
+    inputs = [x and ir.Value(name=f"input{i}", type=x.type, shape=x.shape) for i, x in enumerate(node.inputs)]
+    outputs = [ir.Value(name=y.name and f"output{i}") for i, y in enumerate(node.outputs)]
+    call = ir.Node("", node.op_type, inputs, node.attributes.values(), outputs=outputs)
+    graph = ir.Graph(
+        [x for x in inputs if x is not None],
+        [y for y in outputs if y.name],
+        nodes=[call],
+        opset_imports={"": version},
+        name="call",
+    )
+    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
+    proto.graph.value_info.add(
+        name=""
+    ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT  # of what is left out
+    names = [("", name) for name in _functions()]
+    return ir.from_proto(
+        onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
+    ).graph
 
 
 def convert(model: ir.Model) -> None:
@@ -70,7 +142,7 @@ def convert(model: ir.Model) -> None:
             for node in model.graph.all_nodes()
             if node.domain == ""
             and onnx.defs.get_schema(node.op_type, version).since_version > OPSET
-            and not _same_but_for_types(node.op_type, version)
+            and not _is_older(node)
         }
         if newer:
             warnings.warn(
@@ -83,14 +155,13 @@ def convert(model: ir.Model) -> None:
     model.ir_version = IR_VERSION
 
 
-def _same_but_for_types(op_type: str, version: int) -> bool:
-    """Tell whether an operator of a newer opset differs from its working version in element types alone."""
-    new = onnx.defs.get_schema(op_type, version)
+def _is_older(node: ir.Node) -> bool:
+    """Tell whether a node uses nothing that its operator's working version lacks but element types."""
     try:
-        old = onnx.defs.get_schema(op_type, OPSET)
+        old = onnx.defs.get_schema(node.op_type, OPSET)
     except onnx.defs.SchemaError:
         return False
-    return set(new.attributes) == set(old.attributes) and len(new.inputs) == len(old.inputs)
+    return set(node.attributes) <= set(old.attributes) and len(node.inputs) <= old.max_input
 
 
 def _set_opset(model: ir.Model, version: int) -> None:

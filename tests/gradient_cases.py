@@ -30,6 +30,7 @@ class Case:
         tolerance: of the reference against finite differences.
         double: whether the operator has float64.
         runtime: whether ONNX Runtime has the operator.
+        opset: the first that has the operator, where that is no older one.
     """
 
     op_type: str
@@ -45,6 +46,7 @@ class Case:
     tolerance: float = 1e-6
     double: bool = True
     runtime: bool = True
+    opset: int = 21
 
     @property
     def sized(self) -> tuple[int, ...]:
@@ -95,12 +97,20 @@ def bools(*numbers: Any) -> np.ndarray:
     return np.array(numbers, bool)
 
 
+def scales(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
 def one(number: Any, dtype: type = np.float64) -> np.ndarray:
     return np.array(number, dtype)
 
 
 PADS = "SAME padding with strides depends on the spatial sizes"
 TRAINING = "ONNX Runtime for inference has no training mode"
+BINS = "ONNX infers the shape of a whole transform"
+NEW = "newer than ONNX Runtime"
+ALIAS = "ONNX Runtime's antialiasing differs from the reference"
+COMPLEX = "ONNX Runtime's transform of complex numbers differs"
 COUNT = "how many elements a last, partial window counts depends on the spatial sizes"
 
 BROADCASTS = [
@@ -222,6 +232,10 @@ CASES: list[Case] = [
     case("Einsum", (2, 3), (3, 2), (2,), equation="ab,bc,c->a"),
     case("Einsum", (2,), (3,), equation="a,b->ab"),
     case("Einsum", (2, 3), equation="...a->a..."),
+    *(
+        case("Det", shape, rigid="its cofactors depend on the size")
+        for shape in [(3, 3), (2, 2, 2), (2, 1, 1)]
+    ),
     # Convolutions.
     case("Conv", (2, 3, 5, 5), (4, 3, 3, 3), (4,)),
     case("Conv", (2, 2, 5, 6), (3, 2, 3, 2), strides=[2, 2], pads=[1, 0, 1, 1]),
@@ -262,6 +276,8 @@ CASES: list[Case] = [
     ),
     case("ConvTranspose", (1, 2, 3, 3), (2, 2, 3, 3), strides=[2, 2], auto_pad="SAME_UPPER", rigid=PADS),
     case("ConvTranspose", (1, 2, 5), (2, 3, 3), strides=[2], pads=[1, 1]),
+    case("Col2Im", (2, 12, 9), ints(4, 4), ints(2, 2)),
+    case("Col2Im", (1, 6, 9), ints(5, 6), ints(2, 3), strides=[2, 2], pads=[1, 0, 0, 1], dilations=[1, 1]),
     # Pooling.
     case("MaxPool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
     case("MaxPool", (2, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1]),
@@ -304,6 +320,7 @@ CASES: list[Case] = [
     case("AveragePool", (2, 2, 7), kernel_shape=[3], strides=[2]),
     case("AveragePool", (1, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
     *(case("LpPool", (1, 2, 5, 4), kernel_shape=[3, 2], p=p) for p in (2, 3)),
+    case("MaxUnpool", (1, 1, 2, 2), ints([[[5, 2], [8, 15]]]), kernel_shape=[2, 2], strides=[2, 2]),
     *(
         case(op, shape)
         for op in ("GlobalAveragePool", "GlobalMaxPool")
@@ -349,6 +366,83 @@ CASES: list[Case] = [
         for op in ("Softmax", "LogSoftmax")
         for a in [dict(), dict(axis=1), dict(axis=-3)]
     ),
+    *(case("LpNormalization", positive(2, 3, 4), axis=axis, p=p) for axis in (-1, 1) for p in (1, 2)),
+    *(case("LRN", (2, 5, 2, 3), size=n, alpha=0.3, beta=0.6, bias=1.5) for n in (3, 5)),
+    # Resampling.
+    *(
+        case("Resize", (1, 2, 3, 4), None, scales(1, 1, 2, 1.5), constant=(2,), mode=mode, **a)
+        for mode in ("nearest", "linear", "cubic")
+        for a in [
+            dict(),
+            dict(coordinate_transformation_mode="align_corners"),
+            dict(coordinate_transformation_mode="asymmetric"),
+        ]
+    ),
+    case(
+        "Resize", (1, 2, 3, 4), None, scales(1, 1, 2, 2), constant=(2,), mode="nearest", nearest_mode="floor"
+    ),
+    *(
+        case(
+            "Resize",
+            (1, 1, 5, 6),
+            None,
+            scales(1, 1, 0.6, 0.5),
+            constant=(2,),
+            mode=mode,
+            antialias=1,
+            runtime=False,
+            quirk=ALIAS,
+        )
+        for mode in ("linear", "cubic")
+    ),
+    case("Resize", (1, 2, 3, 4), None, None, ints(1, 2, 5, 2), mode="linear"),
+    # Quantization.
+    *(
+        case(
+            "DequantizeLinear",
+            np.arange(12, dtype=np.uint8).reshape(3, 4),
+            x,
+            z,
+            double=False,
+            tolerance=1e-3,
+            **a,
+        )
+        for x, z, a in [
+            ((), None, dict()),
+            (positive(4), np.array([3, 1, 4, 1], np.uint8), dict(axis=-1)),
+            (positive(3), None, dict(axis=0)),
+        ]
+    ),
+    case(
+        "DequantizeLinear",
+        np.arange(12, dtype=np.uint8).reshape(3, 4),
+        positive(3, 2),
+        double=False,
+        tolerance=1e-3,
+        axis=1,
+        block_size=2,
+        rigid="the blocks depend on the size",
+    ),
+    # Fourier transforms.
+    *(
+        case(
+            "DFT", (2, 6, n), length, ints(1)[0], rigid="real or complex", runtime=n == 1, quirk=COMPLEX, **a
+        )
+        for n, length, a in [
+            (1, None, dict()),
+            (2, None, dict()),
+            (2, None, dict(inverse=1)),
+            (1, None, dict(onesided=1)),
+            (1, ints(4)[0], dict()),
+            (2, ints(8)[0], dict()),
+        ]
+    ),
+    *(
+        case("DFT", (2, n, 2), ints(m)[0], inverse=1, onesided=1, runtime=False, quirk=COMPLEX)
+        for n, m in [(4, 6), (4, 7)]
+    ),
+    case("STFT", (2, 10, 1), ints(2)[0], positive(4), once=BINS, runtime=False, quirk=COMPLEX),
+    case("STFT", (2, 10, 1), ints(3)[0], None, ints(4)[0], once=BINS, runtime=False, quirk=COMPLEX),
     # Reductions.
     *(reduction(op, **a) for op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin") for a in AXES),
     *(
@@ -367,6 +461,11 @@ CASES: list[Case] = [
         for n in (0, -1)
         for a in [dict(), dict(exclusive=1, reverse=1)]
     ),
+    *(
+        case("CumProd", positive(2, 3), one(1, np.int64), opset=26, runtime=False, quirk=NEW, **a)
+        for a in [dict(), dict(exclusive=1, reverse=1)]
+    ),
+    case("Range", one(0.3), one(2.2), one(0.5), constant=(1,), double=False, tolerance=1e-3),
     # Shapes.
     *(case("Reshape", (2, 3, 4), ints(*shape)) for shape in [(6, 4), (0, -1), (-1,), (2, 2, 3, 2)]),
     case("Reshape", (2, 6), ints(3, -1), fed=True),
@@ -414,6 +513,13 @@ CASES: list[Case] = [
     case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
     case("TopK", (3, 4), ints(2), outputs=2),
     case("TopK", (3, 4), ints(2), outputs=2, axis=0, largest=0),
+    case("Unique", (2, 3)),
+    case("Unique", (3, 2), axis=0),
+    *(case("OneHot", ints(1, 0, 2), ints(3)[0], (2,), axis=axis) for axis in (-1, 0)),
+    *(
+        case("TensorScatter", (2, 4, 3), (2, 2, 3), *start, opset=24, runtime=False, quirk=NEW, **a)
+        for start, a in [([], dict()), ([ints(1, 2)], dict()), ([ints(3, 1)], dict(mode="circular"))]
+    ),
     case("Compress", (3, 4), bools(True, False, True), axis=0),
     case("Compress", (2, 3), bools(True, False, True, False, True)),
     *(

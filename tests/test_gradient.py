@@ -34,7 +34,7 @@ def is_fed(case: Case, name: str, x: np.ndarray) -> bool:
 
 
 def cast(x: np.ndarray, dtype: type) -> np.ndarray:
-    return x.astype(dtype) if x.dtype.kind == "f" else x
+    return x.astype(dtype) if x.dtype == np.float64 else x
 
 
 def precision(case: Case) -> type:
@@ -49,7 +49,7 @@ def point(case: Case, dtype: type) -> Arrays:
 def seeded(case: Case, dtype: type) -> Arrays:
     """Return what its gradient model is fed: inputs, and seeds of outputs."""
     outputs = run(model_of(case, precision(case)), point(case, precision(case)))
-    return point(case, dtype) | {name: cast(x, dtype) for name, x in random_seeds(outputs).items()}
+    return point(case, dtype) | {name: x.astype(dtype) for name, x in random_seeds(outputs).items()}
 
 
 def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
@@ -71,7 +71,7 @@ def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
     outputs = [onnx.ValueInfoProto(name=f"y{i}") for i in range(case.outputs)]
     node = helper.make_node(case.op_type, names, [y.name for y in outputs], "node", **case.attributes)
     graph = helper.make_graph([node], "graph", inputs, outputs[: case.used], initializers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", case.opset)], ir_version=10)
     return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True))
 
 
@@ -153,7 +153,9 @@ def test_gradient_of_a_gradient_equals_finite_differences(case: Case) -> None:
 
 def test_every_rule_has_a_case() -> None:
     elsewhere = {"If", "Scan", "Loop", "RNN", "GRU", "LSTM"}  # test_control_flow, test_recurrent
-    assert {op_type for domain, op_type in RULES if domain == ""} - elsewhere == {case.op_type for case in CASES}
+    assert {op_type for domain, op_type in RULES if domain == ""} - elsewhere == {
+        case.op_type for case in CASES
+    }
 
 
 @pytest.mark.parametrize("case", NON_DIFFERENTIABLE, ids=str)
@@ -192,7 +194,8 @@ def test_gradients_of_several_uses_and_of_inputs_on_the_way_add_up() -> None:
 
 def test_a_further_output_that_its_rule_does_not_know_is_refused() -> None:
     model = parsed(
-        "g (float[4, 3] x, float[3] w) => (float[4, 3] y, float[4, 1] m) { y, m = LayerNormalization(x, w) }"
+        "g (float[4, 3] x, float[3] w) => (float[4, 3] y, float[3] m) {"
+        "y, m, v = BatchNormalization<training_mode = 1>(x, w, w, w, w) }"
     )
     with pytest.raises(GraphoptError, match="'m'"):
         gradient_model(model)
@@ -223,3 +226,26 @@ def test_users_register_rules_of_their_own() -> None:
     finally:
         del RULES["user.test", "Foo"]
         NO_GRADIENT.remove(("user.test", "Bar"))
+
+
+@pytest.mark.parametrize("outputs", ["y, m", "y, m, s"])
+def test_statistics_of_a_layer_normalization_have_gradients(outputs: str) -> None:
+    results = ", ".join(f"float[4, {3 if name == 'y' else 1}] {name}" for name in outputs.split(", "))
+    model = parsed(f"g (float[4, 3] x, float[3] w) => ({results}) {{ {outputs} = LayerNormalization(x, w) }}")
+    check_gradient(model, {"x": spaced(4, 3), "w": spaced(3)})
+
+
+def test_an_operator_that_is_a_function_is_differentiated_through_its_body() -> None:
+    model = parsed(
+        "g (float[2, 4, 3] x, float[4] w, float[4] b) => (float[2, 4, 3] y)"
+        "{ y = GroupNormalization<num_groups = 2>(x, w, b) }"
+    )
+    check_gradient(model, {"x": spaced(2, 4, 3), "w": spaced(4), "b": spaced(4)})
+
+
+def test_a_loss_that_is_a_function_of_functions_has_a_gradient() -> None:
+    model = parsed(
+        "g (float[3, 4] x, float[4] w) => (float y) {"
+        "t = Constant<value = int64[3] {1, 3, 0}>() y = SoftmaxCrossEntropyLoss(x, t, w) }"
+    )
+    check_gradient(model, {"x": spaced(3, 4), "w": np.arange(1.0, 5.0)})

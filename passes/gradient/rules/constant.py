@@ -23,9 +23,9 @@ no_gradient(
     # Steps: the gradient is 0 wherever there is one.
     *("Ceil", "Floor", "Hardmax", "Round", "Sign"),
     # Shapes and positions.
-    *("ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "OneHot", "Shape", "Size", "Unique"),
+    *("ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Shape", "Size"),
     # Constants and sequences of numbers.
-    *("BlackmanWindow", "Constant", "ConstantOfShape", "EyeLike", "HammingWindow", "HannWindow", "Range"),
+    *("BlackmanWindow", "Constant", "ConstantOfShape", "EyeLike", "HammingWindow", "HannWindow"),
     *("MelWeightMatrix",),
     # Random numbers.
     *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),

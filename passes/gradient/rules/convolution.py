@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
@@ -15,7 +16,7 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.shape import rank, sizes_of
-from passes.gradient.walk import dims_of
+from passes.gradient.walk import constant_of, dims_of
 
 Dims = Sequence[int | ir.SymbolicDim]
 
@@ -199,3 +200,27 @@ def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
 def by_channel(op: Emitter, dy: Value, bias: Value | None) -> Value | None:
     """Return the gradient of what each channel adds."""
     return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
+
+
+@rule("Col2Im")
+def col2im(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    image: Value,
+    block: Value,
+    *,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    dilations: list[int] | None = None,
+) -> Gradients:
+    """Cut the image into its blocks again: a convolution by a kernel for each place in a block."""
+    taps = constant_of(block)
+    if taps is None:
+        raise GraphoptError(f"the gradient by {x.name!r} needs a known block shape")
+    places = int(taps.prod())
+    kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
+    planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
+    geometry = {"pads": pads, "strides": strides, "dilations": dilations}
+    blocks = op.Conv(planes, kernel, **{name: value for name, value in geometry.items() if value})
+    return [like(op.Reshape(blocks, op.shape_of(x)), x)]

@@ -11,7 +11,7 @@ from onnx_ir import Node, Value
 from graphopt.emitter import Emitter, like
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.shape import rank, reshape_like
-from passes.gradient.walk import constant_of, dims_of, zeros
+from passes.gradient.walk import constant_of, dims_of, further_output, zeros
 
 
 def positions(op: Emitter, x: Value) -> Value:
@@ -180,3 +180,46 @@ def scattered(
     kept, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
     share = dy / op.Max(scatter(kept, taken, "add"), 1.0)
     return [share * kept, None, gather(share) * taken]
+
+
+@rule("Unique")
+def unique(op: Emitter, dy: Value, x: Value, *, node: Node, axis: int | None = None) -> Gradients:
+    """Equal elements are one: the first of them gets the gradient."""
+    first = further_output(node, 1, ir.DataType.INT64, ir.Shape([None]))
+    if axis is not None:
+        return gather(op, dy, x, first, axis=axis)
+    return [scatter_back(op, dy, first, x)]
+
+
+@rule("OneHot")
+def one_hot(
+    op: Emitter, dy: Value, indices: Value, depth: Value, values: Value, *, y: Value, axis: int
+) -> Gradients:
+    """Each element is one of the two values, and the gradient of that one."""
+    hot = op.OneHot(indices, depth, op.CastLike(op.constant([0.0, 1.0]), values), axis=axis)
+    on, total = op.ReduceSum(dy * hot, keepdims=0), op.ReduceSum(dy, keepdims=0)
+    return [None, None, op.Concat(op.Unsqueeze(total - on, [0]), op.Unsqueeze(on, [0]), axis=0)]
+
+
+@rule("TensorScatter")
+def tensor_scatter(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    update: Value,
+    start: Value | None = None,
+    *,
+    axis: int,
+    mode: str,
+) -> Gradients:
+    """What is written to a cache replaces what was there; the rows of a batch start where each is told."""
+    dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
+    axis %= rank(x)
+    size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))
+    at = op.Unsqueeze(op.Range(0, size, 1), [*range(1, rank(x) - axis)])
+    if start is not None:
+        at = at + op.Unsqueeze(start, [*range(1, rank(x))])
+    if mode == "circular":
+        at = op.Mod(at, op.Shape(x, start=axis, end=axis + 1))
+    where = op.Expand(at, op.shape_of(update))
+    return [like(dx, x), like(op.GatherElements(dy, where, axis=axis), update)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.shape import rank, reshape_like
+from passes.gradient.rules.shape import rank, reshape_like, sizes_of
 from passes.gradient.walk import dims_of
 
 
@@ -103,3 +104,20 @@ def transpose(op: Emitter, x: Value) -> Value:
 def flatten(op: Emitter, x: Value) -> Value:
     """Return `x` as a matrix: all axes but the last are its rows."""
     return x if rank(x) == 2 else op.Flatten(x, axis=-1)
+
+
+@rule("Det")
+def det(op: Emitter, dy: Value, x: Value) -> Gradients:
+    """The cofactors: the determinant of what is left without an element's row and column, signed."""
+    n = dims_of(x)[-1]
+    if not isinstance(n, int):
+        raise GraphoptError(f"the gradient of Det by {x.name!r} needs a known size")
+    dy = op.Unsqueeze(dy, [-1, -2])
+    if n == 1:
+        return [like(dy, x)]
+    others = np.array([[k for k in range(n) if k != i] for i in range(n)])
+    rows, columns = others[:, None, :, None], others[None, :, None, :]
+    flat = op.Reshape(x, op.Concat(*([sizes_of(op, x, 0, -2)] * (rank(x) > 2)), [n * n], axis=0))
+    minors = op.Gather(flat, op.constant(rows * n + columns), axis=-1)
+    signs = op.constant((-1.0) ** np.add.outer(np.arange(n), np.arange(n)), like=x)
+    return [like(dy * signs * op.Det(minors), x)]

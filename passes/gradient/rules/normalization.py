@@ -7,7 +7,8 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter
 from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.shape import rank
+from passes.gradient.rules.elementwise import mask
+from passes.gradient.rules.shape import rank, reshape_like, sizes_of
 from passes.gradient.walk import dims_of, further_output
 
 
@@ -26,17 +27,19 @@ def standardized(op: Emitter, dz: Value, z: Value, inverse: Value, axes: list[in
 @rule("LayerNormalization")
 def layer_normalization(
     op: Emitter,
-    dy: Value,
+    dy: Value | None,
     x: Value,
     scale: Value,
     bias: Value | None = None,
     *,
+    dys: list[Value],
     node: Node,
     axis: int,
     epsilon: float,
     stash_type: int,
 ) -> Gradients:
     """Take the mean and deviation from the node's further outputs where they have the precision of `x`."""
+    dy, *further = dys
     axes = list(range(axis % rank(x), rank(x)))
     if x.dtype == stash_type:
         shape = ir.Shape([*dims_of(x)[: axes[0]], *[1] * len(axes)])
@@ -44,7 +47,11 @@ def layer_normalization(
         z = (x - mean) * inverse
     else:
         z, inverse = standardize(op, x, axes, epsilon)
-    return [standardized(op, dy * scale, z, inverse, axes), dy * z, dy]
+    dx = standardized(op, dy * scale, z, inverse, axes)
+    for i, dstatistic in enumerate(further):
+        share = op.Cast(dstatistic, to=x.dtype) / op.count(x, axes)
+        dx = dx - share * inverse * inverse * z if i else dx + share
+    return [dx, dy * z, dy]
 
 
 @rule("InstanceNormalization")
@@ -90,3 +97,28 @@ def by_channel(op: Emitter, dy: Value, x: Value, z: Value, dx: Value) -> list[Va
 def channels(op: Emitter, vector: Value, x: Value) -> Value:
     """Make a number a channel broadcast along the other axes of `x`."""
     return op.Unsqueeze(vector, [*range(1, rank(x) - 1)]) if rank(x) > 2 else vector
+
+
+@rule("LpNormalization")
+def lp_normalization(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int, p: int) -> Gradients:
+    """y = x / n with n = |x|: dx = (dy - dn/dx sum(dy y)) / n, where dn/dx is y or its sign."""
+    norm = op.ReduceL1(x, [axis]) if p == 1 else op.Sqrt(op.ReduceSum(x * x, [axis]))
+    norm = norm + mask(op, op.Equal(norm, 0.0), x)
+    return [(dy - (op.Sign(x) if p == 1 else y) * op.ReduceSum(dy * y, [axis])) / norm]
+
+
+@rule("LRN")
+def lrn(
+    op: Emitter, dy: Value, x: Value, *, y: Value, size: int, alpha: float, beta: float, bias: float
+) -> Gradients:
+    """Krizhevsky et al. (2012): y = x s^-beta, s = bias + alpha mean(x^2) over the `size` channels around."""
+    before, after = (size - 1) // 2, size // 2
+
+    def mean(value: Value, first: int, last: int) -> Value:
+        plane = op.Reshape(value, op.Concat([0, 1], sizes_of(op, x, 1, 2), [-1], axis=0))
+        pool = {"kernel_shape": [size, 1], "pads": [first, 0, last, 0], "strides": [1, 1]}
+        return reshape_like(op, op.AveragePool(plane, **pool, count_include_pad=1), x)
+
+    s = bias + alpha * mean(x * x, before, after)
+    power = op.Pow(s, op.constant(-beta, like=x))
+    return [dy * power - 2 * alpha * beta * x * mean(dy * x * power / s, after, before)]

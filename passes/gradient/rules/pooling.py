@@ -176,3 +176,13 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
     axes = op.constant(list(range(2, rank(x))))
     return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]
+
+
+@rule("MaxUnpool")
+def max_unpool(
+    op: Emitter, dy: Value, x: Value, indices: Value, shape: Value | None = None, *, node: Node
+) -> Gradients:
+    """Positions are those of the output without its given shape, which adds to the ends."""
+    if shape is not None:
+        raise GraphoptError(f"MaxUnpool of {x.name!r}: no gradient where an output shape is given")
+    return [like(op.Reshape(op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1])), op.shape_of(x)), x)]

@@ -102,3 +102,17 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
         split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
         blocks = op.Transpose(split, perm=[0, 2, 1, 3, 4])
     return [reshape_like(op, blocks, x) if mode == "CRD" else like(blocks, x)]
+
+
+@rule("CumProd")
+def cumprod(
+    op: Emitter, dy: Value, x: Value, axis: Value, *, y: Value, exclusive: int, reverse: int
+) -> Gradients:
+    """Factors are taken for not 0."""
+    return [op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x]
+
+
+@rule("Range")
+def range_(op: Emitter, dy: Value, start: Value, limit: Value, delta: Value) -> Gradients:
+    steps = op.Cast(op.Range(0, op.Size(dy), 1), to=dy.dtype)
+    return [op.ReduceSum(dy, keepdims=0), None, op.ReduceSum(dy * steps, keepdims=0)]

@@ -1,0 +1,151 @@
+"""Which operators have gradients: ONNX's own node tests, each proved by finite differences.
+
+`python -m graphopt.coverage [OPERATOR ...]` prints the table: operator, cases, passed, and why others are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.backend.test.case.node
+
+from graphopt.errors import GraphoptError
+from graphopt.testing import Arrays, check_gradient, is_floating
+
+# Floating inputs that choose how much there is, and not what it is: no small change shows, or all change.
+HELD = {
+    "Dropout": {"ratio"},
+    "MelWeightMatrix": {"lower_edge_hertz", "upper_edge_hertz"},
+    "OneHot": {"indices", "depth"},
+    "Range": {"limit"},
+    "Resize": {"roi", "scales"},
+    "Upsample": {"scales"},
+}
+
+# Operators whose integers are constants of a model that is differentiated: its shapes and axes.
+CONSTANT = {"Col2Im", "DFT", "Resize"}
+
+# Operators that are defined above 1, not below.
+ABOVE = {"Acosh"}
+
+# What the evaluator computes in float32 whatever it is given, and what it can be checked to.
+FLOAT32_ALONE = {"Celu": 1e-3, "DequantizeLinear": 1e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A node test, and the operator that it tests."""
+
+    name: str
+    op_type: str
+    model: onnx.ModelProto
+    inputs: Arrays
+
+    @property
+    def held(self) -> set[str]:
+        """The inputs that are not moved."""
+        node = next(node for node in self.model.graph.node if node.op_type == self.op_type)
+        schema = onnx.defs.get_schema(self.op_type, self.model.opset_import[0].version)
+        names = HELD.get(self.op_type, set())
+        return {
+            x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names
+        }
+
+    def known(self) -> onnx.ModelProto:
+        """Return the model with its integers as constants."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        for x in self.model.graph.input:
+            if not _is_floating(x):
+                model.graph.input.remove(x)
+                model.graph.initializer.append(onnx.numpy_helper.from_array(self.inputs[x.name], x.name))
+        return model
+
+
+def cases(op_types: Collection[str] = ()) -> Iterator[Case]:
+    """Yield ONNX's node tests, in the default domain and not expanded, with floating inputs and outputs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tests = onnx.backend.test.case.node.collect_testcases(None)
+    for test in tests:
+        assert test.model is not None and test.data_sets is not None
+        graph = test.model.graph
+        if "expanded" in test.name or any(node.domain not in ("", "ai.onnx") for node in graph.node):
+            continue
+        op_type = graph.node[-1].op_type
+        floating = any(map(_is_floating, graph.input)) and any(map(_is_floating, graph.output))
+        if floating and (not op_types or op_type in op_types):
+            given = map(_array, test.data_sets[0][0])
+            names = (x.name for x in graph.input)
+            yield Case(test.name, op_type, test.model, dict(zip(names, given, strict=True)))
+
+
+def _array(x: Any) -> Any:
+    if isinstance(x, onnx.TensorProto):
+        return onnx.numpy_helper.to_array(x)
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
+def _is_floating(value: onnx.ValueInfoProto) -> bool:
+    floating = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    return value.type.tensor_type.elem_type in floating
+
+
+def refusal(case: Case, sample: int = 6) -> str:
+    """Return why the gradient of a case is not proved, or nothing where it is.
+
+    The point is moved off the round numbers that tests like, where many operators have kinks.
+    """
+    random = np.random.default_rng(0)
+    point = {}
+    model = case.known() if case.op_type in CONSTANT else case.model
+    inputs = {x.name for x in model.graph.input}
+    for name, x in case.inputs.items():
+        if name not in inputs:
+            continue
+        if is_floating(x) and name not in case.held:
+            move = random.uniform(0.002, 0.02, x.shape)
+            x = np.where(x == 0, move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
+                x.dtype
+            )
+        point[name] = x
+    alone = FLOAT32_ALONE.get(case.op_type)
+    options: dict[str, Any] = {} if alone is None else {"double": False, "step": 1e-2, "tolerance": alone}
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            check_gradient(model, point, held=case.held, sample=sample, **options)
+    except GraphoptError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - the evaluator raises what its operators happen to
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m graphopt.coverage", description=__doc__.splitlines()[0])
+    parser.add_argument("operator", nargs="*", help="these operators alone")
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)
+    found: dict[str, list[str]] = {}
+    for case in cases(parser.parse_args().operator):
+        found.setdefault(case.op_type, []).append(refusal(case))
+    print(f"{'operator':<28}{'cases':>6}{'passed':>8}  refused because")
+    for op_type, refusals in sorted(found.items()):
+        reasons = sorted({" ".join(reason.split())[:160] for reason in refusals if reason})
+        print(f"{op_type:<28}{len(refusals):>6}{refusals.count(''):>8}  {' | '.join(reasons)}")
+    passed = sum(refusals.count("") for refusals in found.values())
+    whole = sum(not any(refusals) for refusals in found.values())
+    print(
+        f"{passed} of {sum(map(len, found.values()))} cases; all cases of {whole} of {len(found)} operators"
+    )
+
+
+if __name__ == "__main__":
+    main()

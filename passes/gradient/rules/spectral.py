@@ -1,0 +1,76 @@
+"""Fourier transforms: linear, so that the gradient is the adjoint, which is the inverse but for a factor."""
+
+from __future__ import annotations
+
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.indexing import gather
+from passes.gradient.rules.shape import rank, sizes_of
+from passes.gradient.walk import constant_of, dims_of
+
+
+@rule("DFT")
+def dft(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    length: Value | None = None,
+    axis: Value | None = None,
+    *,
+    inverse: int,
+    onesided: int,
+) -> Gradients:
+    """What the transform cut off or added to its input comes back as zeros or is dropped.
+
+    An inverse, onesided transform takes every frequency for two, but the first and that in the middle.
+    """
+    known = constant_of(axis)
+    at = int(known.item()) % rank(x) if known is not None else None
+    if axis is not None and at is None:
+        raise GraphoptError(f"DFT of {x.name!r}: its gradient needs a known axis")
+    at = rank(x) - 2 if at is None else at
+    size, halved = sizes_of(op, x, at, at + 1), inverse and onesided
+    n = size if length is None else op.Reshape(length, [1])
+    if halved:
+        n = sizes_of(op, dy, at, at + 1)
+    back = op.DFT(dy, op.Squeeze(n), op.constant(at), inverse=1 - inverse, onesided=halved)
+    count = op.Cast(op.Squeeze(n), to=x.dtype)
+    back = back / count if inverse else back * count
+    if halved:
+        bins = op.Range(0, op.Squeeze(n) / 2 + 1, 1)
+        once = op.Cast(op.Or(op.Equal(bins, 0), op.Equal(2 * bins, n)), to=x.dtype)
+        back = back * op.Unsqueeze(2 - once, [*range(1, rank(x) - at)])
+        n = n / 2 + 1
+    if length is not None:
+        back = op.Pad(back, op.Concat([0], size - n, axis=0), None, [at])
+    return [like(op.Slice(back, [0], [1], [-1]) if dims_of(x)[-1] == 1 else back, x)]
+
+
+@rule("STFT")
+def stft(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    step: Value,
+    window: Value | None = None,
+    length: Value | None = None,
+    *,
+    onesided: int,
+) -> Gradients:
+    """Frames are gathered, weighed and transformed, so back: each frame's gradient is added where it was."""
+    size = op.Reshape(op.Shape(window) if length is None else length, [1])
+    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(step)
+    at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
+    frames = op.Gather(x, at, axis=1)
+    weights = window and op.Unsqueeze(window, [1])
+    weighed = frames if weights is None else frames * weights
+    (dweighed,) = dft(op, dy, weighed, None, op.constant(2), inverse=0, onesided=onesided)
+    assert dweighed is not None
+    dframes = dweighed if weights is None else dweighed * weights
+    dx = gather(op, dframes, x, at, axis=1)[0]
+    if window is None:
+        return [dx]
+    return [dx, None, like(op.ReduceSum(dweighed * frames, [0, 1, 3], keepdims=0), window)]
