@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -41,12 +43,26 @@ def _makes_no_room(node: ir.Node) -> bool | None:
     return False if node.op_type in ("Expand", "ConstantOfShape", "Tile") else None
 
 
+@contextlib.contextmanager
+def _results_kept(model: ir.Model) -> Iterator[None]:
+    """Keep an Identity that is a body's output: without it the output could be an outer value, which is invalid."""
+    outputs = [output for graph in model.graphs() if graph is not model.graph for output in graph.outputs]
+    nodes = [
+        node for node in (output.producer() for output in outputs) if node and node.op_type == "Identity"
+    ]
+    for node in nodes:
+        node.domain = "graphopt.aside"
+    yield
+    for node in nodes:
+        node.domain = ""
+
+
 @dataclass(frozen=True)
 class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
-        with outputs_kept(model):
+        with outputs_kept(model), _results_kept(model):
             onnxscript.rewriter.rewrite(model, RULES)
             onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
             common.IdentityEliminationPass()(model)

@@ -153,6 +153,12 @@ TRAINED = {
         y = If(positive) <then_branch = yes () => (float[N, 3] p) { t = Tanh(h) p = MatMul(t, v) },
           else_branch = no () => (float[N, 3] q) { q = MatMul(h, u) }> }"""
     ),
+    "if whose gradient hands a value on": (
+        """g (float[N, 4] x) => (float[N, 3] y) { h = Gemm(x, w, b) t = Tanh(h) s = MatMul(t, v)
+        total = ReduceSum <keepdims = 0> (x) zero = CastLike(none, total) positive = Greater(total, zero)
+        y = If(positive) <then_branch = yes () => (float[N, 3] p) { p = Add(s, h) },
+          else_branch = no () => (float[N, 3] q) { q = MatMul(h, u) }> }"""
+    ),
     "loop": (
         """g (float[N, 4] x) => (float[N, 3] y) { h = Gemm(x, w, b)
         y = Loop <body = b (int64 i, bool on, float[N, 3] s) => (bool go, float[N, 3] k) {

@@ -260,6 +260,12 @@ def saved(node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | No
 
 def copy(graph: Graph) -> Graph:
     """Return a copy of a body, which captures what it captures."""
+    for y in graph.outputs:
+        producer = y.producer()
+        if producer is not None and producer.graph is not graph:
+            raise GraphoptError(
+                f"no gradient through a body that returns {y.name!r}, computed outside it: freeze what is before it"
+            )
     return graph.clone(allow_outer_scope_values=True)
 
 
