@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_conv_transpose, op_pad
+from onnx.reference.ops import op_conv_transpose, op_pad, op_scan
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
@@ -237,7 +237,7 @@ def evaluator(model: ir.Model) -> ReferenceEvaluator:
     """Return the reference evaluator of a model, with operators mended that onnx 1.23 computes wrong."""
     proto: onnx.ModelProto = ir.to_proto(model)
     return ReferenceEvaluator(
-        proto, new_ops=[ConvTranspose, Erf, GatherElements, Gelu, GlobalMaxPool, LRN, MaxPool, Pad]
+        proto, new_ops=[ConvTranspose, Erf, GatherElements, Gelu, GlobalMaxPool, LRN, MaxPool, Pad, Scan]
     )
 
 
@@ -351,6 +351,36 @@ class LRN(OpRun):
         near = (offset >= -((size - 1) // 2)) & (offset <= size // 2)
         squares = np.einsum("ij,nj...->ni...", near.astype(x.dtype), x * x)
         return (x / (bias + alpha / size * squares) ** beta,)
+
+
+class Scan(op_scan.Scan):
+    """The reference goes forward alone."""
+
+    op_domain = ""
+
+    def __init__(self, onnx_node: onnx.NodeProto, run_params: dict[str, Any]) -> None:
+        given = {x.name: list(x.ints) for x in onnx_node.attribute if x.name.endswith("_directions")}
+        forward = onnx.NodeProto()
+        forward.CopyFrom(onnx_node)
+        for attribute in [x for x in forward.attribute if x.name in given]:
+            forward.attribute.remove(attribute)
+        super().__init__(forward, run_params)  # type: ignore[no-untyped-call]
+        self.backward_inputs = given.get("scan_input_directions", [])
+        self.backward_outputs = given.get("scan_output_directions", [])
+
+    def _run(self, *args: Any, **attributes: Any) -> Any:
+        first = len(args) - self.num_scan_inputs  # type: ignore[attr-defined]
+        whole: Any = super()._run
+        outputs = list(whole(*turned(args, first, self.backward_inputs), **attributes))
+        return tuple(turned(outputs, first, self.backward_outputs))
+
+
+def turned(arrays: Any, first: int, directions: list[int]) -> list[Any]:
+    """Return arrays, those from the `first` on that have a direction turned about."""
+    arrays = list(arrays)
+    for i, backward in enumerate(directions, first):
+        arrays[i] = np.flip(arrays[i], 0) if backward else arrays[i]
+    return arrays
 
 
 class GatherElements(OpRun):
