@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError
+from graphopt.schemas import defaults
 from passes.gradient.registry import NO_GRADIENT, RULES, Gradients, accepted
 
 
@@ -76,7 +75,8 @@ def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
 
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     """Return the dimensions of `x`, numbers or symbols."""
-    assert x.shape is not None
+    if x.shape is None:
+        raise GraphoptError(f"the gradient by {x.name!r} needs its rank, which no inference could tell")
     return tuple(x.shape)
 
 
@@ -104,20 +104,8 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
 
 def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
     """Return the values of a node's attributes, the schema's defaults included."""
-    defaults = _defaults(node.domain, node.op_type, versions.get(node.domain, 1))
-    return defaults | {name: attribute.value for name, attribute in node.attributes.items()}
-
-
-@functools.cache
-def _defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
-    try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return {}
-    defaults = {name: attribute.default_value for name, attribute in schema.attributes.items()}
-    return {
-        name: ir.serde.deserialize_attribute(value).value for name, value in defaults.items() if value.name
-    }
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | given
 
 
 def is_differentiable(value: ir.Value | None) -> bool:

@@ -87,7 +87,9 @@ def pad(
         begin, end = widths.reshape(2, -1)
         ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
         dx = like(op.Slice(dy, op.constant(begin), op.constant(ends), axes or [*range(rank(x))]), x)
-    return [dx, None, op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)]
+    rest = op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)
+    rest.shape = ir.Shape([])
+    return [dx, None, rest]
 
 
 @rule("Gather")

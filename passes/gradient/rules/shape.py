@@ -90,8 +90,9 @@ def reverse_sequence(
 
 
 @rule("SpaceToDepth")
-def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int) -> Gradients:
-    return [like(op.DepthToSpace(dy, blocksize=blocksize), x)]
+def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str = "DCR") -> Gradients:
+    """Before opset 28 the order DCR alone: block, then channel."""
+    return [like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)]
 
 
 @rule("DepthToSpace")
