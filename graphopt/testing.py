@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pkgutil
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,12 +10,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_conv_transpose, op_pad, op_scan
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load
+from graphopt.reference import evaluator
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,16 +48,16 @@ def check_gradient(
     Raises:
         GraphoptError: a gradient is wrong, names all that are; or there is no rule for an operator.
     """
-    model = in_double(normalized(source)) if double else load(source)
-    doubles = {x.name for x in model.graph.inputs if double and x.dtype == ir.DataType.DOUBLE}
-    point = {name: as_double(x) if name in doubles else x for name, x in inputs.items()}
+    dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+    model = in_precision(normalized(source), dtype)
+    point = in_types(model, inputs)
     forward = evaluator(model)
     outputs = dict(zip(names(model.graph.outputs), forward.run(None, point), strict=True))
     seeds = random_seeds(outputs)
     weighed = (
         np.vdot(np.abs(finite(outputs[name.removesuffix(".seed")])), seed) for name, seed in seeds.items()
     )
-    rounding = np.finfo(np.float64 if double else np.float32).eps * float(sum(weighed)) / step
+    rounding = np.finfo(dtype.numpy()).eps * float(sum(weighed)) / step
     gradients = run(gradient_model(model), point | seeds)
     wrong = []
     for name, x in point.items():
@@ -79,6 +77,12 @@ def check_gradient(
             f"gradients differ from finite differences by more than {tolerance:g}: {'; '.join(wrong)}"
         )
     return {name.removesuffix(".grad"): array for name, array in gradients.items()}
+
+
+def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
+    """Return arrays in the precisions that a model's inputs have."""
+    dtypes = {x.name: x.dtype for x in model.graph.inputs if x.dtype in FLOATING}
+    return {name: as_precision(x, dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
 
 
 def gradient_model(source: Source) -> ir.Model:
@@ -107,41 +111,46 @@ def normalized(source: Source) -> ir.Model:
     return model
 
 
-def in_double(source: Source) -> ir.Model:
-    """Return a copy of a model with float64 in the place of every other floating type."""
+def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
+    """Return a copy of a model with one floating type in the place of every other, where operators take it."""
     model = load(source)
+    version = model.opset_imports[""]
+    results = {y for graph in model.graphs() for y in graph.outputs}
+    for graph in model.graphs():
+        for x in [*graph.inputs, *graph.initializers.values()]:
+            _retype(x, dtype, version)
+        for y in graph.outputs if graph is not model.graph else []:
+            y.type = ir.TensorType(dtype) if y.dtype in FLOATING else y.type
     for output in model.graph.outputs:
         output.type = output.shape = None
-    for graph in model.graphs():
-        for value in [*graph.inputs, *graph.outputs] if graph is not model.graph else []:
-            value.type = ir.TensorType(ir.DataType.DOUBLE) if value.dtype in FLOATING else value.type
-    for value in {*model.graph.inputs, *model.graph.initializers.values()}:
-        if value.dtype not in FLOATING or not all(
-            takes_double(*use, model.opset_imports[""]) for use in value.uses()
-        ):
-            continue
-        value.type = ir.TensorType(ir.DataType.DOUBLE)
-        if value.const_value is not None:
-            value.const_value = ir.tensor(as_double(value.const_value.numpy()), name=value.name)
     for node in model.graph.all_nodes():
         for output in node.outputs:
-            if output not in model.graph.outputs:
+            if output not in results:
                 output.type = output.shape = None
-        if not all(
-            takes_double(*use, model.opset_imports[""]) for output in node.outputs for use in output.uses()
-        ):
+        if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:
             node.attributes.add(ir.AttrTensor("value", ir.tensor(np.zeros(1))))
         for name, attribute in list(node.attributes.items()):
-            if name == "value_float":
+            if name in ("value_float", "value_floats"):
                 del node.attributes[name]
-                node.attributes.add(ir.AttrTensor("value", ir.tensor(np.float64(attribute.as_float()))))
+                node.attributes.add(
+                    ir.AttrTensor("value", ir.tensor(np.array(attribute.value, dtype.numpy())))
+                )
             elif attribute.type == ir.AttributeType.TENSOR:
-                node.attributes.add(ir.AttrTensor(name, ir.tensor(as_double(attribute.as_tensor().numpy()))))
+                array = as_precision(attribute.as_tensor().numpy(), dtype)
+                node.attributes.add(ir.AttrTensor(name, ir.tensor(array)))
             elif _is_precision(node, name) and attribute.as_int() in FLOATING:
-                node.attributes.add(ir.AttrInt64(name, ir.DataType.DOUBLE))
+                node.attributes.add(ir.AttrInt64(name, dtype))
     return model
+
+
+def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
+    """Change the floating type of an input or initializer, where all that use it take another."""
+    if x.dtype in FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
+        x.type = ir.TensorType(dtype)
+        if x.const_value is not None:
+            x.const_value = ir.tensor(as_precision(x.const_value.numpy(), dtype), name=x.name)
 
 
 def _is_precision(node: ir.Node, name: str) -> bool:
@@ -150,18 +159,20 @@ def _is_precision(node: ir.Node, name: str) -> bool:
     return name in names and (node.op_type, name) != ("LayerNormalization", "stash_type")
 
 
-def takes_double(node: ir.Node, index: int, version: int) -> bool:
-    """Tell whether an input of a node may be float64; a few are float32 alone."""
+def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
+    """Tell whether an input of a node may be of a floating type; a few are float32 alone."""
     if node.domain != "":
         return True
     schema = onnx.defs.get_schema(node.op_type, version, "")
     formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-    return not any("float" in name for name in formal.types) or any("double" in name for name in formal.types)
+    return (
+        not any("float" in name for name in formal.types) or f"tensor({dtype.name.lower()})" in formal.types
+    )
 
 
-def as_double(array: np.ndarray) -> np.ndarray:
-    """Return floating numbers as float64 and others as they are."""
-    return array.astype(np.float64) if is_floating(array) else array
+def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """Return floating numbers in a precision and others as they are."""
+    return array.astype(dtype.numpy()) if is_floating(array) else array
 
 
 def is_floating(array: Any) -> bool:
@@ -231,185 +242,3 @@ def run(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
 def names(values: Any) -> list[str]:
     """Return the names of values."""
     return [value.name for value in values]
-
-
-def evaluator(model: ir.Model) -> ReferenceEvaluator:
-    """Return the reference evaluator of a model, with operators mended that onnx 1.23 computes wrong."""
-    proto: onnx.ModelProto = ir.to_proto(model)
-    return ReferenceEvaluator(
-        proto, new_ops=[ConvTranspose, Erf, GatherElements, Gelu, GlobalMaxPool, LRN, MaxPool, Pad, Scan]
-    )
-
-
-class ConvTranspose(OpRun):
-    """The reference, a group at a time: by itself it mixes the channels of groups."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **attributes: Any) -> Any:
-        group = attributes.pop("group") or 1
-        whole: Any = op_conv_transpose.ConvTranspose._run
-        parts = [
-            whole(self, data, weights, None, group=1, **attributes)[0]
-            for data, weights in zip(np.split(x, group, 1), np.split(w, group, 0), strict=True)
-        ]
-        y = np.concatenate(parts, axis=1)
-        return (y if bias is None else y + bias.reshape(-1, *[1] * (x.ndim - 2)),)
-
-
-class MaxPool(OpRun):
-    """Maxima with their positions: the reference has none for strides of 1, and mistakes SAME_LOWER."""
-
-    op_domain = ""
-
-    def _run(
-        self,
-        x: np.ndarray,
-        auto_pad: str = "NOTSET",
-        ceil_mode: int = 0,
-        dilations: list[int] | None = None,
-        kernel_shape: list[int] | None = None,
-        pads: list[int] | None = None,
-        storage_order: int = 0,
-        strides: list[int] | None = None,
-    ) -> Any:
-        kernel = list(kernel_shape or [])
-        n, sizes = len(kernel), x.shape[2:]
-        pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
-        position, inside = np.zeros((), np.int64), np.ones((), bool)
-        for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-            extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
-            if auto_pad.startswith("SAME"):
-                total = max((-(-size // stride) - 1) * stride + extent - size, 0)
-                begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
-                end = total - begin
-            room = size + begin + end - extent
-            windows = (-(-room // stride) if ceil_mode else room // stride) + 1
-            if ceil_mode and (windows - 1) * stride >= size + begin:
-                windows -= 1
-            at = np.arange(windows)[:, None] * stride + np.arange(kernel[i]) * dilations[i] - begin
-            position = np.add.outer(position * size, np.clip(at, 0, size - 1))
-            inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
-        windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
-        position, inside = position.transpose(windows_first), inside.transpose(windows_first)
-        flat = x.reshape(*x.shape[:2], -1)[:, :, position]
-        shape = (*flat.shape[: 2 + n], -1)
-        best = np.where(inside, flat, -np.inf).reshape(shape).argmax(-1)[..., None]
-        chosen = np.take_along_axis(np.broadcast_to(position, flat.shape).reshape(shape), best, -1)[..., 0]
-        y = np.take_along_axis(flat.reshape(shape), best, -1)[..., 0]
-        if len(self.onnx_node.output) == 1:
-            return (y,)
-        if storage_order:
-            chosen = np.ravel_multi_index(np.unravel_index(chosen, sizes), sizes, order="F")
-        planes = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * n) * np.prod(
-            sizes, dtype=np.int64
-        )
-        return y, planes + chosen
-
-
-class GlobalMaxPool(OpRun):
-    """The reference takes every input for an image."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray) -> Any:
-        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
-
-
-def erf(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(math.erf, otypes=[x.dtype])(x)
-
-
-class Erf(OpRun):
-    """The reference has float32's digits alone."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray) -> Any:
-        return (erf(x),)
-
-
-class Gelu(OpRun):
-    """The reference expands it to its own Erf."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray, approximate: str = "none") -> Any:
-        if approximate == "tanh":
-            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
-        return (0.5 * x * (1 + erf(x * math.sqrt(0.5))),)
-
-
-class LRN(OpRun):
-    """The reference takes the batch for the channels."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray, alpha: float, beta: float, bias: float, size: int) -> Any:
-        channels = np.arange(x.shape[1])
-        offset = channels - channels[:, None]
-        near = (offset >= -((size - 1) // 2)) & (offset <= size // 2)
-        squares = np.einsum("ij,nj...->ni...", near.astype(x.dtype), x * x)
-        return (x / (bias + alpha / size * squares) ** beta,)
-
-
-class Scan(op_scan.Scan):
-    """The reference goes forward alone."""
-
-    op_domain = ""
-
-    def __init__(self, onnx_node: onnx.NodeProto, run_params: dict[str, Any]) -> None:
-        given = {x.name: list(x.ints) for x in onnx_node.attribute if x.name.endswith("_directions")}
-        forward = onnx.NodeProto()
-        forward.CopyFrom(onnx_node)
-        for attribute in [x for x in forward.attribute if x.name in given]:
-            forward.attribute.remove(attribute)
-        super().__init__(forward, run_params)  # type: ignore[no-untyped-call]
-        self.backward_inputs = given.get("scan_input_directions", [])
-        self.backward_outputs = given.get("scan_output_directions", [])
-
-    def _run(self, *args: Any, **attributes: Any) -> Any:
-        first = len(args) - self.num_scan_inputs  # type: ignore[attr-defined]
-        whole: Any = super()._run
-        outputs = list(whole(*turned(args, first, self.backward_inputs), **attributes))
-        return tuple(turned(outputs, first, self.backward_outputs))
-
-
-def turned(arrays: Any, first: int, directions: list[int]) -> list[Any]:
-    """Return arrays, those from the `first` on that have a direction turned about."""
-    arrays = list(arrays)
-    for i, backward in enumerate(directions, first):
-        arrays[i] = np.flip(arrays[i], 0) if backward else arrays[i]
-    return arrays
-
-
-class GatherElements(OpRun):
-    """The reference takes no more than 64 elements, and no fewer than there are along the other axes."""
-
-    op_domain = ""
-
-    def _run(self, x: np.ndarray, indices: np.ndarray, axis: int = 0) -> Any:
-        places: list[np.ndarray] = list(np.indices(indices.shape))
-        places[axis] = indices
-        return (x[tuple(places)],)
-
-
-class Pad(OpRun):
-    """The reference refuses negative pads."""
-
-    op_domain = ""
-
-    def _run(
-        self,
-        x: np.ndarray,
-        pads: np.ndarray,
-        value: np.ndarray | None = None,
-        axes: np.ndarray | None = None,
-        mode: str = "constant",
-    ) -> Any:
-        begin, end = np.reshape(pads, (2, -1))
-        cut = [slice(None)] * x.ndim
-        for axis, first, last in zip(range(x.ndim) if axes is None else axes, begin, end, strict=True):
-            cut[axis] = slice(max(-first, 0), x.shape[axis] - max(-last, 0))
-        pad: Any = op_pad.Pad_18._run
-        return pad(self, x[tuple(cut)], np.maximum(pads, 0), value, axes, mode)

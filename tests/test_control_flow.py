@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import loops
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -67,11 +66,6 @@ CASES = {
     ),
 }
 each_case = pytest.mark.parametrize("name", CASES)
-
-
-@pytest.fixture(autouse=True)
-def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "evaluator", loops.evaluator)
 
 
 def model_of(name: str, dtype: str) -> onnx.ModelProto:

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-import loops
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -69,11 +68,6 @@ VARIANTS = [
     ),
 ]
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "evaluator", loops.evaluator)
 
 
 def inputs(variant: Variant, dtype: type) -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ import torch_models
 import graphopt
 import passes
 from graphopt import roles
+from graphopt.reference import evaluator
 from graphopt.roles import Role
-from graphopt.testing import evaluator
 
 OPTIMIZERS = {
     "momentum": (

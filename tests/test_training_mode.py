@@ -15,8 +15,8 @@ from torch import nn
 import graphopt
 import passes
 from graphopt import roles
+from graphopt.reference import evaluator
 from graphopt.roles import Role
-from graphopt.testing import evaluator
 
 RNG = np.random.default_rng(6)
 

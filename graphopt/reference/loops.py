@@ -1,21 +1,17 @@
-"""Operators of the reference evaluator that onnx 1.23 has in part: Scan, Loop, RNN, GRU and LSTM as specified."""
+"""Loops as specified: Scan has axes and directions, Loop stacks; RNN, GRU and LSTM go a row and a step at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-
-
-def evaluator(model: ir.Model) -> ReferenceEvaluator:
-    return ReferenceEvaluator(ir.to_proto(model), new_ops=[Scan, Loop, RNN, GRU, LSTM])
 
 
 class _WithBody(OpRun):
     op_domain = ""
+    body: Any
+    _run_body: Any
 
     def need_context(self) -> bool:
         return True
@@ -51,7 +47,8 @@ class Loop(_WithBody):
     def _run(
         self, trips: Any, going: Any, *states: Any, context: Any = None, bindings: Any = None, **_: Any
     ) -> Any:
-        names, stacks, n = self.body.input_names, [], len(states)
+        names, n = self.body.input_names, len(states)
+        stacks: list[Any] = []
         while (trips is None or len(stacks) < trips) and (going is None or going):
             values = [np.array(len(stacks), np.int64), np.array(True), *states]
             inputs = {**(context or {}), **dict(zip(names, values, strict=True))}
@@ -66,7 +63,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Any] = {
     "Affine": lambda x, a, b: a * x + b,
     "Elu": lambda x, a, b: np.where(x < 0, a * np.expm1(x), x),
     "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
@@ -81,6 +78,10 @@ ACTIVATIONS = {
 }
 
 
+def activation(name: str, alpha: Any, beta: Any, clip: float) -> Any:
+    return lambda x: ACTIVATIONS[name](np.clip(x, -clip, clip), alpha, beta)
+
+
 class _Recurrent(OpRun):
     """A row and a step at a time, as specified; a clip is for gates, as ONNX Runtime has it.
 
@@ -89,6 +90,7 @@ class _Recurrent(OpRun):
 
     op_domain = ""
     default: tuple[str, ...]
+    step: Any
 
     def _run(self, x, w, r, b=None, lengths=None, h=None, c=None, p=None, **attributes):  # type: ignore[no-untyped-def]
         given = {name: value for name, value in attributes.items() if value is not None}
@@ -106,11 +108,9 @@ class _Recurrent(OpRun):
         y = np.zeros((steps, count, rows, hidden), x.dtype)
         for d in range(count):
             first = d * len(self.default)
+            places = range(first, first + len(self.default))
             functions = [
-                lambda v, i=i, first=first: ACTIVATIONS[names[i]](
-                    v if i - first == 2 else np.clip(v, -clip, clip), alphas[i], betas[i]
-                )
-                for i in range(first, first + len(self.default))
+                activation(names[i], alphas[i], betas[i], np.inf if i - first == 2 else clip) for i in places
             ]
             backwards = given["direction"] == "reverse" or d == 1
             for row in range(rows):

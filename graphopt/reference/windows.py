@@ -1,0 +1,84 @@
+"""Convolution and pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_conv_transpose
+
+
+class ConvTranspose(OpRun):
+    """The reference, a group at a time: by itself it mixes the channels of groups."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **attributes: Any) -> Any:
+        group = attributes.pop("group") or 1
+        whole: Any = op_conv_transpose.ConvTranspose._run
+        parts = [
+            whole(self, data, weights, None, group=1, **attributes)[0]
+            for data, weights in zip(np.split(x, group, 1), np.split(w, group, 0), strict=True)
+        ]
+        y = np.concatenate(parts, axis=1)
+        return (y if bias is None else y + bias.reshape(-1, *[1] * (x.ndim - 2)),)
+
+
+class MaxPool(OpRun):
+    """Maxima with their positions: the reference has none for strides of 1, and mistakes SAME_LOWER."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: np.ndarray,
+        auto_pad: str = "NOTSET",
+        ceil_mode: int = 0,
+        dilations: list[int] | None = None,
+        kernel_shape: list[int] | None = None,
+        pads: list[int] | None = None,
+        storage_order: int = 0,
+        strides: list[int] | None = None,
+    ) -> Any:
+        kernel = list(kernel_shape or [])
+        n, sizes = len(kernel), x.shape[2:]
+        pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
+        position, inside = np.zeros((), np.int64), np.ones((), bool)
+        for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
+            if auto_pad.startswith("SAME"):
+                total = max((-(-size // stride) - 1) * stride + extent - size, 0)
+                begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
+                end = total - begin
+            room = size + begin + end - extent
+            windows = (-(-room // stride) if ceil_mode else room // stride) + 1
+            if ceil_mode and (windows - 1) * stride >= size + begin:
+                windows -= 1
+            at = np.arange(windows)[:, None] * stride + np.arange(kernel[i]) * dilations[i] - begin
+            position = np.add.outer(position * size, np.clip(at, 0, size - 1))
+            inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
+        windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
+        position, inside = position.transpose(windows_first), inside.transpose(windows_first)
+        flat = x.reshape(*x.shape[:2], -1)[:, :, position]
+        shape = (*flat.shape[: 2 + n], -1)
+        best = np.where(inside, flat, -np.inf).reshape(shape).argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(position, flat.shape).reshape(shape), best, -1)[..., 0]
+        y = np.take_along_axis(flat.reshape(shape), best, -1)[..., 0]
+        if len(self.onnx_node.output) == 1:
+            return (y,)
+        if storage_order:
+            chosen = np.ravel_multi_index(np.unravel_index(chosen, sizes), sizes, order="F")
+        planes = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * n) * np.prod(
+            sizes, dtype=np.int64
+        )
+        return y, planes + chosen
+
+
+class GlobalMaxPool(OpRun):
+    """The reference takes every input for an image."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray) -> Any:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
