@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
@@ -77,8 +78,23 @@ class Emitter(TapeBuilder):
             op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
         )
 
+    def _partition_inputs_attributes(
+        self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Spare a call that keeps inputs and attributes apart the conversion of the whole schema."""
+        if (
+            schema is not None
+            and schema.min_input <= len(args) <= schema.max_input
+            and kwargs.keys() <= schema.attributes.keys()
+        ):
+            return args, kwargs
+        return super()._partition_inputs_attributes(schema, args, kwargs)
+
     def _add_node(self, node: ir.Node) -> None:
         self._graph.append(node)
+
+    def _add_initializer(self, value: ir.Value) -> None:
+        self._graph.register_initializer(value)
 
     def _adapt_outputs(
         self, outputs: int | Sequence[str | ir.Value], op_type: str
@@ -104,6 +120,13 @@ class Emitter(TapeBuilder):
         if problem is not None:
             inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
             raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
+
+    def infer(self, node: ir.Node) -> None:
+        """Type the outputs of a node that is there already, as far as its inputs tell."""
+        node.version = node.version or self._versions.get(node.domain)
+        self._constant_propagation(node)
+        super()._infer_shapes(node)
+        node.metadata_props.pop(_INFERENCE_ERROR, None)
 
     def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
         if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:

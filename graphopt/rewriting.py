@@ -41,11 +41,15 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
     """Keep the outputs' names and metadata while rewriters that know nothing of them replace and merge values."""
     outputs = model.graph.outputs
     kept = [(str(output.name), dict(output.metadata_props)) for output in outputs]
+    taken = {name for name, _ in kept}
     yield
     with Emitter(model) as op:
         for i, (name, metadata) in enumerate(kept):
-            if outputs[i].name != name:
-                outputs[i] = op.Identity(outputs[i], _outputs=[name])
+            output = outputs[i]
+            if output.producer() is not None and output.name not in taken:
+                output.name = name
+            if output.name != name:
+                outputs[i] = op.Identity(output, _outputs=[name])
             outputs[i].metadata_props.clear()
             outputs[i].metadata_props.update(metadata)
 

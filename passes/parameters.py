@@ -14,8 +14,9 @@ from graphopt import state
 from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import Role
+from graphopt.roles import FROZEN, Role
 from passes.gradient.walk import is_differentiable, passes_gradient
+from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
 
 __all__ = ["Parameters"]
@@ -30,8 +31,9 @@ class Parameters(Pass):
     """Make initializers parameters: by default every weight, otherwise those whose names match `pattern`.
 
     A weight is a floating initializer of rank 1 or more and finite numbers, that reaches an output of the model
-    through differentiable operators, is no running statistic, and no single number that arithmetic spreads over a
-    whole last axis: exporters write scalar literals so. `freeze` takes names out again. Patterns are
+    through differentiable operators, is no running statistic, is not marked as frozen (the scale of a Scaler, an
+    embedding of positions), and no single number that arithmetic spreads over a whole last axis: exporters write
+    scalar literals so. `freeze` takes names out again. Patterns are
     shell-style, one or several.
 
     Raises:
@@ -58,6 +60,12 @@ class Parameters(Pass):
             chosen = [value for value in floating if value in reached]
         chosen = [value for value in chosen if not matches(value.name, self.freeze)]
         if not chosen:
+            tree = next(filter(is_tree, model.graph), None)
+            if tree is not None:
+                raise GraphoptError(
+                    f"nothing to train: {tree.op_type} node {tree.name!r} is piecewise constant, so that no gradient "
+                    f"passes it, and nothing after it trains: train a linear model or a network instead"
+                )
             raise GraphoptError(
                 "nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
                 "differentiable operators, found none; name parameters with parameters.pattern"
@@ -99,9 +107,9 @@ def _carries(node: ir.Node, index: int) -> bool:
 
 def _is_weight(value: ir.Value) -> bool:
     tensor = value.const_value
-    if tensor is None or len(tensor.shape) == 0 or _is_literal(value):
+    if tensor is None or len(tensor.shape) == 0 or FROZEN in value.metadata_props or _is_literal(value):
         return False
-    return bool(np.isfinite(tensor.numpy().astype(np.float64)).all())
+    return bool(np.isfinite(tensor.numpy()).all())
 
 
 def _is_literal(value: ir.Value) -> bool:

@@ -26,16 +26,29 @@ from graphopt.rewriting import Pass, outputs_kept
 __all__ = ["Simplify"]
 
 # Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
-RULES = [
-    cast_cast_rule,
-    no_op_cast_rule,
-    no_op_expand_rule,
-    no_op_transpose_rule,
-    transpose_transpose_rule,
-    reshape_reshape_rule,
-    unsqueeze_unsqueeze_rule,
-    *expand_before_binary_op_rules,
-]
+# By an operator that each of them replaces: where it is missing, none of them is tried on any node.
+RULES = {
+    "Cast": [cast_cast_rule, no_op_cast_rule],
+    "Expand": [no_op_expand_rule],
+    "Reshape": [reshape_reshape_rule],
+    "Transpose": [no_op_transpose_rule, transpose_transpose_rule],
+    "Unsqueeze": [unsqueeze_unsqueeze_rule],
+}
+
+
+def _rewrite(model: ir.Model) -> None:
+    nodes = list(model.graph.all_nodes())
+    present = {node.op_type for node in nodes}
+    rules = [rule for op_type, rules in RULES.items() if op_type in present for rule in rules]
+    expanded = {
+        f"_{user.op_type}"
+        for node in nodes
+        if node.op_type == "Expand"
+        for user in node.outputs[0].consumers()
+    }
+    rules += [rule for rule in expand_before_binary_op_rules if str(rule.name).endswith(tuple(expanded))]
+    if rules:
+        onnxscript.rewriter.rewrite(model, rules)
 
 
 def _makes_no_room(node: ir.Node) -> bool | None:
@@ -57,17 +70,37 @@ def _results_kept(model: ir.Model) -> Iterator[None]:
         node.domain = ""
 
 
+@contextlib.contextmanager
+def _outputs_aside(model: ir.Model) -> Iterator[None]:
+    """Let one value stand for all outputs: onnx_ir goes through the outputs for each node that it removes.
+
+    Each output has a node of its own between, as replacing an input goes through the inputs of its node.
+    """
+    outputs = model.graph.outputs
+    readers = [ir.Node("graphopt.aside", "Output", [output]) for output in outputs]
+    whole = ir.Node("graphopt.aside", "Outputs", [reader.outputs[0] for reader in readers])
+    model.graph.extend([*readers, whole])
+    outputs[:] = whole.outputs
+    yield
+    kept = [reader for x in whole.inputs if x is not None and (reader := x.producer()) is not None]
+    outputs[:] = [output for reader in kept if (output := reader.inputs[0]) is not None]
+    model.graph.remove({whole, *kept})
+    for reader in kept:
+        reader.replace_input_with(0, None)
+
+
 @dataclass(frozen=True)
 class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model), _results_kept(model):
-            onnxscript.rewriter.rewrite(model, RULES)
-            onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
-            common.IdentityEliminationPass()(model)
-            common.CommonSubexpressionEliminationPass()(model)
-            onnxscript.rewriter.rewrite(model, RULES)
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+            with _outputs_aside(model):
+                _rewrite(model)
+                onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
+                common.IdentityEliminationPass()(model)
+                common.CommonSubexpressionEliminationPass()(model)
+                _rewrite(model)
+                common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
             common.OutputFixPass()(model)
             common.NameFixPass()(model)
