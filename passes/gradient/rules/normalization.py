@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
@@ -73,19 +74,30 @@ def batch_normalization(
     mean: Value,
     variance: Value,
     *,
+    active: frozenset[Value],
     epsilon: float,
     training_mode: int,
 ) -> Gradients:
-    """In training the statistics are those of `x`; in inference they are inputs of their own."""
+    """In training the statistics are those of `x`; in inference they are inputs, and dx a normalization too."""
     if training_mode:
         axes = [0, *range(2, rank(x))]
         z, inverse = standardize(op, x, axes, epsilon)
         return by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
+    zeros, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
+    z = op.BatchNormalization(x, ones, zeros, mean, variance, epsilon=epsilon)
+    dx = op.BatchNormalization(dy, scale, zeros, zeros, variance, epsilon=epsilon)
+    dx, dscale, dbias = by_channel(op, dy, x, z, dx)
+    if mean not in active and variance not in active:
+        return [dx, dscale, dbias]
     inverse = 1 / op.Sqrt(variance + epsilon)
-    z = (x - channels(op, mean, x)) * channels(op, inverse, x)
-    factor = scale * inverse
-    dx, dscale, dbias = by_channel(op, dy, x, z, dy * channels(op, factor, x))
-    return [dx, dscale, dbias, -factor * dbias, -0.5 * factor * inverse * dscale]
+    return [dx, dscale, dbias, -scale * inverse * dbias, -0.5 * scale * inverse * inverse * dscale]
+
+
+def filled(op: Emitter, number: float, x: Value) -> Value:
+    """Return a tensor of the shape and element type of `x`, all of one number."""
+    if all(isinstance(dim, int) for dim in dims_of(x)):
+        return op.constant(np.full(dims_of(x), number), like=x)
+    return op.Expand(op.constant(number, like=x), op.shape_of(x))
 
 
 def by_channel(op: Emitter, dy: Value, x: Value, z: Value, dx: Value) -> list[Value]:

@@ -42,10 +42,10 @@ def max_pool(
     sized = all(isinstance(size, int) for size in dims_of(x)[2:])
     if sized and not ceil_mode and x.dtype != ir.DataType.DOUBLE:
         window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
-        if window.extent == window.strides:
+        if window.tiles:
             chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
             share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))
-            return [chosen * spread_window(op, window, share, x)]
+            return [chosen * repeat_window(op, window, share, x)]
     return [scatter_back(op, dy, maxima(op, node, x), x)]
 
 
