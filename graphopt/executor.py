@@ -158,7 +158,7 @@ class Executor:
     @property
     def outputs(self) -> list[str]:
         """The names of everything a step can report, `loss` first."""
-        return [str(v.name) for v in self._model.graph.outputs if role_of(v) is not Role.NEXT]
+        return [str(v.name) for v in self._model.graph.outputs if role_of(v) not in (Role.NEXT, Role.SOURCE)]
 
     @property
     def model(self) -> ir.Model:

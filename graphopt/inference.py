@@ -10,8 +10,9 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
+from graphopt.aside import restore
 from graphopt.rewriting import outputs_kept
-from graphopt.roles import ORIGINAL_NAME, STATE, Role, role_of, with_role
+from graphopt.roles import FROZEN, ORIGINAL_NAME, STATE, Role, role_of, with_role
 
 _INFERENCE = "graphopt.inference"
 
@@ -59,7 +60,7 @@ def trained(model: ir.Model, state: Mapping[str, np.ndarray]) -> onnx.ModelProto
 
     Inputs, outputs and weights have the names of the model that was compiled.
     """
-    inference = extract(model, with_role(model, Role.PREDICTION))
+    inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE))
     graph = inference.graph
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
@@ -69,6 +70,8 @@ def trained(model: ir.Model, state: Mapping[str, np.ndarray]) -> onnx.ModelProto
         value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
-        for key in [key for key in value.metadata_props if key.startswith("graphopt.")]:
+        for key in [key for key in value.metadata_props if key.startswith("graphopt.") and key != FROZEN]:
             del value.metadata_props[key]
-    return ir.to_proto(inference)
+    proto = ir.to_proto(inference)
+    restore(proto, model)
+    return proto

@@ -12,7 +12,11 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError
+
+# Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
+RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 2**31}
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -20,10 +24,11 @@ Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 def load(source: Source) -> ir.Model:
     """Return a model of one's own, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
 
-    External data is read into memory by the onnx package, which refuses paths that leave the model's folder.
+    External data is read into memory by the onnx package, which refuses paths that leave the model's folder. Outputs
+    that are sequences or maps are set aside; the tensors that they are made of become outputs.
 
     Raises:
-        GraphoptError: the file is missing, or is no valid ONNX model, or has an output that is no tensor.
+        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind.
     """
     if isinstance(source, ir.Model):
         return source.clone()
@@ -31,6 +36,7 @@ def load(source: Source) -> ir.Model:
     name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
+    proto = _with_domains(proto)
     try:
         onnx.checker.check_model(proto)
     except onnx.checker.ValidationError as error:
@@ -39,14 +45,73 @@ def load(source: Source) -> ir.Model:
         ValueError
     ):  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
         pass
-    for output in proto.graph.output:
-        if not output.type.HasField("tensor_type"):
+    for value in proto.graph.input:
+        if _holds_map(value.type):
+            raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
+    made_of_tensors = [output for output in proto.graph.output if not output.type.HasField("tensor_type")]
+    for output in made_of_tensors:
+        kind = output.type.WhichOneof("value")
+        if kind not in ("sequence_type", "map_type"):
             raise GraphoptError(
-                f"{name}: output {output.name!r}: expected a tensor, found a "
-                f"{output.type.WhichOneof('value').removesuffix('_type')}: export without it "
-                f"(scikit-learn's converter: options={{'zipmap': False}})"
+                f"{name}: output {output.name!r}: expected a tensor, or a sequence or map made of tensors, found "
+                f"{str(kind).removesuffix('_type')}: export without it"
             )
-    return ir.from_proto(proto)
+    return _without(proto, {output.name: output.type for output in made_of_tensors})
+
+
+def _with_domains(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model in which operators that ONNX Runtime adds to ONNX's domain stand in its own."""
+    version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
+    own = [op_type for op_type, since in RUNTIMES_OWN.items() if version < since]
+    if not any(node.op_type in own and not node.domain for node in proto.graph.node):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for node in copy.graph.node:
+        if node.op_type in own and not node.domain:
+            node.domain = "com.microsoft"
+    if all(opset.domain != "com.microsoft" for opset in copy.opset_import):
+        copy.opset_import.add(domain="com.microsoft", version=1)
+    return copy
+
+
+def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:
+    """Return a model with some outputs, which onnx_ir may have no type for, set aside."""
+    if not outputs:
+        return ir.from_proto(proto)
+    untyped = onnx.ModelProto()
+    untyped.CopyFrom(proto)
+    for output in untyped.graph.output:
+        if output.name in outputs:
+            output.ClearField("type")
+    typed = [value for value in proto.graph.value_info if not _holds_map(value.type)]
+    del untyped.graph.value_info[:]
+    untyped.graph.value_info.extend(typed)
+    model = ir.from_proto(untyped)
+    set_aside(
+        model, [value for value in model.graph.outputs if value.name in outputs], _is_tensor, types=outputs
+    )
+    return model
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    while kind.HasField("sequence_type"):
+        kind = kind.sequence_type.elem_type
+    return kind.HasField("map_type")
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    """Tell whether something reads a value that takes tensors alone."""
+    for node, index in value.uses():
+        try:
+            versions = node.graph.opset_imports  # type: ignore[union-attr]
+            schema = onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
+        except (onnx.defs.SchemaError, KeyError):
+            return True
+        formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+        if all(kind.startswith("tensor") for kind in formal.types):
+            return True
+    return False
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:

@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError
 _KEY = "graphopt.role"
 ORIGINAL_NAME = "graphopt.original_name"
 METRIC = "graphopt.metric"
+FROZEN = "graphopt.frozen"  # marks an initializer that trains only when it is asked for by name
 
 
 class Role(enum.Enum):
@@ -27,6 +28,7 @@ class Role(enum.Enum):
     HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
     LOSS = "loss"  # output: the objective
     PREDICTION = "prediction"  # output: the model's own
+    SOURCE = "source"  # output: what outputs that were set aside are computed from
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
     GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to parameter NAME

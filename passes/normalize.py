@@ -11,13 +11,18 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+import onnxscript.rewriter
 import onnxscript.version_converter
 
 import passes.gradient as gradient
+import passes.lowering as lowering
 from graphopt import schemas
+from graphopt.aside import set_aside
 from graphopt.rewriting import Pass, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradient.registry import NO_GRADIENT, RULES
+from passes.gradient.walk import is_differentiable
+from passes.lowering import classical
 from passes.shapes import fold_shapes, infer
 
 __all__ = ["Normalize"]
@@ -30,20 +35,28 @@ IR_VERSION = 10
 class Normalize(Pass):
     """Convert to opset 21 and IR version 10, inline functions without a rule, lift weights, infer every type.
 
+    Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`). Outputs
+    that are strings, and labels of classical models, are set aside: the trained model has them again.
     Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers;
     initializers stop being inputs; unknown dimensions get names of their own. A model that
     needs a newer opset keeps it, with a warning.
 
     Raises:
-        GraphoptError: the model is invalid, or a value's type cannot be inferred; names the node.
+        GraphoptError: the model is invalid, a value's type cannot be inferred, or an operator is used in a way that
+            its lowering does not cover; names the node.
     """
 
     def rewrite(self, model: ir.Model) -> None:
+        is_classical = classical.is_classical(model)
         with outputs_kept(model):
             self._prepare(model)
             infer(model)
             fold_shapes(model)
         infer(model)
+        if is_classical:
+            classical.freeze_scaling(model)
+            onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
+        set_labels_aside(model, is_classical)
         for value in model.graph.inputs:
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:
@@ -54,6 +67,9 @@ class Normalize(Pass):
             model
         )
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+        if any(map(lowering.is_lowered, model.graph.all_nodes())):
+            upgrade(model)
+            lowering.lower(model)
         expand(model)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
@@ -131,11 +147,29 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     ).graph
 
 
+def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
+    """Set aside outputs that are strings, and in a classical model all that are no floating numbers: labels."""
+    outputs = model.graph.outputs
+    labels = [
+        output
+        for output in outputs
+        if output.dtype == ir.DataType.STRING or (is_classical and not is_differentiable(output))
+    ]
+    if labels:
+        role = Role.SOURCE if any(map(is_differentiable, outputs)) else None
+        set_aside(model, labels, is_differentiable, role)
+
+
+def upgrade(model: ir.Model) -> None:
+    """Convert the default domain to the working opset, from an older one."""
+    if model.opset_imports.setdefault("", OPSET) < OPSET:
+        onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+
+
 def convert(model: ir.Model) -> None:
     """Convert the default domain to the working opset; a model that needs a newer one keeps it."""
-    version = model.opset_imports.get("", OPSET)
-    if version < OPSET:
-        onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+    upgrade(model)
+    version = model.opset_imports[""]
     if version > OPSET:
         newer = {
             node.op_type

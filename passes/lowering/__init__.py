@@ -1,0 +1,104 @@
+"""Operators of other domains as standard ones: ONNX Runtime's own, com.microsoft, and classical ones, ai.onnx.ml."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter, subgraphs
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import has_rule
+from passes.lowering import attention as attention
+from passes.lowering import classical as classical
+from passes.lowering import contrib as contrib
+from passes.lowering.registry import LOWERINGS, Lowering, lowers
+
+__all__ = ["is_lowered", "lower", "lowers"]
+
+
+def is_lowered(node: ir.Node) -> bool:
+    """Tell whether a node has a lowering, and no gradient rule of its own, which comes first."""
+    return (node.domain, node.op_type) in LOWERINGS and not has_rule(node.domain, node.op_type)
+
+
+def lower(model: ir.Model) -> None:
+    """Replace every operator that has a lowering by standard operators, those in bodies too.
+
+    Raises:
+        GraphoptError: a lowering does not cover how a node uses its operator; names the node and what it is.
+    """
+    with Emitter(model) as op:
+        _lower(op, model.graph)
+
+
+def _lower(op: Emitter, graph: ir.Graph) -> None:
+    graph.sort()
+    for node in list(graph):
+        for body in subgraphs(node):
+            _lower(op.within(body), body)
+        if is_lowered(node):
+            _replace(op, graph, node)
+        elif any(output.type is None or output.shape is None for output in node.outputs):
+            op.infer(node)
+        if classical.is_tree(node):
+            classical.type_tree(node)
+    graph.sort()
+
+
+def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
+    last = graph[-1]
+    operator = f"{node.domain}::{node.op_type} node {node.name!r}"
+    try:
+        results = _call(op, LOWERINGS[node.domain, node.op_type], node)
+    except GraphoptError as error:
+        raise GraphoptError(f"cannot lower {operator}: {error}") from error
+    used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
+    prefix = (used or node.outputs)[0].name
+    emitted = list(itertools.takewhile(lambda one: one is not last, reversed(graph)))
+    for value in (output for one in emitted for output in one.outputs):
+        value.name = f"{prefix}/{value.name}"
+    for output in used:
+        index = node.outputs.index(output)
+        result = results[index] if index < len(results) else None
+        if result is None:
+            raise GraphoptError(
+                f"cannot lower {operator}: its output {index}, {output.name!r}, is not covered"
+            )
+        if result.producer() not in emitted or results.count(result) > 1:
+            result = op.Identity(result)
+        result.shape = result.shape or output.shape
+        name, output.name = output.name, f"{output.name}/replaced"
+        ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
+        result.name = name
+    graph.remove(node, safe=True)
+
+
+def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value | None]:
+    """Call a lowering with the inputs and attributes of a node; refuse those that it has no parameter for."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    for i, x in enumerate(node.inputs):
+        if x is not None and i >= len(inputs):
+            raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
+        if x is not None and (x.dtype is None or x.shape is None):
+            raise GraphoptError(f"the type or the rank of its input {x.name!r} cannot be inferred")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name, value in given.items():
+        if name not in named and not takes_all:
+            raise GraphoptError(f"its attribute {name}={value!r} is not covered")
+    present = dict(zip(inputs, node.inputs, strict=False))
+    missing = [
+        p.name
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD and p.default is p.empty and p.name not in {*present, *given, "node"}
+    ]
+    if missing:
+        raise GraphoptError(f"expected {', '.join(missing)}, found none")
+    more = {"node": node} if "node" in named else {}
+    result = function(op, **present, **given, **more)
+    return [result] if isinstance(result, ir.Value) else list(result)

@@ -1,0 +1,224 @@
+"""Attention operators of com.microsoft, as ONNX Runtime's CPU provider computes them.
+
+Names of dimensions: B batch, S positions of the query, T of the key, past ones included, N heads, H numbers a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from passes.lowering.contrib import DOMAIN, plus, rank
+from passes.lowering.registry import freeze, lowers, off
+
+MASKED = -10000.0
+
+
+@lowers("Attention", domain=DOMAIN)
+def attention(
+    op: Emitter,
+    x: Value,
+    weights: Value,
+    bias: Value | None = None,
+    mask_index: Value | None = None,
+    past: Value | None = None,
+    attention_bias: Value | None = None,
+    *,
+    num_heads: int,
+    unidirectional: int = 0,
+    scale: float = 0.0,
+    qkv_hidden_sizes: Sequence[int] = (),
+    mask_filter_value: float = MASKED,
+    do_rotary: int = 0,
+    past_present_share_buffer: int = 0,
+) -> Sequence[Value]:
+    """Softmax(q k^T scale + mask) v, with q, k and v side by side in x weights + bias."""
+    off(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
+    sizes = list(qkv_hidden_sizes) or [_size(weights, 1) // 3] * 3
+    parts = op.Split(plus(op.MatMul(x, weights), bias), sizes, axis=-1, _outputs=3)
+    q, k, v = (_split_heads(op, part, num_heads, size) for part, size in zip(parts, sizes, strict=True))
+    fresh = k
+    if past is not None:
+        k, v = (op.Concat(op.Gather(past, i, axis=0), new, axis=2) for i, new in enumerate((k, v)))
+    mask = _mask(op, q, k, fresh, mask_index, unidirectional, mask_filter_value)
+    y = _attend(op, q, k, v, scale, mask, attention_bias)
+    return _merge_heads(op, y, sizes[2]), op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
+
+
+@lowers("MultiHeadAttention", domain=DOMAIN)
+def multi_head_attention(
+    op: Emitter,
+    query: Value,
+    key: Value | None = None,
+    value: Value | None = None,
+    bias: Value | None = None,
+    key_padding_mask: Value | None = None,
+    attention_bias: Value | None = None,
+    past_key: Value | None = None,
+    past_value: Value | None = None,
+    *,
+    num_heads: int,
+    unidirectional: int = 0,
+    scale: float = 0.0,
+    mask_filter_value: float = MASKED,
+) -> Sequence[Value]:
+    """Softmax(q k^T scale + mask) v, with q, k and v of three, two or one input, by their ranks."""
+    parts = _parts(op, query, key, value)
+    sizes = [_size(x, -1) * (num_heads if rank(x) == 4 else 1) for x in parts]
+    if bias is not None:
+        biases = op.Split(bias, sizes, axis=0, _outputs=3)
+        parts = [_biased(op, x, b, num_heads) for x, b in zip(parts, biases, strict=True)]
+    q, k, v = (
+        x if rank(x) == 4 else _split_heads(op, x, num_heads, size)
+        for x, size in zip(parts, sizes, strict=True)
+    )
+    fresh = k
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
+    mask = _mask(op, q, k, fresh, key_padding_mask, unidirectional, mask_filter_value)
+    y = _attend(op, q, k, v, scale, mask, attention_bias)
+    return _merge_heads(op, y, sizes[2]), k, v
+
+
+def _parts(op: Emitter, query: Value, key: Value | None, value: Value | None) -> list[Value]:
+    """Return query, key and value: [B,S,NH], or [B,N,S,H] where the heads are split already."""
+    if key is None and rank(query) == 5:
+        return _unpacked(op, query)
+    if key is not None and value is None and rank(key) == 5:
+        return [query, *_unpacked(op, key)]
+    if key is None or value is None:
+        raise GraphoptError("expected query, key and value, or a packed query or key of 5 axes")
+    return [query, key, value]
+
+
+def _unpacked(op: Emitter, packed: Value) -> list[Value]:
+    """Return the parts of [B,S,N,parts,H] as [B,N,S,H] each."""
+    parts = (op.Gather(packed, i, axis=3) for i in range(_size(packed, 3)))
+    return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
+
+
+def _biased(op: Emitter, x: Value, bias: Value, heads: int) -> Value:
+    return x + (op.Reshape(bias, [heads, 1, -1]) if rank(x) == 4 else bias)
+
+
+def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
+    """[B,S,NH] -> [B,N,S,H]."""
+    return op.Transpose(op.Reshape(x, [0, 0, heads, size // heads]), perm=[0, 2, 1, 3])
+
+
+def _merge_heads(op: Emitter, y: Value, size: int) -> Value:
+    """[B,N,S,H] -> [B,S,NH]."""
+    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, size])
+
+
+def _attend(
+    op: Emitter, q: Value, k: Value, v: Value, scale: float, mask: Value | None, bias: Value | None
+) -> Value:
+    scale = scale or 1 / math.sqrt(_size(q, -1))
+    scores = op.MatMul(scale * q, op.Transpose(k, perm=[0, 1, 3, 2]))
+    return op.MatMul(op.Softmax(plus(plus(scores, mask), bias), axis=-1), v)
+
+
+def _mask(
+    op: Emitter, q: Value, k: Value, fresh: Value, mask: Value | None, unidirectional: int, masked: float
+) -> Value | None:
+    """Return what is added to the scores, of a shape that broadcasts to [B,N,S,T], or None."""
+    padding = None if mask is None else _padding(op, q, k, mask, masked)
+    if not unidirectional:
+        return padding
+    positions, before = _length(op, q), _length(op, k) - _length(op, fresh)
+    rows = op.Unsqueeze(op.Range(0, positions, 1) + before, [1])
+    seen = op.LessOrEqual(op.Range(0, _length(op, k), 1), rows)
+    lowest = op.constant(float(np.finfo(q.dtype.numpy()).min), like=q)  # type: ignore[union-attr]
+    return op.Where(seen, op.CastLike(0.0, q) if padding is None else padding, lowest)
+
+
+def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Value:
+    """Return `masked` where a key does not count, 0 elsewhere; `mask` is one of the forms that the operators take.
+
+    [B,T] and [B,S,T]: 1 where a key counts. [B]: how many keys of each row count; [2B]: the first that does not
+    count any more, of each row, and then the first that does.
+    """
+    if rank(mask) in (2, 3):
+        kept = op.Unsqueeze(op.Greater(mask, 0), [1, 2] if rank(mask) == 2 else [1])
+    elif rank(mask) == 1:
+        rows = op.Shape(q, start=0, end=1)
+        zeros = op.Expand(op.CastLike(0, mask), rows)
+        bounds = op.Slice(op.Concat(mask, zeros, axis=0), [0], 2 * rows, [0])
+        bounds = op.Reshape(bounds, op.Concat([2], rows, [1, 1, 1], axis=0))
+        positions = op.CastLike(op.Range(0, _length(op, k), 1), mask)
+        end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
+        kept = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
+    else:
+        raise GraphoptError(f"its mask {mask.name!r} of {rank(mask)} axes is not covered")
+    return op.Where(kept, op.CastLike(0.0, q), op.constant(masked, like=q))
+
+
+def _length(op: Emitter, x: Value) -> Value:
+    """Return the positions of [B,N,S,H]: a scalar."""
+    return op.Squeeze(op.Shape(x, start=2, end=3), [0])
+
+
+def _size(x: Value, axis: int) -> int:
+    assert x.shape is not None
+    size = x.shape[axis]
+    if not isinstance(size, int):
+        raise GraphoptError(f"expected a known size of {x.name!r} along axis {axis}, found {x.shape}")
+    return size
+
+
+@lowers("RotaryEmbedding", domain=DOMAIN)
+def rotary_embedding(
+    op: Emitter,
+    x: Value,
+    position_ids: Value,
+    cosines: Value,
+    sines: Value,
+    *,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+    is_packed_batching: int = 0,
+) -> Value:
+    """Su et al., https://arxiv.org/abs/2104.09864: turn pairs of a head's numbers by their position.
+
+    The first `rotary_embedding_dim` numbers of each head turn, all by default: a half against the other half, or
+    neighbours where `interleaved`. A single position is that of the first.
+    """
+    off(is_packed_batching=is_packed_batching)
+    if scale != 1:
+        raise GraphoptError(f"its attribute scale={scale} is not covered")
+    turned = 2 * _size(cosines, 1)
+    if rank(x) == 4:
+        heads_first = x
+    else:
+        head = _size(x, -1) // num_heads if num_heads else turned
+        heads_first = _split_heads(op, x, _size(x, -1) // head, _size(x, -1))
+    if rank(position_ids) == 1:
+        position_ids = position_ids + op.CastLike(op.Range(0, _length(op, heads_first), 1), position_ids)
+        axes = [0, 1]
+    else:
+        axes = [1]
+    cosine, sine = (op.Unsqueeze(op.Gather(freeze(cache), position_ids), axes) for cache in (cosines, sines))
+    rest = _size(heads_first, -1) - turned
+    part = heads_first
+    if rest:
+        part, tail = op.Split(heads_first, [turned, rest], axis=-1, _outputs=2)
+    if interleaved:
+        pairs = op.Reshape(part, [0, 0, 0, turned // 2, 2])
+        a, b = (op.Gather(pairs, i, axis=4) for i in range(2))
+        turn = op.Concat(
+            op.Unsqueeze(a * cosine - b * sine, [4]), op.Unsqueeze(b * cosine + a * sine, [4]), axis=4
+        )
+        turn = op.Reshape(turn, [0, 0, 0, turned])
+    else:
+        a, b = op.Split(part, num_outputs=2, axis=-1, _outputs=2)
+        turn = op.Concat(a * cosine - b * sine, b * cosine + a * sine, axis=-1)
+    y = op.Concat(turn, tail, axis=-1) if rest else turn
+    return y if rank(x) == 4 else _merge_heads(op, y, _size(x, -1))

@@ -1,0 +1,235 @@
+"""Operators of ai.onnx.ml, which scikit-learn's converter writes.
+
+Their meaning: https://onnx.ai/onnx/operators/index_ai_onnx_ml.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Value
+from onnxscript.rewriter.pattern import RewriteRule
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import no_gradient
+from passes.lowering.contrib import rank
+from passes.lowering.registry import freeze, frozen, lowers, weight
+
+DOMAIN = "ai.onnx.ml"
+
+SCALING = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Where"}
+TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
+
+no_gradient(*TREES, domain=DOMAIN)
+
+
+def is_tree(node: ir.Node) -> bool:
+    """Tell whether a node is an ensemble of trees: piecewise constant, it stays as it is, and no gradient passes it."""
+    return node.domain == DOMAIN and node.op_type in TREES
+
+
+def type_tree(node: ir.Node) -> None:
+    """Give the outputs of an ensemble of trees their ranks, which ONNX does not infer: labels [N], scores [N,C]."""
+    *labels, scores = node.outputs
+    for output, axes in [*((label, 1) for label in labels), (scores, 2)]:
+        output.shape = output.shape or ir.Shape([None] * axes)
+
+
+def is_classical(model: ir.Model) -> bool:
+    """Tell whether a model comes from a library of classical machine learning."""
+    return model.producer_name == "skl2onnx" or any(n.domain == DOMAIN for n in model.graph.all_nodes())
+
+
+def freeze_scaling(model: ir.Model) -> None:
+    """Freeze what a classical model scales its data by, before anything else: a scaler's statistics."""
+    data = set(model.graph.inputs)
+    for node in model.graph:
+        if node.op_type in SCALING and node.domain == "" and data.intersection(node.inputs):
+            data.update(node.outputs)
+            for x in node.inputs:
+                if x is not None and x not in data:
+                    freeze(x)
+
+
+@lowers("SVMClassifier", "SVMRegressor", domain=DOMAIN)
+def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
+    raise GraphoptError(
+        "a kernel machine keeps all its support vectors as attributes: train a linear model or a network instead"
+    )
+
+
+def as_float(op: Emitter, x: Value) -> Value:
+    """Return `x` in float32, the type in which these operators compute."""
+    return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
+
+
+def array(numbers: Sequence[float]) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
+@lowers("LinearRegressor", domain=DOMAIN)
+def linear_regressor(
+    op: Emitter,
+    x: Value,
+    *,
+    coefficients: Sequence[float],
+    intercepts: Sequence[float] = (),
+    targets: int = 1,
+    post_transform: str = "NONE",
+    node: ir.Node,
+) -> Value:
+    if targets == 1 and post_transform != "NONE":
+        raise GraphoptError(
+            f"its attribute post_transform={post_transform!r} of one target, which runtimes ignore, is not covered"
+        )
+    scores = _scores(op, x, node, array(coefficients).reshape(targets, -1), array(intercepts))
+    return _transformed(op, scores, post_transform)
+
+
+@lowers("LinearClassifier", domain=DOMAIN)
+def linear_classifier(
+    op: Emitter,
+    x: Value,
+    *,
+    coefficients: Sequence[float],
+    intercepts: Sequence[float] = (),
+    classlabels_ints: Sequence[int] = (),
+    classlabels_strings: Sequence[str] = (),
+    multi_class: int = 0,
+    post_transform: str = "NONE",
+    node: ir.Node,
+) -> Sequence[Value]:
+    """Label and scores. `multi_class` changes nothing, here and in runtimes.
+
+    Two classes whose rows of coefficients are each other's negatives are one row, s: scores are -s and s, and
+    logistic ones softmax(-s/2, s/2), so that they stay probabilities, which sum to 1, while the row trains, and a
+    loss sees the logits behind them. One row for two labels gives 1 - s and s, logistic or not.
+    """
+    names = ir.tensor(list(classlabels_ints) or list(classlabels_strings))
+    labels, classes = op.initializer(names, f"{node.name}.labels"), names.size
+    rows = len(intercepts) or classes
+    w, b = array(coefficients).reshape(rows, -1), array(intercepts)
+    if rows == 1 and classes != 2:
+        raise GraphoptError(
+            f"one row of coefficients and {classes} labels are not covered: expected 2 labels"
+        )
+    mirrored = rows == 2 and np.array_equal(w[0], -w[1]) and np.array_equal(b[:1], -b[1:])
+    if rows == 1 or mirrored:
+        s = _scores(op, x, node, w[-1:], b[-1:])
+        label = op.Gather(labels, op.Cast(op.Greater(op.Squeeze(s, [1]), 0.0), to=ir.DataType.INT64))
+        if post_transform == "LOGISTIC":
+            half = 0.5 * s
+            return label, op.Softmax(op.Concat(-half, half, axis=1), axis=1)
+        if rows == 1:
+            _check_known(post_transform)
+            return label, op.Concat(1.0 - s, s, axis=1)
+        scores = op.Concat(-s, s, axis=1)
+    else:
+        scores = _scores(op, x, node, w, b)
+        label = op.Gather(labels, op.ArgMax(scores, axis=1, keepdims=0))
+    return label, _transformed(op, scores, post_transform)
+
+
+def _scores(op: Emitter, x: Value, node: ir.Node, w: np.ndarray, b: np.ndarray) -> Value:
+    x = as_float(op, x)
+    if rank(x) == 1:
+        x = op.Unsqueeze(x, [0])
+    bias = weight(op, node, "intercepts", b) if b.size else None
+    return op.Gemm(x, weight(op, node, "coefficients", w), bias, transB=1)
+
+
+def _check_known(post_transform: str) -> None:
+    if post_transform not in ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO"):
+        raise GraphoptError(f"its attribute post_transform={post_transform!r} is not covered")
+
+
+def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
+    _check_known(post_transform)
+    if post_transform == "SOFTMAX":
+        return op.Softmax(scores, axis=1)
+    if post_transform == "LOGISTIC":
+        return op.Sigmoid(scores)
+    if post_transform == "SOFTMAX_ZERO":  # a softmax of the scores that are not 0; these stay 0
+        counted = op.CastLike(op.Greater(op.Abs(scores), 1e-7), scores)
+        shares = counted * op.Exp(scores - op.ReduceMax(scores, [1]))
+        return shares / op.ReduceSum(shares, [1])
+    return scores
+
+
+@lowers("Scaler", domain=DOMAIN)
+def scaler(
+    op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node
+) -> Value:
+    y = as_float(op, x)
+    if offset:
+        y = y - frozen(op, node, "offset", array(offset))
+    if scale:
+        y = y * frozen(op, node, "scale", array(scale))
+    return y
+
+
+@lowers("Imputer", domain=DOMAIN)
+def imputer(
+    op: Emitter,
+    x: Value,
+    *,
+    imputed_value_floats: Sequence[float] = (),
+    imputed_value_int64s: Sequence[int] = (),
+    replaced_value_float: float = 0.0,
+    replaced_value_int64: int = 0,
+    node: ir.Node,
+) -> Value:
+    assert x.dtype is not None
+    floating = x.dtype.is_floating_point()
+    values = np.array(imputed_value_floats if floating else imputed_value_int64s, x.dtype.numpy())
+    replaced = replaced_value_float if floating else replaced_value_int64
+    is_missing = op.IsNaN(x) if np.isnan(replaced) else op.Equal(x, op.constant(replaced, like=x))
+    return op.Where(is_missing, frozen(op, node, "values", values), x)
+
+
+@lowers("Normalizer", domain=DOMAIN)
+def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
+    """Rows divided by their maximum, sum of magnitudes or Euclidean norm; rows where that is 0 stay."""
+    made_by = x.producer()
+    if norm == "L1" and made_by is not None and made_by.op_type == "Softmax" and rank(x) == 2:
+        return x  # its rows sum to 1 already, and a loss sees the logits behind it
+    x = as_float(op, x)
+    sizes = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}
+    if norm not in sizes:
+        raise GraphoptError(f"its attribute norm={norm!r} is not covered")
+    size = sizes[norm](x, [-1])
+    return x / op.Where(op.Equal(size, 0.0), op.CastLike(1.0, size), size)
+
+
+@lowers("ArrayFeatureExtractor", domain=DOMAIN)
+def array_feature_extractor(op: Emitter, x: Value, indices: Value) -> Value:
+    """The columns of `x` that `indices` names; a vector counts as one row."""
+    return op.Gather(op.Unsqueeze(x, [0]) if rank(x) == 1 else x, op.Reshape(indices, [-1]), axis=-1)
+
+
+@lowers("Binarizer", domain=DOMAIN)
+def binarizer(op: Emitter, x: Value, *, threshold: float = 0.0) -> Value:
+    return op.CastLike(op.Greater(x, op.constant(threshold, like=x)), x)
+
+
+def _reciprocal(op: Any, x: Value, minus: Value, one: Value) -> Value:
+    return op.Reciprocal(op.Add(op.Exp(op.Mul(x, minus)), one))
+
+
+def _sigmoid(op: Any, x: Value, minus: Value, one: Value) -> Value:
+    return op.Sigmoid(x)
+
+
+def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
+    values = [ir.convenience.get_const_tensor(value) for value in (minus, one)]
+    return all(
+        v is not None and v.size == 1 and v.numpy().item() == n for v, n in zip(values, (-1, 1), strict=True)
+    )
+
+
+# scikit-learn's converter writes 1 / (1 + exp(-x)) out, whose gradient is no number once exp(-x) overflows.
+LOGISTIC = RewriteRule(_reciprocal, _sigmoid, _is_logistic)

@@ -1,0 +1,306 @@
+"""Operators of com.microsoft that ONNX Runtime's optimizer fuses: activations, products, normalizations, embeddings.
+
+Their meaning: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from passes.lowering.registry import freeze, lowers, off
+
+DOMAIN = "com.microsoft"
+
+
+def rank(x: Value) -> int:
+    """Return the number of axes of `x`."""
+    assert x.shape is not None
+    return len(x.shape)
+
+
+def plus(x: Value, bias: Value | None) -> Value:
+    """Return x + bias, or x where there is no bias."""
+    return x if bias is None else x + bias
+
+
+@lowers("Gelu", domain=DOMAIN)
+def gelu(op: Emitter, x: Value) -> Value:
+    return op.Gelu(x)
+
+
+@lowers("BiasGelu", domain=DOMAIN)
+def bias_gelu(op: Emitter, x: Value, bias: Value) -> Value:
+    return op.Gelu(x + bias)
+
+
+@lowers("FastGelu", domain=DOMAIN)
+def fast_gelu(op: Emitter, x: Value, bias: Value | None = None) -> Value:
+    return op.Gelu(plus(x, bias), approximate="tanh")
+
+
+@lowers("QuickGelu", domain=DOMAIN)
+def quick_gelu(op: Emitter, x: Value, *, alpha: float = 1.702) -> Value:
+    return x * op.Sigmoid(alpha * x)
+
+
+def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | None]) -> Value:
+    """Return an activation of `x`; `numbers` are its attributes in the order of the schema, None for a default."""
+    if not activation:
+        return x
+    if activation == "Clip":
+        return op.Clip(x, *numbers)
+    try:
+        schema = onnx.defs.get_schema(activation, op.versions[""])
+    except onnx.defs.SchemaError:
+        raise GraphoptError(f"its activation {activation!r} is not covered") from None
+    attributes: dict[str, Any] = dict(zip(sorted(schema.attributes), numbers, strict=False))
+    given = {name: value for name, value in attributes.items() if value is not None}
+    result = op.call_op(activation, [x], given)
+    assert isinstance(result, Value)
+    return result
+
+
+@lowers("FusedGemm", domain=DOMAIN)
+def fused_gemm(
+    op: Emitter,
+    a: Value,
+    b: Value,
+    c: Value | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    activation: str = "",
+    activation_alpha: float | None = None,
+    activation_beta: float | None = None,
+    activation_gamma: float | None = None,
+) -> Value:
+    y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    return activate(op, y, activation, (activation_alpha, activation_beta, activation_gamma))
+
+
+@lowers("FusedConv", domain=DOMAIN)
+def fused_conv(
+    op: Emitter,
+    x: Value,
+    w: Value,
+    b: Value | None = None,
+    z: Value | None = None,
+    *,
+    activation: str = "",
+    activation_params: Sequence[float] = (),
+    auto_pad: str = "NOTSET",
+    group: int = 1,
+    **window: Any,
+) -> Value:
+    y = op.Conv(x, w, b, auto_pad=auto_pad, group=group, **window)
+    return activate(op, plus(y, z), activation, activation_params)
+
+
+@lowers("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
+def fused_mat_mul(
+    op: Emitter,
+    a: Value,
+    b: Value,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
+) -> Value:
+    y = op.MatMul(_transposed(op, a, transA, transBatchA), _transposed(op, b, transB, transBatchB))
+    return y if alpha == 1 else alpha * y
+
+
+def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
+    """Move the first axis behind the batch's where `batch` is set, and swap the last two where `last` is."""
+    axes = list(range(rank(x)))
+    if len(axes) < 2:
+        return x
+    if batch:
+        axes = [*axes[1:-1], 0, axes[-1]]
+    if last:
+        axes[-2:] = axes[:-3:-1]
+    return x if axes == sorted(axes) else op.Transpose(x, perm=axes)
+
+
+@lowers("LayerNormalization", domain=DOMAIN)
+def layer_normalization(
+    op: Emitter,
+    x: Value,
+    scale: Value,
+    bias: Value | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+) -> Value:
+    return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type)
+
+
+@lowers("SimplifiedLayerNormalization", domain=DOMAIN)
+def simplified_layer_normalization(
+    op: Emitter, x: Value, scale: Value, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Value:
+    return root_mean_square(op, x, scale, axis, epsilon, ir.DataType(stash_type))
+
+
+def root_mean_square(
+    op: Emitter, x: Value, scale: Value, axis: int, epsilon: float, stashed: ir.DataType
+) -> Value:
+    """Zhang, Sennrich, https://arxiv.org/abs/1910.07467: scale x / sqrt(mean(x^2) + epsilon)."""
+    half = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and x.dtype != stashed
+    z = op.Cast(x, to=stashed) if half else x
+    axes = list(range(axis % rank(x), rank(x)))
+    z = z / op.Sqrt(op.ReduceMean(z * z, axes) + epsilon)
+    return scale * (op.Cast(z, to=scale.dtype) if half else z)
+
+
+@lowers("SkipLayerNormalization", domain=DOMAIN)
+def skip_layer_normalization(
+    op: Emitter,
+    x: Value,
+    skip: Value,
+    scale: Value,
+    shift: Value | None = None,
+    bias: Value | None = None,
+    *,
+    epsilon: float = 1e-12,
+) -> Sequence[Value | None]:
+    total = plus(x + skip, bias)
+    return op.LayerNormalization(total, scale, shift, epsilon=epsilon), None, None, total
+
+
+@lowers("SkipSimplifiedLayerNormalization", domain=DOMAIN)
+def skip_simplified_layer_normalization(
+    op: Emitter, x: Value, skip: Value, scale: Value, bias: Value | None = None, *, epsilon: float = 1e-12
+) -> Sequence[Value | None]:
+    total = plus(x + skip, bias)
+    return root_mean_square(op, total, scale, -1, epsilon, ir.DataType.FLOAT), None, None, total
+
+
+@lowers("EmbedLayerNormalization", domain=DOMAIN)
+def embed_layer_normalization(
+    op: Emitter,
+    ids: Value,
+    segments: Value | None,
+    words: Value,
+    positions: Value,
+    segment_embedding: Value | None,
+    scale: Value,
+    shift: Value,
+    mask: Value | None = None,
+    position_ids: Value | None = None,
+    *,
+    epsilon: float = 1e-12,
+    mask_index_type: int = 1,
+) -> Sequence[Value | None]:
+    """Normalize word + position + segment embeddings; the mask index is the number of 1s in each row of the mask."""
+    if position_ids is None:
+        position_ids = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2), [0]), 1)
+    total = op.Gather(words, ids) + op.Gather(positions, position_ids)
+    if segments is not None:
+        total = total + op.Gather(segment_embedding, segments)
+    count = op.ReduceSum(mask, [1], keepdims=0) if mask is not None and mask_index_type else None
+    return op.LayerNormalization(total, scale, shift, epsilon=epsilon), count, total
+
+
+@lowers("BiasSoftmax", domain=DOMAIN)
+def bias_softmax(op: Emitter, x: Value, bias: Value, *, axis: int = 1, is_inner_broadcast: int = 0) -> Value:
+    if axis % rank(x) != rank(x) - 1:
+        raise GraphoptError(f"its attribute axis={axis}, an axis that is not the last, is not covered")
+    return op.Softmax(x + bias, axis=-1)
+
+
+@lowers("BiasDropout", domain=DOMAIN)
+def bias_dropout(
+    op: Emitter,
+    x: Value,
+    bias: Value,
+    residual: Value | None = None,
+    ratio: Value | None = None,
+    training_mode: Value | None = None,
+    *,
+    seed: int | None = None,
+) -> Sequence[Value]:
+    attributes = {} if seed is None else {"seed": seed}
+    y, mask = op.Dropout(x + bias, ratio, training_mode, _outputs=2, **attributes)
+    return plus(y, residual), mask
+
+
+@lowers("MatMulNBits", domain=DOMAIN)
+def mat_mul_n_bits(
+    op: Emitter,
+    a: Value,
+    b: Value,
+    scales: Value,
+    zero_points: Value | None = None,
+    group_index: Value | None = None,
+    bias: Value | None = None,
+    *,
+    K: int,
+    N: int,
+    bits: int = 4,
+    block_size: int,
+    accuracy_level: int = 0,
+    weight_prepacked: int = 0,
+    node: ir.Node,
+) -> Value:
+    """a w^T + bias, of a frozen weight that stays packed: DequantizeLinear reads the same two numbers a byte.
+
+    So frozen weights, the bulk of such a model, take an eighth of the memory that float32 takes, and what trains
+    beside them has exact gradients. `accuracy_level`, which lets a runtime round `a`, is ignored.
+    """
+    off(weight_prepacked=weight_prepacked)
+    if bits not in (4, 8):
+        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 4 or 8")
+    if group_index is not None:
+        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered")
+    packed, points = ir.convenience.get_const_tensor(b), None
+    if packed is None:
+        raise GraphoptError(f"expected its weight {b.name!r} to be an initializer")
+    blocks = -(-K // block_size)
+    numbers = _unpacked(packed.numpy().reshape(N, -1), bits)
+    if zero_points is None:
+        points = np.full((N, blocks), 2 ** (bits - 1), np.uint8)
+    elif zero_points.dtype == ir.DataType.UINT8:
+        tensor = ir.convenience.get_const_tensor(zero_points)
+        if tensor is None:
+            raise GraphoptError(f"expected its zero points {zero_points.name!r} to be an initializer")
+        points = _unpacked(tensor.numpy().reshape(N, -1), bits)[:, :blocks]
+    scales = op.Reshape(freeze(scales), [N, blocks])
+    w = op.DequantizeLinear(
+        _integers(op, node, "weight", numbers, bits),
+        scales,
+        None if points is None else _integers(op, node, "zero_points", points, bits),
+        axis=1,
+        block_size=block_size,
+    )
+    if zero_points is not None and points is None:
+        shift = op.Unsqueeze(scales * op.Reshape(freeze(zero_points), [N, blocks]), [2])
+        w = op.Reshape(op.Reshape(w, [N, blocks, block_size]) - shift, [N, blocks * block_size])
+    if blocks * block_size != K:
+        w = op.Slice(w, [0], [K], [1])
+    return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
+
+
+def _unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers of packed rows, the low bits of a byte first."""
+    if bits == 8:
+        return rows
+    return np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)
+
+
+def _integers(op: Emitter, node: ir.Node, label: str, numbers: np.ndarray, bits: int) -> Value:
+    dtype = ir.DataType.UINT4 if bits == 4 else ir.DataType.UINT8
+    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.name}.{label}"))
