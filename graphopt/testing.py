@@ -126,7 +126,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
     for node in model.graph.all_nodes():
         for output in node.outputs:
             if output not in results:
-                output.type = output.shape = None
+                output.type = None
         if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:

@@ -141,7 +141,7 @@ def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
     for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
         found = inferred.get(value.name or "")
         if found is not None and found.type is not None:
-            value.type, value.shape = found.type, found.shape
+            value.type, value.shape = found.type, value.shape if found.shape is None else found.shape
     for node, twin in zip(graph, typed, strict=True):
         for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
             _take_types(body, typed_body)

@@ -113,6 +113,9 @@ ALIAS = "ONNX Runtime's antialiasing differs from the reference"
 COMPLEX = "ONNX Runtime's transform of complex numbers differs"
 COUNT = "how many elements a last, partial window counts depends on the spatial sizes"
 
+ROIS = np.array([[0.3, 0.4, 3.7, 4.6], [-1.37, 1.13, 2.59, 6.17], [1.23, 2.34, 1.91, 2.83]])
+ROIS_POOLED = np.array([[0, 0, 0, 4, 4], [1, 1, 2, 4, 6], [0, 3, 1, 3, 1.0]])
+
 BROADCASTS = [
     ((2, 3), (2, 3)),
     ((2, 3), (3,)),
@@ -326,6 +329,60 @@ CASES: list[Case] = [
         for op in ("GlobalAveragePool", "GlobalMaxPool")
         for shape in [(2, 2, 3, 2), (2, 2, 5)]
     ),
+    *(case("GlobalLpPool", (2, 2, 3, 2), p=p) for p in (1, 2, 3)),
+    *(
+        case("MaxRoiPool", (2, 2, 6, 5), ROIS_POOLED, constant=(1,), pooled_shape=[2, 3], spatial_scale=s)
+        for s in (1.0, 0.5)
+    ),
+    # Sampling.
+    *(
+        case(
+            "GridSample", (2, 2, 3, 4), 0.8 * spaced(2, 2, 3, 2), mode=mode, padding_mode=pad, align_corners=n
+        )
+        for mode in ("linear", "nearest", "cubic")
+        for pad in ("zeros", "border", "reflection")
+        for n in (0, 1)
+    ),
+    *(
+        case("GridSample", (1, 2, 2, 3, 2), 0.7 * spaced(1, 1, 2, 2, 3), mode="linear", padding_mode=pad)
+        for pad in ("zeros", "border", "reflection")
+    ),
+    case(
+        "GridSample", (1, 2, 5), 0.6 * spaced(1, 4, 1), runtime=False, quirk="ONNX Runtime samples no lines"
+    ),
+    *(case("AffineGrid", (2, 2, 3), ints(2, 3, 4, 5), align_corners=n) for n in (0, 1)),
+    case("AffineGrid", (2, 3, 4), ints(2, 1, 2, 3, 4), fed=True),
+    *(
+        case(
+            "RoiAlign",
+            (2, 2, 6, 5),
+            ROIS,
+            ints(0, 1, 0),
+            mode=mode,
+            coordinate_transformation_mode=coordinates,
+            output_height=2,
+            output_width=3,
+            sampling_ratio=samples,
+            spatial_scale=0.9,
+        )
+        for mode in ("avg", "max")
+        for coordinates in ("half_pixel", "output_half_pixel")
+        for samples in (0, 2)
+    ),
+    case("DeformConv", (2, 2, 4, 4), (3, 2, 2, 2), 0.3 * spaced(2, 8, 3, 3)),
+    case(
+        "DeformConv",
+        (1, 4, 5, 4),
+        (4, 2, 2, 2),
+        0.3 * spaced(1, 16, 3, 2),
+        (4,),
+        (1, 8, 3, 2),
+        group=2,
+        offset_group=2,
+        pads=[1, 0, 0, 1],
+        strides=[2, 2],
+    ),
+    case("DeformConv", (1, 1, 5, 5), (1, 1, 2, 2), 0.3 * spaced(1, 8, 3, 3), dilations=[2, 2]),
     # Normalization.
     *(
         case("BatchNormalization", x, (2,), (2,), (2,), positive(2))

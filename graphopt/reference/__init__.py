@@ -5,12 +5,13 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphopt.reference import elements, loops, windows
+from graphopt.reference import elements, loops, sampling, windows
 
 MENDED = [
     *(elements.Erf, elements.GatherElements, elements.Gelu, elements.LRN, elements.Pad),
     *(loops.GRU, loops.LSTM, loops.Loop, loops.RNN, loops.Scan),
-    *(windows.ConvTranspose, windows.GlobalMaxPool, windows.MaxPool),
+    *(sampling.AffineGrid, sampling.DeformConv, sampling.GridSample, sampling.MaxRoiPool),
+    *(windows.ConvTranspose, windows.GlobalLpPool, windows.GlobalMaxPool, windows.MaxPool),
 ]
 
 

@@ -82,3 +82,12 @@ class GlobalMaxPool(OpRun):
 
     def _run(self, x: np.ndarray) -> Any:
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+class GlobalLpPool(OpRun):
+    """The reference has none."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, p: int = 2) -> Any:
+        return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)

@@ -12,6 +12,7 @@ from passes.gradient.rules import quantization as quantization
 from passes.gradient.rules import recurrent as recurrent
 from passes.gradient.rules import reduction as reduction
 from passes.gradient.rules import resampling as resampling
+from passes.gradient.rules import sampling as sampling
 from passes.gradient.rules import shape as shape
 from passes.gradient.rules import softmax as softmax
 from passes.gradient.rules import spectral as spectral

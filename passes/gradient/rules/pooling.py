@@ -163,8 +163,18 @@ def lp_pool(
     """y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy."""
     window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
     share = dy * op.Pow(y, op.constant(1.0 - p, like=y))
-    slope = op.Sign(x) * op.Pow(op.Abs(x), op.constant(p - 1.0, like=x))
-    return [slope * spread_window(op, window, share, x)]
+    return [signed_power(op, x, p - 1.0) * spread_window(op, window, share, x)]
+
+
+@rule("GlobalLpPool")
+def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
+    """As LpPool has it."""
+    return [signed_power(op, x, p - 1.0) * (dy * op.Pow(y, op.constant(1.0 - p, like=y)))]
+
+
+def signed_power(op: Emitter, x: Value, exponent: float) -> Value:
+    """Return sign(x) |x|^exponent."""
+    return op.Sign(x) * op.Pow(op.Abs(x), op.constant(exponent, like=x))
 
 
 @rule("GlobalAveragePool")

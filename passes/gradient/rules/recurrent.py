@@ -1,7 +1,6 @@
 """RNN, GRU and LSTM: their gradient is that of a Scan which computes what they do.
 
 https://onnx.ai/onnx/operators has the equations of a step. The input's products are one Gemm for all steps.
-The operator itself stays where it is: a runtime's own kernel is faster than a Scan, and the model's export keeps it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.control_flow import floating, scan_over
-from passes.gradient.walk import backward, dims_of
+from passes.gradient.rules.control_flow import scan_over
+from passes.gradient.rules.expansion import expansion
+from passes.gradient.walk import dims_of
 
 Activation = Callable[[Any, Value], Value]
 Cell = Callable[..., list[Value]]
@@ -88,27 +87,7 @@ def lstm(
 CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
-@rule(*CELLS)
-def recurrent(
-    op: Emitter,
-    dy: Value,
-    *inputs: Value,
-    node: Node,
-    dys: list[Value | None],
-    active: frozenset[Value],
-    **attributes: Any,
-) -> Gradients:
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    start = len(graph)
-    outputs = expanded(op, node, *inputs, **attributes)
-    part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
-    seeds = {y: like(op.Identity(dy), y) for y, dy in zip(outputs, dys, strict=False) if dy is not None}
-    wrt = floating(x for x in dict.fromkeys(inputs) if x in active)
-    gradients = backward(op, part, seeds, wrt)
-    return [gradients.pop(x, None) for x in inputs]
-
-
+@expansion(*CELLS)
 def expanded(
     op: Emitter,
     node: Node,

@@ -1,0 +1,48 @@
+"""Operators whose gradient is that of the simpler operators that compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir import Node, Value
+
+from graphopt.emitter import Emitter, like
+from passes.gradient.registry import Gradients, Rule, accepted, rule
+from passes.gradient.walk import backward, is_differentiable
+
+Expansion = Callable[..., Sequence[Value]]
+
+
+def expansion(*op_types: str) -> Callable[[Expansion], Rule]:
+    """Register a traced function `f(op, *inputs, **named)` of the outputs of these operators.
+
+    It may name what a rule may name. Only its gradient is emitted in the end: the operator itself stays where it
+    is, as a runtime's own kernel is faster, and the model's export keeps it.
+    """
+
+    def register(function: Expansion) -> Rule:
+        def differentiated(
+            op: Emitter,
+            dy: Value,
+            *inputs: Value,
+            node: Node,
+            dys: list[Value | None],
+            active: frozenset[Value],
+            **named: Any,
+        ) -> Gradients:
+            graph = node.graph
+            assert isinstance(graph, ir.Graph)
+            start = len(graph)
+            outputs = function(op, *inputs, **accepted(function, named | {"node": node}))
+            part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
+            pairs = zip(outputs, dys, strict=False)
+            seeds = {y: like(op.Identity(dy), y) for y, dy in pairs if dy is not None}
+            wrt = [x for x in dict.fromkeys(inputs) if x in active and is_differentiable(x)]
+            gradients = backward(op, part, seeds, wrt)
+            return [gradients.pop(x, None) for x in inputs]
+
+        return rule(*op_types)(differentiated)
+
+    return register

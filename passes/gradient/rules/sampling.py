@@ -1,0 +1,299 @@
+"""Sampling between pixels: pixels around a position, gathered and weighed; the weights have gradients too.
+
+Jaderberg et al., Spatial Transformer Networks, https://arxiv.org/abs/1506.02025. A value of a batch is a row of
+channels here: one Gather for all pixels, whose gradient is one ScatterND.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.elementwise import mask
+from passes.gradient.rules.expansion import expansion
+from passes.gradient.rules.shape import rank, reshape_like, sizes_of
+from passes.gradient.walk import dims_of
+
+Number = Value | float
+
+# The first pixel, counted from that before the position, and for each pixel the coefficients of its weight: a
+# polynomial of the distance from that pixel. Cubic: Keys, https://doi.org/10.1109/TASSP.1981.1163711, a = -0.75.
+TAPS: dict[str, tuple[int, list[list[float]]]] = {
+    "nearest": (0, [[1]]),
+    "linear": (0, [[1, -1], [0, 1]]),
+    "cubic": (
+        -1,
+        [[0, -0.75, 1.5, -0.75], [1, 0, -2.25, 1.25], [0, 0.75, 1.5, -1.25], [0, 0, -0.75, 0.75]],
+    ),
+}
+
+
+def sampled(
+    op: Emitter,
+    x: Value,
+    batch: Value,
+    at: Sequence[Value],
+    mode: str = "linear",
+    padding: str = "border",
+    borders: Sequence[tuple[Number, Number]] = (),
+) -> Value:
+    """Return the weighed pixels of `x` around some positions, of shape (pixels along each axis, positions, channels).
+
+    Args:
+        x: batch, channels and then spatial axes.
+        batch: which of a batch each position is in.
+        at: the positions along each spatial axis, in pixels; they and `batch` broadcast.
+        padding: what lies outside: `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
+    """
+    axes = [0, *range(2, rank(x)), 1]
+    rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], sizes_of(op, x, 1, 2), axis=0))
+    first, coefficients = TAPS[mode]
+    row, weight = batch, None
+    for i, position in enumerate(at):
+        start = op.Round(position) if mode == "nearest" else op.Floor(position)
+        shape = [-1, *[1] * (rank(position) + i)]
+        steps = np.arange(first, first + len(coefficients)).reshape(shape)
+        pixel = spread(op, start, i) + op.constant(steps, like=position)
+        share = polynomial(op, spread(op, position - start, i), np.array(coefficients), shape)
+        if padding == "zeros":
+            last = extent(op, x, i, position) - 1
+            inside = mask(op, op.And(op.GreaterOrEqual(pixel, 0.0), op.LessOrEqual(pixel, last)), position)
+            share = inside if share is None else share * inside
+        elif padding == "reflection":
+            pixel = reflected(op, pixel, *borders[i])
+        size = sizes_of(op, x, 2 + i, 3 + i)
+        index = op.Max(op.Min(op.Cast(pixel, to=ir.DataType.INT64), size - 1), 0)
+        row = row * size + index
+        weight = share if weight is None or share is None else weight * share
+    pixels: Value = op.Gather(rows, row, axis=0)
+    return pixels if weight is None else pixels * op.Unsqueeze(op.CastLike(weight, x), [-1])
+
+
+def spread(op: Emitter, value: Value, axes: int) -> Value:
+    """Put axes before those of `value`."""
+    return op.Unsqueeze(value, [*range(axes)]) if axes else value
+
+
+def polynomial(op: Emitter, t: Value, coefficients: np.ndarray, shape: Sequence[int]) -> Value | None:
+    """Return polynomials of `t`, the lowest degree first, along a first axis; None where all are 1."""
+    if coefficients.shape[1] == 1:
+        return None
+    *lower, total = (op.constant(column.reshape(shape), like=t) for column in coefficients.T)
+    for column in reversed(lower):
+        total = total * t + column
+    return total
+
+
+def extent(op: Emitter, x: Value, axis: int, position: Value) -> Number:
+    """Return how many pixels `x` has along a spatial axis, in the precision of positions."""
+    count = op.count(x, [2 + axis])
+    return op.Cast(count, to=position.dtype) if isinstance(count, Value) else count
+
+
+def reflected(op: Emitter, position: Value, low: Number, high: Number) -> Value:
+    """Reflect positions at both borders as often as it takes: a triangle wave."""
+    span = high - low
+    turn = op.Abs(op.Mod(position - low, 2 * span, fmod=1))
+    return low + span - op.Abs(turn - span)
+
+
+def numbers(op: Emitter, count: Value, *, axes: int) -> Value:
+    """Return 0, 1, 2, ... up to a count, with axes after it."""
+    row: Value = op.Range(0, count, 1)
+    return op.Unsqueeze(row, [*range(1, 1 + axes)]) if axes else row
+
+
+def one_size(op: Emitter, x: Value, axis: int) -> Value:
+    """Return the size of an axis as a number."""
+    return op.Squeeze(sizes_of(op, x, axis, axis + 1))
+
+
+@expansion("GridSample")
+def grid_sample(
+    op: Emitter, x: Value, grid: Value, *, y: Value, mode: str, padding_mode: str, align_corners: int
+) -> list[Value]:
+    """Positions go from -1 to 1, the last axis first."""
+    count = rank(x) - 2
+    parts = op.Split(op.Reshape(grid, [0, -1, count]), num_outputs=count, axis=-1, _outputs=count)
+    at, borders = [], []
+    for i, part in enumerate(reversed([parts] if count == 1 else parts)):
+        size = extent(op, x, i, grid)
+        low, high = (0.0, size - 1) if align_corners else (-0.5, size - 0.5)
+        position = low + (op.Squeeze(part, [-1]) + 1) * ((high - low) / 2)
+        if padding_mode == "border" and mode == "cubic":
+            inside = op.And(op.GreaterOrEqual(position, low), op.LessOrEqual(position, high))
+            position = op.Where(inside, position, op.Clip(position, 0.0, size - 1))
+        if padding_mode == "reflection" and mode != "nearest":
+            position = reflected(op, position, low, high)
+        at.append(position)
+        borders.append((low, high))
+    batch = numbers(op, one_size(op, x, 0), axes=1)
+    terms = sampled(op, x, batch, at, mode, padding_mode, borders)
+    total = op.Transpose(op.ReduceSum(terms, [*range(count)], keepdims=0), perm=[0, 2, 1])
+    return [reshape_like(op, total, y)]
+
+
+@rule("AffineGrid")
+def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corners: int) -> Gradients:
+    """y = (p 1) theta' for each position p of a grid, which is what AffineGrid makes of the identity."""
+    count = rank(dy) - 2
+    identity = op.constant(np.eye(count, count + 1)[None], like=theta)
+    one = op.Concat([1], op.Slice(size, [1], [2 + count]), axis=0)
+    grid = op.Reshape(op.AffineGrid(identity, one, align_corners=align_corners), [-1, count])
+    rows = op.Reshape(dy, op.Concat(sizes_of(op, dy, 0, 1), [-1, count], axis=0))
+    shift = op.Unsqueeze(op.ReduceSum(rows, [1], keepdims=0), [2])
+    turned = op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), grid)
+    return [like(op.Concat(turned, shift, axis=2), theta)]
+
+
+@expansion("RoiAlign")
+def roi_align(
+    op: Emitter,
+    x: Value,
+    rois: Value,
+    batch: Value,
+    *,
+    mode: str,
+    coordinate_transformation_mode: str,
+    output_height: int,
+    output_width: int,
+    sampling_ratio: int,
+    spatial_scale: float,
+) -> list[Value]:
+    """He et al., Mask R-CNN, https://arxiv.org/abs/1703.06870: each bin is the mean, or the largest, of its samples.
+
+    The largest is that of weighed pixels, as ONNX has it. Without a sampling ratio there are as many samples as a
+    bin has pixels, in each region of its own: those with fewer repeat their last, which counts nothing.
+    """
+    aligned = coordinate_transformation_mode == "half_pixel"
+    corners = op.Split(rois * spatial_scale - (0.5 if aligned else 0.0), num_outputs=4, axis=1, _outputs=4)
+    at, shares, bins = [], [], (output_height, output_width)
+    for i in range(2):
+        begin, end = corners[1 - i], corners[3 - i]
+        length = end - begin if aligned else op.Max(end - begin, 1.0)
+        step = op.Unsqueeze(length / bins[i], [2])
+        if sampling_ratio:
+            count: Number = float(sampling_ratio)
+            sample = op.constant(np.arange(sampling_ratio)[None, None], like=rois)
+            share = None
+        else:
+            count = op.Ceil(step)
+            most = op.Cast(op.ReduceMax(count, keepdims=0), to=ir.DataType.INT64)
+            sample = op.Cast(spread(op, op.Range(0, op.Max(most, 1), 1), 2), to=rois.dtype)
+            share = mask(op, op.Less(sample, count), rois)
+            count = op.Max(count, 1.0)
+            sample = op.Min(sample, count - 1)
+        number = op.constant(np.arange(bins[i])[None, :, None], like=rois)
+        position = op.Unsqueeze(begin, [2]) + (number + (sample + 0.5) / count) * step
+        size = extent(op, x, i, rois)
+        inside = mask(op, op.And(op.GreaterOrEqual(position, -1.0), op.LessOrEqual(position, size)), rois)
+        if mode == "avg":
+            inside = inside / count if share is None else inside * (share / count)
+        elif share is not None:
+            inside = inside * op.ReduceMax(share, [2])
+        flat = op.Concat(op.Shape(rois, start=0, end=1), [-1, 1] if i == 0 else [1, -1], axis=0)
+        at.append(op.Reshape(op.Clip(position, 0.0, size - 1), flat))
+        shares.append(op.Reshape(inside, flat))
+    where = op.Unsqueeze(op.Cast(batch, to=ir.DataType.INT64), [1, 2])
+    terms = sampled(op, x, where, at) * op.CastLike(op.Unsqueeze(shares[0] * shares[1], [-1]), x)
+    reduce = op.ReduceSum if mode == "avg" else op.ReduceMax
+    split = op.Concat(
+        op.Shape(rois, start=0, end=1),
+        [bins[0], -1, bins[1]],
+        op.Shape(sample, start=2),
+        sizes_of(op, x, 1, 2),
+        axis=0,
+    )
+    pixels = op.Reshape(reduce(terms, [0, 1], keepdims=0), split)
+    return [op.Transpose(reduce(pixels, [2, 4], keepdims=0), perm=[0, 3, 1, 2])]
+
+
+@expansion("MaxRoiPool")
+def max_roi_pool(
+    op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float
+) -> list[Value]:
+    """Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083: the largest of each bin, an axis at a time."""
+    assert x.dtype is not None
+    batch, *corners = op.Split(rois, num_outputs=5, axis=1, _outputs=5)
+    largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)
+    empty = op.constant(x.dtype.min, like=x)
+    for i, bins in ((1, pooled_shape[1]), (0, pooled_shape[0])):
+        begin, end = (nearest(op, corner * spatial_scale) for corner in (corners[1 - i], corners[3 - i]))
+        step = op.Max(end - begin + 1, 1.0) / bins
+        number = op.constant(np.arange(bins)[None], like=rois)
+        first, last = begin + op.Floor(number * step), begin + op.Ceil((number + 1) * step)
+        pixel = op.Cast(op.Range(0, one_size(op, x, 2 + i), 1), to=rois.dtype)
+        inside = op.And(
+            op.GreaterOrEqual(pixel, op.Unsqueeze(first, [2])), op.Less(pixel, op.Unsqueeze(last, [2]))
+        )
+        spread_over, axis = ([1, 2], 3) if i else ([1, 4], 2)
+        values = op.Where(op.Unsqueeze(inside, spread_over), op.Unsqueeze(largest, [axis]), empty)
+        largest = op.ReduceMax(values, [4 if i else 3], keepdims=0)
+    return [op.Where(op.Equal(largest, empty), op.CastLike(0.0, x), largest)]
+
+
+def nearest(op: Emitter, x: Value) -> Value:
+    """Round halves up, as C does."""
+    return op.Floor(x + 0.5)
+
+
+@expansion("DeformConv")
+def deform_conv(
+    op: Emitter,
+    x: Value,
+    w: Value,
+    offset: Value,
+    bias: Value | None = None,
+    weights: Value | None = None,
+    *,
+    y: Value,
+    group: int,
+    offset_group: int,
+    kernel_shape: list[int] | None = None,
+    dilations: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+) -> list[Value]:
+    """Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211: a product of sampled pixels."""
+    count = rank(x) - 2
+    kernel = kernel_shape or [size for size in dims_of(w)[2:] if isinstance(size, int)]
+    if len(kernel) != count:
+        raise GraphoptError(f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}")
+    taps, out = math.prod(kernel), sizes_of(op, offset, 2)
+    steps = np.indices(kernel).reshape(count, taps, *[1] * count)
+    parts = op.Split(
+        op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)),
+        num_outputs=count,
+        axis=2,
+        _outputs=count,
+    )
+    at = []
+    for i, part in enumerate([parts] if count == 1 else parts):
+        stride, dilation, pad = (
+            (strides or [1] * count)[i],
+            (dilations or [1] * count)[i],
+            (pads or [0] * count)[i],
+        )
+        window = stride * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
+        start = window + op.constant(steps[i] * dilation - pad)
+        at.append(op.Squeeze(part, [2]) + op.Cast(start, to=offset.dtype))
+    channels = op.Concat([-1], sizes_of(op, x, 1, 2) / offset_group, sizes_of(op, x, 2), axis=0)
+    groups = op.Reshape(x, channels)
+    batch = numbers(op, one_size(op, groups, 0), axes=1 + count)
+    pixels = op.ReduceSum(sampled(op, groups, batch, at, padding="zeros"), [*range(count)], keepdims=0)
+    if weights is not None:
+        pixels = pixels * op.Reshape(weights, op.Concat([-1, taps], out, [1], axis=0))
+    columns = op.Reshape(
+        op.Transpose(pixels, perm=[0, count + 2, *range(1, count + 2)]),
+        op.Concat(sizes_of(op, x, 0, 1), [group], sizes_of(op, w, 1, 2) * taps, [-1], axis=0),
+    )
+    rows = op.Reshape(w, op.Concat([group, -1], sizes_of(op, w, 1, 2) * taps, axis=0))
+    total = reshape_like(op, op.MatMul(rows, columns), y)
+    return [total if bias is None else total + op.Unsqueeze(bias, [*range(1, 1 + count)])]
