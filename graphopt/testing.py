@@ -121,12 +121,10 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
             _retype(x, dtype, version)
         for y in graph.outputs if graph is not model.graph else []:
             y.type = ir.TensorType(dtype) if y.dtype in FLOATING else y.type
-    for output in model.graph.outputs:
-        output.type = output.shape = None
+    inferred = {y: y.shape for node in model.graph.all_nodes() for y in node.outputs if y not in results}
+    for y in {*inferred, *model.graph.outputs}:
+        y.type = y.shape = None
     for node in model.graph.all_nodes():
-        for output in node.outputs:
-            if output not in results:
-                output.type = None
         if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:
@@ -142,6 +140,9 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
                 node.attributes.add(ir.AttrTensor(name, ir.tensor(array)))
             elif _is_precision(node, name) and attribute.as_int() in FLOATING:
                 node.attributes.add(ir.AttrInt64(name, dtype))
+    pkgutil.resolve_name("passes.shapes:infer")(model)
+    for y, shape in inferred.items():  # some ranks are known where a rule emits a node, and lost without
+        y.shape = shape if y.shape is None else y.shape
     return model
 
 

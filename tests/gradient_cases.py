@@ -189,6 +189,7 @@ CASES: list[Case] = [
     case("Clip", (3, 4), one(-0.8)),
     case("Clip", (3, 4), None, one(0.7), constant=(2,)),
     case("Clip", (3, 4)),
+    case("Clip", (3, 4), one(1.1), one(-0.8)),
     case("Where", bools([True, False, True], [False, False, True]), (2, 3), (2, 3)),
     case("Where", bools([True], [False]), (2, 3), (3,), fed=True),
     case("Where", bools(True, False, False), (), (2, 1)),
@@ -235,6 +236,8 @@ CASES: list[Case] = [
     case("Einsum", (2, 3), (3, 2), (2,), equation="ab,bc,c->a"),
     case("Einsum", (2,), (3,), equation="a,b->ab"),
     case("Einsum", (2, 3), equation="...a->a..."),
+    *(case("Einsum", (2, 3, 3), equation=e) for e in ("bii->bi", "bii->b", "...ii->...i")),
+    case("Einsum", (3, 3, 3), (3, 2), equation="iii,ij->ij"),
     *(
         case("Det", shape, rigid="its cofactors depend on the size")
         for shape in [(3, 3), (2, 2, 2), (2, 1, 1)]
@@ -324,6 +327,14 @@ CASES: list[Case] = [
     case("AveragePool", (1, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
     *(case("LpPool", (1, 2, 5, 4), kernel_shape=[3, 2], p=p) for p in (2, 3)),
     case("MaxUnpool", (1, 1, 2, 2), ints([[[5, 2], [8, 15]]]), kernel_shape=[2, 2], strides=[2, 2]),
+    case(
+        "MaxUnpool",
+        (1, 1, 2, 2),
+        ints([[[5, 2], [8, 15]]]),
+        ints(1, 1, 5, 6),
+        kernel_shape=[2, 2],
+        strides=[2, 2],
+    ),
     *(
         case(op, shape)
         for op in ("GlobalAveragePool", "GlobalMaxPool")
@@ -453,6 +464,20 @@ CASES: list[Case] = [
         for mode in ("linear", "cubic")
     ),
     case("Resize", (1, 2, 3, 4), None, None, ints(1, 2, 5, 2), mode="linear"),
+    *(
+        case(
+            "Resize",
+            (1, 1, 2, 4),
+            None,
+            None,
+            ints(1, 3),
+            axes=[2, 3],
+            mode=mode,
+            keep_aspect_ratio_policy=policy,
+        )
+        for mode in ("nearest", "linear")
+        for policy in ("not_larger", "not_smaller")
+    ),
     # Quantization.
     *(
         case(
@@ -526,6 +551,7 @@ CASES: list[Case] = [
     # Shapes.
     *(case("Reshape", (2, 3, 4), ints(*shape)) for shape in [(6, 4), (0, -1), (-1,), (2, 2, 3, 2)]),
     case("Reshape", (2, 6), ints(3, -1), fed=True),
+    case("Reshape", (0, 3, 4), ints(3, 4, 0), allowzero=1, rigid="no size is left to tell the others"),
     *(case("Flatten", (2, 3, 2), **a) for a in [dict(), dict(axis=0), dict(axis=2), dict(axis=-1)]),
     *(case("Squeeze", (2, 1, 3, 1), *axes) for axes in [[], [ints(1)], [ints(-1, 1)]]),
     *(case("Unsqueeze", (2, 3), axes) for axes in [ints(0), ints(-1, 1)]),

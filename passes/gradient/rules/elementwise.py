@@ -126,10 +126,12 @@ def where(op: Emitter, dy: Value, condition: Value, a: Value, b: Value) -> Gradi
 def clip(
     op: Emitter, dy: Value, x: Value, low: Value | None = None, high: Value | None = None, *, y: Value
 ) -> Gradients:
+    """The upper bound is the last to act: with a lower one above it, all is the upper one."""
+    at_least = x if low is None else op.Max(x, low)
     return [
         dy * mask(op, op.Equal(x, y), x),
-        low and dy * mask(op, op.Less(x, low), x),
-        high and dy * mask(op, op.Greater(x, high), x),
+        low and dy * mask(op, op.And(op.Less(x, low), op.Equal(y, low)), x),
+        high and dy * mask(op, op.Greater(at_least, high), x),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable
 
 import numpy as np
@@ -54,24 +55,46 @@ def gemm(
 
 @rule("Einsum")
 def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
-    """Exchange an operand's subscripts with the output's; what only that operand sums over is repeated."""
+    """Exchange an operand's subscripts with the output's; what only that operand sums over is repeated.
+
+    A subscript that an operand has twice takes its diagonal: all else gets the 0 of an identity matrix.
+    """
     terms, result = subscripts(equation, [rank(x) for x in inputs])
     gradients = []
     for i, x in enumerate(inputs):
-        if len(set(terms[i])) != len(terms[i]):
-            raise GraphoptError(
-                f"Einsum {equation!r}: no gradient of a diagonal: write it with Gather or Mul"
-            )
-        others = [*terms[:i], *terms[i + 1 :]]
-        seen = "".join(letter for letter in terms[i] if letter in "".join([result, *others]))
-        gradient = op.Einsum(
-            dy, *inputs[:i], *inputs[i + 1 :], equation=f"{','.join([result, *others])}->{seen}"
-        )
-        alone = [axis for axis, letter in enumerate(terms[i]) if letter not in seen]
+        term, diagonals = distinct(terms[i], "".join([result, *terms]))
+        others = [*terms[:i], *terms[i + 1 :], *diagonals]
+        factors = [
+            *inputs[:i],
+            *inputs[i + 1 :],
+            *(identity(op, x, term.index(pair[1])) for pair in diagonals),
+        ]
+        seen = "".join(letter for letter in term if letter in "".join([result, *others]))
+        gradient = op.Einsum(dy, *factors, equation=f"{','.join([result, *others])}->{seen}")
+        alone = [axis for axis, letter in enumerate(term) if letter not in seen]
         gradients.append(
             like(op.Expand(op.Unsqueeze(gradient, alone), op.shape_of(x)), x) if alone else gradient
         )
     return gradients
+
+
+def distinct(term: str, taken: str) -> tuple[str, list[str]]:
+    """Return subscripts with a letter of its own for each that comes again, and the pairs of equal letters."""
+    free = (letter for letter in string.ascii_letters if letter not in taken)
+    letters, pairs = list(term), []
+    for axis, letter in enumerate(term):
+        if letter in letters[:axis]:
+            letters[axis] = next(free)
+            pairs.append(letter + letters[axis])
+    return "".join(letters), pairs
+
+
+def identity(op: Emitter, x: Value, axis: int) -> Value:
+    """Return the identity matrix of the size of an axis."""
+    assert x.dtype is not None
+    size = sizes_of(op, x, axis, axis + 1) if axis + 1 else op.Shape(x, start=axis)
+    square = op.ConstantOfShape(op.Concat(size, size, axis=0), value=ir.tensor([0], dtype=x.dtype))
+    return op.EyeLike(square)
 
 
 def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:

@@ -190,9 +190,21 @@ def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
 
 @rule("MaxUnpool")
 def max_unpool(
-    op: Emitter, dy: Value, x: Value, indices: Value, shape: Value | None = None, *, node: Node
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    indices: Value,
+    shape: Value | None = None,
+    *,
+    kernel_shape: list[int],
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Gradients:
     """Positions are those of the output without its given shape, which adds to the ends."""
     if shape is not None:
-        raise GraphoptError(f"MaxUnpool of {x.name!r}: no gradient where an output shape is given")
+        n = len(kernel_shape)
+        steps, cut = strides or [1] * n, np.reshape(pads or [0] * 2 * n, (2, n)).sum(0)
+        ends = (sizes_of(op, x, 2) - 1) * op.constant(steps) + op.constant(np.array(kernel_shape) - cut)
+        dy.shape = dy.shape or ir.Shape([None] * rank(x))  # ONNX infers none
+        dy = op.Slice(dy, [0] * n, ends, [*range(2, 2 + n)])
     return [like(op.Reshape(op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1])), op.shape_of(x)), x)]

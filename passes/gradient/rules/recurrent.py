@@ -90,7 +90,6 @@ CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 @expansion(*CELLS)
 def expanded(
     op: Emitter,
-    node: Node,
     x: Value,
     w: Value,
     r: Value,
@@ -100,6 +99,7 @@ def expanded(
     c: Value | None = None,
     p: Value | None = None,
     *,
+    node: Node,
     direction: str,
     layout: int = 0,
     **attributes: Any,

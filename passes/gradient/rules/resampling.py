@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
+from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
-from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.linear import transpose
+from passes.gradient.rules.linear import identity, transpose
 from passes.gradient.rules.shape import rank, sizes_of
 from passes.gradient.walk import constant_of, dims_of
 
@@ -24,6 +24,7 @@ def resize(
     scales: Value | None = None,
     sizes: Value | None = None,
     *,
+    y: Value,
     node: Node,
     axes: list[int] | None = None,
     keep_aspect_ratio_policy: str,
@@ -32,20 +33,24 @@ def resize(
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
     scales, axes = _given(scales), list(axes or range(rank(x)))
-    if keep_aspect_ratio_policy != "stretch":
-        _check_proportions(x, dy, axes)
+    in_proportion = keep_aspect_ratio_policy != "stretch"
     cropped = "coordinate_transformation_mode" in attributes and roi is not None
     for i, axis in enumerate(axes):
-        if not cropped and _is_kept(x, scales, sizes, i, axis):
+        if not cropped and not in_proportion and _is_kept(x, scales, sizes, i, axis):
             continue
-        matrix = op.Resize(
-            identity(op, x, axis),
-            roi and op.Gather(roi, [i, i + len(axes)]),
-            scales and _one(op, scales, i),
-            sizes and sizes_of(op, dy, axis, axis + 1) if scales is None else None,
-            axes=[1],
-            **attributes,
-        )
+        square = identity(op, x, axis)
+        if in_proportion and sizes is not None:
+            policy = {"keep_aspect_ratio_policy": keep_aspect_ratio_policy}
+            matrix = _in_proportion(op, square, x, sizes, i, axes, **attributes | policy)
+        else:
+            matrix = op.Resize(
+                square,
+                roi and op.Gather(roi, [i, i + len(axes)]),
+                scales and _one(op, scales, i),
+                sizes and sizes_of(op, y, axis, axis + 1) if scales is None else None,
+                axes=[1],
+                **attributes,
+            )
         matrix.shape = ir.Shape([dims_of(x)[axis], None])
         dy = contracted(op, dy, matrix, axis)
     return [like(dy, x)]
@@ -67,22 +72,16 @@ def _one(op: Emitter, scales: Value, i: int) -> Value:
     return op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1])
 
 
-def _check_proportions(x: Value, y: Value, axes: list[int]) -> None:
-    """Raise an error unless the sizes themselves show the one scale that a policy has chosen for all axes."""
-    pairs = [(dims_of(y)[axis], dims_of(x)[axis]) for axis in axes]
-    shown = {Fraction(m, n) for m, n in pairs if isinstance(m, int) and isinstance(n, int)}
-    if len(shown) != 1 or not all(isinstance(m, int) and isinstance(n, int) for m, n in pairs):
-        raise GraphoptError(
-            f"Resize of {x.name!r}: keep_aspect_ratio_policy needs known sizes in one proportion for a gradient"
-        )
-
-
-def identity(op: Emitter, x: Value, axis: int) -> Value:
-    """Return the identity matrix of the size of an axis."""
-    assert x.dtype is not None
-    size = sizes_of(op, x, axis, axis + 1) if axis + 1 else op.Shape(x, start=axis)
-    square = op.ConstantOfShape(op.Concat(size, size, axis=0), value=ir.tensor([0], dtype=x.dtype))
-    return op.EyeLike(square)
+def _in_proportion(
+    op: Emitter, square: Value, x: Value, sizes: Value, i: int, axes: Sequence[int], **attributes: Any
+) -> Value:
+    """Resize a matrix along its second axis, by the one scale of all axes: the same along the others."""
+    others = [1 + j for j in range(len(axes)) if j != i]
+    counts = op.Concat([-1], op.Gather(op.shape_of(x), list(axes)), axis=0)
+    whole = op.Expand(op.Unsqueeze(square, others), op.Max(counts, 1))
+    resized = op.Resize(whole, None, None, sizes, axes=[*range(1, 1 + len(axes))], **attributes)
+    first = [0] * len(others)
+    return op.Squeeze(op.Slice(resized, first, [1] * len(others), others), others)
 
 
 def contracted(op: Emitter, dy: Value, matrix: Value, axis: int) -> Value:

@@ -16,7 +16,9 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
         return value
     dims = [dim if isinstance(dim, int) else -1 for dim in dims_of(x)]
     known = dims.count(-1) <= 1 and 0 not in dims
-    return like(op.Reshape(value, op.constant(np.array(dims, np.int64)) if known else op.shape_of(x)), x)
+    if known:
+        return like(op.Reshape(value, op.constant(np.array(dims, np.int64))), x)
+    return like(op.Reshape(value, op.shape_of(x), allowzero=1), x)
 
 
 def rank(x: Value) -> int:

@@ -6,11 +6,14 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter
 from passes.gradient.registry import Gradients, rule
+from passes.gradient.walk import zeros
 
 
 @rule("Softmax")
 def softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradients:
-    """dx = y (dy - sum(y dy))."""
+    """dx = y (dy - sum(y dy)); 0 in rows without a number, where the model replaces them."""
+    if any(user.op_type in ("IsNaN", "Where") for user in y.consumers()):
+        y = op.Where(op.IsNaN(y), zeros(op, y), y)
     return [y * (dy - op.ReduceSum(y * dy, [axis]))]
 
 
