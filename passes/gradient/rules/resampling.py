@@ -32,7 +32,7 @@ def resize(
     """y = A x B' along every two axes: dx = A' dy B."""
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
-    scales, axes = _given(scales), list(axes or range(rank(x)))
+    roi, scales, axes = _given(roi), _given(scales), list(axes or range(rank(x)))
     in_proportion = keep_aspect_ratio_policy != "stretch"
     cropped = "coordinate_transformation_mode" in attributes and roi is not None
     for i, axis in enumerate(axes):
