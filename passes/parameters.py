@@ -15,7 +15,7 @@ from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import FROZEN, Role
-from passes.gradient.walk import is_differentiable, passes_gradient
+from passes.gradient.walk import carries_gradient, is_differentiable, passes_gradient
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
 
@@ -95,7 +95,7 @@ def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
 
 def _carries(node: ir.Node, index: int) -> bool:
     """Tell whether an input is one that a gradient could flow to, by type and by the operator's schema."""
-    if not is_differentiable(node.inputs[index]) or index in STATISTICS.get(node.op_type, ()):
+    if not carries_gradient(node.inputs[index]) or index in STATISTICS.get(node.op_type, ()):
         return False
     try:
         schema = onnx.defs.get_schema(node.op_type, domain=node.domain)
@@ -113,7 +113,8 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _is_literal(value: ir.Value) -> bool:
+    """Tell whether a number is spread over a last axis, or is computed with as a number."""
     if value.const_value is None or tuple(value.const_value.shape) != (1,):
         return False
     results = [user.outputs[0].shape for user in value.consumers() if user.op_type in ARITHMETIC]
-    return any(shape is not None and len(shape) > 0 and shape[-1] != 1 for shape in results)
+    return any(shape is not None and (all(dim == 1 for dim in shape) or shape[-1] != 1) for shape in results)

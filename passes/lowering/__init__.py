@@ -38,7 +38,8 @@ def _lower(op: Emitter, graph: ir.Graph) -> None:
     graph.sort()
     for node in list(graph):
         for body in subgraphs(node):
-            _lower(op.within(body), body)
+            with op.within(body) as inner:
+                _lower(inner, body)
         if is_lowered(node):
             _replace(op, graph, node)
         elif any(output.type is None or output.shape is None for output in node.outputs):

@@ -36,7 +36,7 @@ def attention(
     mask_filter_value: float = MASKED,
     do_rotary: int = 0,
     past_present_share_buffer: int = 0,
-) -> Sequence[Value]:
+) -> Sequence[Value | None]:
     """Softmax(q k^T scale + mask) v, with q, k and v side by side in x weights + bias."""
     off(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
     sizes = list(qkv_hidden_sizes) or [_size(weights, 1) // 3] * 3
@@ -47,7 +47,9 @@ def attention(
         k, v = (op.Concat(op.Gather(past, i, axis=0), new, axis=2) for i, new in enumerate((k, v)))
     mask = _mask(op, q, k, fresh, mask_index, unidirectional, mask_filter_value)
     y = _attend(op, q, k, v, scale, mask, attention_bias)
-    return _merge_heads(op, y, sizes[2]), op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
+    alike = sizes[1] == sizes[2]
+    present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if alike else None
+    return _merge_heads(op, y, sizes[2]), present
 
 
 @lowers("MultiHeadAttention", domain=DOMAIN)

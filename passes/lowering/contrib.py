@@ -211,7 +211,9 @@ def embed_layer_normalization(
     total = op.Gather(words, ids) + op.Gather(positions, position_ids)
     if segments is not None:
         total = total + op.Gather(segment_embedding, segments)
-    count = op.ReduceSum(mask, [1], keepdims=0) if mask is not None and mask_index_type else None
+    if mask is None:
+        mask = op.CastLike(op.ConstantOfShape(op.Shape(ids)), ids)
+    count = op.ReduceSum(mask, [1], keepdims=0) if mask_index_type else None
     return op.LayerNormalization(total, scale, shift, epsilon=epsilon), count, total
 
 

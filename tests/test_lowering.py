@@ -1,0 +1,484 @@
+"""Operators of other domains compute and train as ONNX Runtime computes them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch_models
+
+import graphopt
+import passes
+from graphopt.testing import check_gradient
+from passes.lowering.registry import LOWERINGS
+
+RANDOM = np.random.default_rng(0)
+OLD = onnxruntime.__version__.startswith("1.19")
+
+
+def floats(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def bytes_(*shape: int) -> np.ndarray:
+    return RANDOM.integers(0, 256, shape).astype(np.uint8)
+
+
+def ints(*numbers: Any) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@dataclass
+class Case:
+    """One node: inputs of a dynamic first axis, weights, attributes and the outputs that are compared."""
+
+    op_type: str
+    inputs: dict[str, np.ndarray | None]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("y",)
+    domain: str = "com.microsoft"
+    held: tuple[str, ...] = ()
+    tolerance: float = 1e-5
+    runs: bool = True  # on the CPU provider
+    double: bool = True
+
+    def model(self) -> onnx.ModelProto:
+        given = {name: x for name, x in self.inputs.items() if x is not None}
+        names = [name if name in given or name in self.weights else "" for name in self.inputs]
+        node = onnx.helper.make_node(
+            self.op_type, names, self.outputs, "case", domain=self.domain, **self.attributes
+        )
+        graph = onnx.helper.make_graph(
+            [node],
+            "case",
+            [
+                onnx.helper.make_tensor_value_info(
+                    name, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), [None, *x.shape[1:]]
+                )
+                for name, x in given.items()
+                if name not in self.weights
+            ],
+            [onnx.ValueInfoProto(name=name) for name in self.outputs if name],
+            [onnx.numpy_helper.from_array(x, name) for name, x in self.weights.items()],
+        )
+        opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
+        proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        first = next(iter(self.inputs.values()))
+        results = run(proto, self.feeds) if self.runs else dict.fromkeys(self.outputs, first)
+        for output in proto.graph.output:
+            y = results[output.name]
+            dtype = onnx.helper.np_dtype_to_tensor_dtype(y.dtype)
+            shaped = onnx.helper.make_tensor_value_info(output.name, dtype, [None] * y.ndim)
+            output.CopyFrom(shaped)
+        return proto
+
+    @property
+    def feeds(self) -> dict[str, np.ndarray]:
+        return {k: x for k, x in self.inputs.items() if x is not None and k not in self.weights}
+
+
+OPSETS = {"": 20, "com.microsoft": 1, "ai.onnx.ml": 1}
+B, S, N, H = 2, 5, 2, 4
+D = N * H
+X, W, BIAS = floats(B, S, D), floats(D, 3 * D), floats(3 * D)
+Q, K, V = floats(B, S, D), floats(B, 3, D), floats(B, 3, D)
+GAMMA, BETA = floats(D), floats(D)
+COS, SIN = np.cos(floats(12, H // 2)), np.sin(floats(12, H // 2))
+MASKS = {
+    "lengths": ints(3, 5),
+    "ends and starts": ints(4, 5, 1, 0),
+    "rows": ints([1, 1, 1, 0, 0], [1, 1, 1, 1, 1]),
+    "whole": (RANDOM.random((B, S, S)) > 0.3).astype(np.int32),
+}
+
+
+def attention(mask: np.ndarray | None = None, bias: np.ndarray | None = BIAS, **attributes: Any) -> Case:
+    inputs = {"x": X, "w": W, "b": bias, "mask": mask}
+    return Case("Attention", inputs, {"num_heads": N, **attributes}, held=("mask",))
+
+
+def multi_head(
+    q: np.ndarray = Q, k: np.ndarray | None = K, v: np.ndarray | None = V, *, runs: bool = True, **more: Any
+) -> Case:
+    attributes = {name: more.pop(name) for name in ("unidirectional", "scale") if name in more}
+    names = ("bias", "mask", "attention_bias", "past_key", "past_value")
+    inputs = {"q": q, "k": k, "v": v} | {name: more.get(name) for name in names}
+    outputs = ("y", "present_key", "present_value") if "past_key" in more else ("y",)
+    return Case("MultiHeadAttention", inputs, {"num_heads": N, **attributes}, outputs=outputs, runs=runs)
+
+
+def rotary(x: np.ndarray, positions: np.ndarray, turned: int = H, **attributes: Any) -> Case:
+    cos, sin = COS[:, : turned // 2], SIN[:, : turned // 2]
+    inputs = {"x": x, "positions": positions, "cos": cos, "sin": sin}
+    return Case("RotaryEmbedding", inputs, attributes, weights={"cos": cos, "sin": sin})
+
+
+def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> Case:
+    outputs, block, blocks = 3, 16, -(-size // 16)
+    packed = -(-blocks * bits // 8)
+    zeros = {"packed": bytes_(outputs * packed), "floating": floats(outputs * blocks)}.get(points)
+    weights = {"b": bytes_(outputs, blocks, block * bits // 8), "scales": floats(outputs * blocks) / 8}
+    weights |= {} if zeros is None else {"zeros": zeros}
+    inputs: dict[str, Any] = {"x": floats(2, 4, size), **weights}
+    weights |= {"bias": floats(outputs)} if bias else {}
+    inputs |= {"zeros": zeros, "group": None, "bias": weights.get("bias")}
+    attributes = {"K": size, "N": outputs, "bits": bits, "block_size": block}
+    return Case("MatMulNBits", inputs, attributes, weights, tolerance=2e-5, double=False)
+
+
+def embedding(segments: bool, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> Case:
+    ids = RANDOM.integers(0, 7, (B, S)).astype(np.int32)
+    weights = {"words": floats(7, D), "positions": floats(9, D)}
+    weights |= {"segment": floats(2, D)} if segments else {}
+    weights |= {"gamma": GAMMA, "beta": BETA}
+    inputs: dict[str, Any] = {"ids": ids, "segments": ids % 2 if segments else None}
+    inputs |= {"words": None, "positions": None, "segment": None, **weights}
+    inputs |= {"mask": mask, "position_ids": positions}
+    return Case("EmbedLayerNormalization", inputs, weights=weights, outputs=("y", "mask_index"))
+
+
+def conv(z: bool = False, bias: bool = True, **attributes: Any) -> Case:
+    inputs = {"x": floats(2, 3, 6, 6), "w": floats(4, 3, 3, 3), "b": floats(4) if bias else None}
+    inputs |= {"z": floats(2, 4, 6, 6)} if z else {}
+    return Case("FusedConv", inputs, {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3], **attributes})
+
+
+def gemm(activation: str, **attributes: Any) -> Case:
+    inputs = {"a": floats(3, 4), "b": floats(4, 5), "c": floats(5)}
+    return Case("FusedGemm", inputs, {"activation": activation, **attributes})
+
+
+def product(a: tuple[int, ...], b: tuple[int, ...], **attributes: Any) -> Case:
+    return Case("FusedMatMul", {"a": floats(*a), "b": floats(*b)}, attributes)
+
+
+def skip(
+    op_type: str, bias: bool, outputs: tuple[str, ...] = ("y",), shape: tuple[int, ...] = (B, S, D)
+) -> Case:
+    inputs: dict[str, Any] = {"x": X, "skip": floats(*shape), "gamma": GAMMA}
+    inputs |= {"beta": BETA} if op_type == "SkipLayerNormalization" else {}
+    inputs |= {"bias": floats(D)} if bias else {}
+    return Case(op_type, inputs, {"epsilon": 1e-3}, outputs=outputs)
+
+
+CASES = {
+    "gelu": Case("Gelu", {"x": X}),
+    "bias gelu": Case("BiasGelu", {"x": X, "b": BETA}),
+    "fast gelu": Case("FastGelu", {"x": X}, tolerance=2e-5),
+    "fast gelu, bias": Case("FastGelu", {"x": X, "b": BETA}, tolerance=2e-5),
+    "quick gelu": Case("QuickGelu", {"x": X}),
+    "quick gelu, alpha": Case("QuickGelu", {"x": X}, {"alpha": 1.0}),
+    "gemm": gemm("Relu"),
+    "gemm, leaky": gemm("LeakyRelu", activation_alpha=0.2, alpha=0.5, beta=2.0),
+    "gemm, hard sigmoid": gemm("HardSigmoid", activation_alpha=0.3, activation_beta=0.4),
+    "gemm, none": Case("FusedGemm", {"a": floats(4, 3), "b": floats(5, 4)}, {"transA": 1, "transB": 1, "activation": "Tanh"}),
+    "conv": conv(activation="Relu"),
+    "conv, sum": conv(z=True, activation="Tanh"),
+    "conv, clip": conv(activation="Clip", activation_params=[-0.5, 1.0]),
+    "conv, leaky": conv(activation="LeakyRelu", activation_params=[0.3], strides=[2, 2]),
+    "conv, hard sigmoid": conv(activation="HardSigmoid", activation_params=[0.3, 0.4], bias=False),
+    "conv, sigmoid, auto_pad": Case("FusedConv", {"x": floats(2, 2, 5), "w": floats(4, 1, 3)}, {"auto_pad": "SAME_UPPER", "group": 2, "activation": "Sigmoid"}),
+    "product": product((2, 3, 4), (2, 4, 5), alpha=0.5),
+    "product, transposed": product((2, 4, 3), (2, 5, 4), transA=1, transB=1),
+    "product, vector": product((4,), (2, 4, 5), transA=1),
+    "product, batch": product((3, 2, 4, 5), (5, 2, 4, 6), transBatchA=1, transBatchB=1),
+    "product, batch transposed": product((3, 2, 4, 5), (2, 4, 6, 3), transBatchA=1, transA=1, transB=1),
+    "layer normalization": Case("LayerNormalization", {"x": X, "gamma": GAMMA, "beta": BETA}, {"epsilon": 1e-3}, domain="", runs=False),
+    "simplified": Case("SimplifiedLayerNormalization", {"x": X, "gamma": GAMMA}, {"epsilon": 1e-3}, domain=""),
+    "skip": skip("SkipLayerNormalization", bias=False),
+    "skip, bias and sum": skip("SkipLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
+    "skip, one for all rows": skip("SkipLayerNormalization", bias=False, shape=(S, D)),
+    "skip simplified": skip("SkipSimplifiedLayerNormalization", bias=False),
+    "skip simplified, bias and sum": skip("SkipSimplifiedLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
+    "bias softmax": Case("BiasSoftmax", {"x": floats(2, 3, 4, 5), "b": floats(2, 1, 1, 5)}, {"axis": 3, "is_inner_broadcast": 1}, runs=False),
+    "bias softmax, outer": Case("BiasSoftmax", {"x": floats(2, 3, 4, 5), "b": floats(4, 5)}, {"axis": 3, "is_inner_broadcast": 0}, runs=False),
+    "bias dropout": Case("BiasDropout", {"x": X, "b": BETA, "residual": Q}, runs=False),
+    "attention": attention(),
+    **{f"attention, mask of {name}": attention(mask) for name, mask in MASKS.items()},
+    **{f"attention, causal, mask of {name}": attention(mask, unidirectional=1) for name, mask in MASKS.items()},
+    "attention, causal": attention(unidirectional=1, scale=0.3),
+    "attention, sizes": Case("Attention", {"x": X, "w": floats(D, 20), "b": floats(20)}, {"num_heads": N, "qkv_hidden_sizes": [8, 8, 4]}),
+    "attention, filter": attention(MASKS["rows"], mask_filter_value=-1.0),
+    "attention, bias of scores": Case("Attention", {"x": X, "w": W, "b": BIAS, "mask": None, "past": None, "attention_bias": floats(1, N, S, S)}, {"num_heads": N}),
+    "attention, past": Case("Attention", {"x": X, "w": W, "b": BIAS, "mask": None, "past": floats(2, B, N, 3, H)[:, :, :, :, :]}, {"num_heads": N, "unidirectional": 1}, outputs=("y", "present")),
+    "multi-head": multi_head(),
+    "multi-head, bias": multi_head(bias=BIAS),
+    "multi-head, value of another size": multi_head(v=floats(B, 3, 12), bias=floats(28)),
+    "multi-head, mask": multi_head(mask=ints([1, 1, 0], [1, 1, 1])),
+    "multi-head, lengths": multi_head(mask=ints(2, 3)),
+    "multi-head, whole mask": multi_head(k=Q, v=X, mask=MASKS["whole"]),
+    "multi-head, bias of scores": multi_head(attention_bias=floats(B, N, S, 3), scale=0.3),
+    "multi-head, causal": multi_head(k=Q, v=X, unidirectional=1),
+    "multi-head, causal, mask": multi_head(k=Q, v=X, unidirectional=1, mask=MASKS["rows"]),
+    "multi-head, past": multi_head(k=Q, v=X, past_key=floats(B, N, 3, H), past_value=floats(B, N, 3, H), unidirectional=1),
+    "multi-head, heads split": multi_head(k=floats(B, N, 3, H), v=floats(B, N, 3, H)),
+    "rotary": rotary(floats(B, N, S, H), np.array([2], np.int64)),
+    "rotary, positions": rotary(floats(B, N, S, H), RANDOM.integers(0, 12, (B, S))),
+    "rotary, merged heads": rotary(X, RANDOM.integers(0, 12, (B, S))),
+    "rotary, interleaved": rotary(X, np.array([0], np.int64), interleaved=1),
+    "rotary, part of a head": rotary(floats(B, S, 16), np.array([1], np.int64), turned=4, rotary_embedding_dim=4, num_heads=2),
+    "4 bits": n_bits(4),
+    "4 bits, zero points": n_bits(4, "packed"),
+    "4 bits, floating zero points": n_bits(4, "floating"),
+    "4 bits, whole blocks, bias": n_bits(4, size=32, bias=True),
+    "8 bits": n_bits(8),
+    "8 bits, zero points, bias": n_bits(8, "packed", bias=True),
+    "embedding": embedding(segments=True, mask=MASKS["rows"]),
+    "embedding, positions": embedding(segments=True, positions=ints([0, 1, 1, 2, 3], [4, 3, 2, 1, 0])),
+    "embedding, no segments": embedding(segments=False),
+}  # fmt: skip
+
+
+def classical(op_type: str, x: np.ndarray, **attributes: Any) -> Case:
+    outputs = ("label", "y") if op_type.endswith("Classifier") else ("y",)
+    return Case(op_type, {"x": x}, attributes, outputs=outputs, domain="ai.onnx.ml")
+
+
+F = floats(6, 4)
+F[0] = 0
+ROWS, INTERCEPTS = floats(3, 4).ravel().tolist(), floats(3).tolist()
+ROW = floats(4).tolist()
+MIRRORED = {"coefficients": [-w for w in ROW] + ROW, "intercepts": [-0.1, 0.1]}
+GAPS = F.copy()
+GAPS[1, 2] = GAPS[4, 0] = np.nan
+
+CLASSICAL = {
+    "regressor": classical("LinearRegressor", F, coefficients=ROW, intercepts=[0.5]),
+    "regressor, several": classical("LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3),
+    "regressor, no intercepts": classical("LinearRegressor", F, coefficients=ROWS, targets=3),
+    "regressor, softmax": classical("LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3, post_transform="SOFTMAX"),
+    **{
+        f"classifier, {post}": classical("LinearClassifier", F, coefficients=ROWS, intercepts=INTERCEPTS, classlabels_ints=[3, 1, 7], multi_class=1, post_transform=post)
+        for post in ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO")
+    },
+    **{
+        f"classifier, two mirrored rows, {post}": classical("LinearClassifier", F, classlabels_ints=[0, 1], post_transform=post, **MIRRORED)
+        for post in ("NONE", "LOGISTIC", "SOFTMAX")
+    },
+    "classifier, two rows": classical("LinearClassifier", F, coefficients=ROWS[:8], intercepts=INTERCEPTS[:2], classlabels_ints=[0, 1], post_transform="LOGISTIC"),
+    "classifier, one row": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[4, 2]),
+    "classifier, one row, logistic": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[4, 2], post_transform="LOGISTIC"),
+    "classifier of integers": classical("LinearClassifier", np.arange(12).reshape(3, 4), coefficients=ROWS, intercepts=INTERCEPTS, classlabels_ints=[3, 1, 7]),
+    "scaler": classical("Scaler", F, offset=ROW, scale=[1.0, 2.0, 3.0, 4.0]),
+    "scaler, one number": classical("Scaler", F, offset=[0.5], scale=[2.0]),
+    "scaler of integers": classical("Scaler", np.arange(8).reshape(2, 4), offset=[0.5], scale=[2.0]),
+    **{f"normalizer, {norm}": classical("Normalizer", F, norm=norm) for norm in ("MAX", "L1", "L2")},
+    "imputer": classical("Imputer", GAPS, imputed_value_floats=ROW, replaced_value_float=float("nan")),
+    "imputer, one number": classical("Imputer", F, imputed_value_floats=[7.0], replaced_value_float=0.0),
+    "features": Case("ArrayFeatureExtractor", {"x": F, "i": np.array([2, 0], np.int64)}, weights={"i": np.array([2, 0], np.int64)}, domain="ai.onnx.ml"),
+    "binarizer": classical("Binarizer", F, threshold=0.3),
+}  # fmt: skip
+
+ALL = CASES | CLASSICAL
+# onnxruntime 1.19 computes these wrong, or not at all.
+NEWER = {"classifier, one row, logistic", "8 bits", "8 bits, zero points, bias", "skip, one for all rows"}
+
+
+def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, Any]:
+    running = session(model)
+    return dict(zip([o.name for o in running.get_outputs()], running.run(None, feeds), strict=True))
+
+
+def lowered(proto: onnx.ModelProto) -> ir.Model:
+    model = graphopt.load(proto)
+    passes.Normalize()(model)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.runs])
+def test_a_lowering_computes_what_the_runtime_does(name):
+    if OLD and name in NEWER:
+        pytest.skip("onnxruntime 1.19 lacks it")
+    case = ALL[name]
+    proto = case.model()
+    model = lowered(proto)
+    assert {node.domain for node in model.graph} == {""}
+    found, expected = run(ir.to_proto(model), case.feeds), run(proto, case.feeds)
+    for output in set(expected) - {"label"}:
+        np.testing.assert_allclose(found[output], expected[output], rtol=1e-4, atol=case.tolerance)
+        assert found[output].dtype == expected[output].dtype
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.runs])
+def test_a_lowering_has_the_gradient_of_what_it_computes(name):
+    if name in ("simplified", "binarizer") or "integers" in name:
+        pytest.skip("without a gradient, or a form that the checker knows under another name")
+    case = ALL[name]
+    point = {k: x for k, x in case.feeds.items() if k not in case.held}
+    for k, x in point.items():
+        if x.dtype == np.float32:
+            spread = np.linspace(0.5, 0.9, x.size).reshape(x.shape)  # off the kinks at 0 and at equal numbers
+            point[k] = np.where((x == 0) | np.isnan(x), spread, x).astype(np.float32)
+    precision = {} if case.double else {"double": False, "step": 0.1, "tolerance": 1e-4}
+    check_gradient(lowered(case.model()), case.feeds | point, sample=12, **({"tolerance": 1e-5} | precision))
+
+
+def test_every_lowering_has_a_case():
+    named = {case.op_type for case in ALL.values()} | {"TransposeMatMul", "SVMClassifier", "SVMRegressor"}
+    assert {op_type for _, op_type in LOWERINGS} == named
+
+
+def outputs_of(case: Case) -> np.ndarray:
+    """Return what a lowered case computes, where the CPU provider has no such operator or form of it."""
+    case.runs = False
+    proto = case.model()
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    proto.graph.output[0].type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension()] * 3)
+    return run(ir.to_proto(lowered(proto)), case.feeds)["y"]
+
+
+def test_forms_that_the_cpu_provider_lacks_compute_what_their_parts_do():
+    q, k, v = (floats(B, S, N, H) for _ in range(3))
+    flat = [x.reshape(B, S, D) for x in (q, k, v)]
+    whole = run(multi_head(*flat, bias=BIAS).model(), multi_head(*flat, bias=BIAS).feeds)["y"]
+    packed = multi_head(np.stack([q, k, v], axis=3), None, None, bias=BIAS)
+    half = multi_head(flat[0], np.stack([k, v], axis=3), None, bias=BIAS)
+    for case in (packed, half):
+        np.testing.assert_allclose(outputs_of(case), whole, rtol=1e-4, atol=1e-5)
+    unbiased = run(attention(bias=0 * BIAS).model(), attention().feeds | {"b": 0 * BIAS})["y"]
+    np.testing.assert_allclose(outputs_of(attention(bias=None)), unbiased, rtol=1e-4, atol=1e-5)
+    x, residual = floats(B, S, D), floats(B, S, D)
+    dropout = Case("BiasDropout", {"x": x, "b": BETA, "residual": residual})
+    np.testing.assert_allclose(outputs_of(dropout), x + BETA + residual, rtol=1e-6)
+    softmax = Case("BiasSoftmax", {"x": x, "b": floats(1, 1, D)}, {"axis": 2})
+    exponents = np.exp(x + softmax.inputs["b"])
+    np.testing.assert_allclose(outputs_of(softmax), exponents / exponents.sum(-1, keepdims=True), rtol=1e-4)
+
+
+REFUSED = {
+    "attribute do_rotary=1": attention(do_rotary=1),
+    "its attribute novel=3 is not covered": Case("QuickGelu", {"x": X}, {"novel": 3}),
+    "its input 8, 'more', is not covered": Case("MultiHeadAttention", dict.fromkeys(("q", "k", "v", "bias", "mask", "attention_bias", "none")) | {"q": Q, "k": K, "v": V, "past_key": Q, "more": Q}, {"num_heads": N}),
+    "its input 2, 'c', is not covered": Case("BiasGelu", {"x": X, "b": BETA, "c": BETA}),
+    "expected num_heads, found none": Case("Attention", {"x": X, "w": W, "b": BIAS}),
+    "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
+    "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
+    "attribute bits=2": n_bits(2),
+    "to be an initializer": Case("MatMulNBits", {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)}, {"K": 32, "N": 3, "block_size": 16}),
+    "activation 'Nothing' is not covered": gemm("Nothing"),
+    "an axis that is not the last": Case("BiasSoftmax", {"x": X, "b": X}, {"axis": 1}),
+    "of 4 axes is not covered": attention(np.ones((B, 1, 6, 6), np.int32)),
+    "expected query, key and value": multi_head(Q, None, None),
+    "post_transform='PROBIT'": classical("LinearRegressor", F, coefficients=ROWS, targets=3, post_transform="PROBIT"),
+    "post_transform='LOGISTIC' of one target": classical("LinearRegressor", F, coefficients=ROW, post_transform="LOGISTIC"),
+    "norm='L3'": classical("Normalizer", F, norm="L3"),
+    "3 labels are not covered": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[1, 2, 3]),
+    "kernel machine": classical("SVMRegressor", F, coefficients=[1.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_lowering_does_not_cover_is_refused(message):
+    case = REFUSED[message]
+    case.runs = False
+    case.outputs = ("label", "y") if case.op_type == "LinearClassifier" else ("y",)
+    node = case.model()
+    with pytest.raises(
+        graphopt.GraphoptError, match=f"cannot lower .*{case.op_type} node 'case': "
+    ) as raised:
+        lowered(node)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_users_own_rule_comes_before_a_lowering(monkeypatch):
+    from passes.gradient.registry import RULES
+
+    monkeypatch.setitem(RULES, ("com.microsoft", "QuickGelu"), lambda op, dy, x: [dy])
+    proto = Case("QuickGelu", {"x": X}).model()
+    model = graphopt.load(proto)
+    model.graph.node("case").outputs[0].type = model.graph.inputs[0].type
+    passes.Normalize()(model)
+    assert [node.op_type for node in model.graph] == ["QuickGelu"]
+
+
+def test_operators_in_bodies_are_lowered():
+    proto = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (bool c, float[N,4] x) => (float[N,4] y) {
+            y = If (c) <then_branch = t () => (float[N,4] a) { a = com.microsoft.QuickGelu(x) },
+                else_branch = e () => (float[N,4] b) { b = com.microsoft.Gelu(x) }>
+        }"""
+    )
+    for c in (True, False):
+        feeds = {"c": np.array(c), "x": floats(3, 4)}
+        model = lowered(proto)
+        assert {node.domain for node in model.graph.all_nodes()} == {""}
+        np.testing.assert_allclose(
+            run(ir.to_proto(model), feeds)["y"], run(proto, feeds)["y"], rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["4 bits", "4 bits, floating zero points", "rotary", "scaler", "imputer"])
+def test_packed_weights_caches_and_statistics_do_not_train(name):
+    model = lowered(ALL[name].model())
+    with pytest.raises(graphopt.GraphoptError, match="nothing to train"):
+        passes.Parameters()(model)
+
+
+# ONNX Runtime's own optimizer.
+
+
+def optimized(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(path)
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load(path)
+
+
+@functools.cache
+def exported(name: str, opset: int) -> onnx.ModelProto:
+    network, x, _ = torch_models.build(name)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network,
+            (x,),
+            buffer,
+            dynamo=False,
+            input_names=["x"],
+            output_names=["y"],
+            opset_version=opset,
+            dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
+        )
+    return onnx.load_from_string(buffer.getvalue())
+
+
+@pytest.mark.parametrize("opset", [14, 17])
+@pytest.mark.parametrize("name", torch_models.MODELS)
+def test_a_file_that_the_runtime_optimized_trains_to_the_same_losses(name, opset, tmp_path):
+    """Opset 14 has no LayerNormalization: the runtime's file has it in ONNX's domain all the same."""
+    proto = exported(name, opset)
+    fused = optimized(proto, tmp_path / "optimized.onnx")
+    own = {"transformer": "LayerNormalization" if opset == 14 else "BiasGelu", "mlp": "FusedGemm"}
+    assert own.get(name, "FusedConv") in {node.op_type for node in fused.graph.node}
+    losses = []
+    for source in (proto, fused):
+        step = graphopt.compile(source, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.05, momentum=0.9))
+        assert {node.domain for node in step.graph} == {""}
+        executor = graphopt.Executor(step, threads=1)
+        batches = [torch_models.build(name, batch=4 + i % 3, seed=i)[1:] for i in range(8)]
+        losses.append([executor.step(x=x.numpy(), target=t.numpy())["loss"] for x, t in batches])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
