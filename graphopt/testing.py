@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,9 +64,9 @@ def check_gradient(
         if name in held or not is_floating(x):
             continue
         found = gradients.setdefault(f"{name}.grad", np.zeros_like(x))
-        at = chosen(x, sample)
+        at = chosen(x, sample, outputs.values())
         expected = differences(forward, point, name, seeds, step, at)
-        scale = float(np.max(np.abs(found), initial=rounding / tolerance))
+        scale = float(np.nanmax(np.abs(found), initial=rounding / tolerance))
         if found.shape == x.shape:
             found = found[at]
         error = distance(found, expected, scale)
@@ -186,9 +186,16 @@ def finite(array: np.ndarray) -> np.ndarray:
     return np.nan_to_num(array, nan=0, posinf=0, neginf=0)
 
 
-def chosen(x: np.ndarray, sample: int | None) -> tuple[np.ndarray, ...]:
-    """Return the indices of all finite elements, or of a random sample of them."""
-    flat = np.flatnonzero(np.isfinite(x))
+def chosen(x: np.ndarray, sample: int | None, outputs: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Return the indices of all elements, or of a random sample of them, that are finite.
+
+    In outputs of the same shape they are too: where a function of each element is no number, it has no slope.
+    """
+    defined = np.isfinite(x)
+    for y in outputs:
+        if is_floating(y) and y.shape == x.shape:
+            defined = defined & np.isfinite(y)
+    flat = np.flatnonzero(defined)
     if sample is not None and sample < flat.size:
         flat = np.sort(np.random.default_rng(0).choice(flat, sample, replace=False))
     return np.unravel_index(flat, x.shape) if x.shape else ()

@@ -17,18 +17,24 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
+from onnxscript import OnnxFunction
 
 from graphopt.emitter import Emitter
 
 Gradients = Sequence[ir.Value | None]
 Rule = Callable[..., Gradients]
 Local = Callable[..., ir.Value | float]
+F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
 NO_GRADIENT: set[tuple[str, str]] = set()
+REFUSED: dict[tuple[str, str], str] = {}
+
+# Operators whose integers stand for floating numbers, and have their gradient.
+QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
@@ -42,6 +48,29 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     return register
 
 
+def gradient(domain: str, op_type: str) -> Callable[[F], F]:
+    """Register the decorated function as the rule of an operator, or of a function in models, of any domain.
+
+    It is a traced function, as above, or an `@onnxscript.script` function of the gradients of the operator's outputs
+    and of its inputs, in this order, that returns the gradients of its inputs. It stands in for a rule that is there.
+    A function in models that has a rule is not inlined: this is how a function gets a backward of its own.
+    """
+
+    def register(function: F) -> F:
+        RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
+        return function
+
+    return register
+
+
+def _scripted(function: OnnxFunction[..., Any]) -> Rule:
+    def traced(op: Emitter, dy: ir.Value, *inputs: ir.Value, dys: Sequence[ir.Value]) -> Gradients:
+        found = op.trace(function, *dys, *inputs, outputs=None)
+        return [found] if isinstance(found, ir.Value) else found
+
+    return traced
+
+
 def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
     """Register a rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
@@ -51,6 +80,11 @@ def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> Non
 def no_gradient(*op_types: str, domain: str = "") -> None:
     """Declare operators whose outputs depend on no input differentiably: the walk stops there."""
     NO_GRADIENT.update((domain, op_type) for op_type in op_types)
+
+
+def refused(reason: str, *op_types: str, domain: str = "") -> None:
+    """Declare operators on whose way to a parameter a model is refused; the reason says what to do instead."""
+    REFUSED.update({(domain, op_type): reason for op_type in op_types})
 
 
 def has_rule(domain: str, op_type: str) -> bool:

@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError
+from graphopt.roles import STOP
 from graphopt.schemas import defaults
-from passes.gradient.registry import NO_GRADIENT, RULES, Gradients, accepted
+from passes.gradient.registry import NO_GRADIENT, QUANTIZING, REFUSED, RULES, Gradients, accepted
 
 
 def backward(
@@ -39,7 +40,10 @@ def backward(
             if x is None or gradient is None or x not in active:
                 continue
             summed = sum_to(op, gradient, x)
-            gradients[x] = like(gradients[x] + summed, x) if x in gradients else summed
+            if x in gradients:
+                summed = gradients[x] + summed
+                summed.shape = x.shape
+            gradients[x] = summed
     return {x: gradients[x] for x in wrt if x in gradients}
 
 
@@ -113,9 +117,17 @@ def is_differentiable(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
+def carries_gradient(value: ir.Value | None) -> bool:
+    """Tell whether a value is of a floating type, or of integers in the place of floating numbers."""
+    node = None if value is None else value.producer()
+    integral = node is not None and (node.domain, node.op_type) in QUANTIZING | REFUSED.keys()
+    return integral or is_differentiable(value)
+
+
 def passes_gradient(node: ir.Node) -> bool:
     """Tell whether any output of `node` may depend differentiably on an input, rule or no rule."""
-    return (node.domain, node.op_type) not in NO_GRADIENT and any(map(is_differentiable, node.outputs))
+    stopped = (node.domain, node.op_type) in NO_GRADIENT or STOP in node.metadata_props
+    return not stopped and any(map(carries_gradient, node.outputs))
 
 
 def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
@@ -128,8 +140,10 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
         nodes = [node for node in lacking if (node.domain, node.op_type) == (domain, op_type)]
         blocked = [x.name for x in wrt if _reaches(x, nodes)]
         name = f"{domain}::{op_type}" if domain else op_type
+        reason = REFUSED.get((domain, op_type))
         lines.append(
-            f"{name} (nodes {', '.join(repr(n.name) for n in nodes)}; blocks {', '.join(map(repr, blocked))})"
+            f"{name} (nodes {', '.join(repr(n.name) for n in nodes)}; blocks {', '.join(map(repr, blocked))}"
+            f"{'; ' + reason if reason else ''})"
         )
     raise GraphoptError(
         f"no gradient rule for {'; '.join(lines)}: register rules or freeze the parameters that they block"
@@ -138,12 +152,17 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
-    if gradient.dtype != x.dtype:
+    if gradient.dtype != x.dtype and is_differentiable(x):
         gradient = op.Cast(gradient, to=x.dtype)
     have, want = dims_of(gradient), dims_of(x)
     lead = len(have) - len(want)
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
-    if lead < 0 or any(_may_broadcast(h, w) for h, w in tails):
+    if lead < 0 or any(isinstance(h, int) and isinstance(w, int) and w not in (1, h) for h, w in tails):
+        raise GraphoptError(
+            f"the gradient by {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, found "
+            f"{gradient.shape}: the rule of what uses {x.name!r} is wrong"
+        )
+    if any(_may_broadcast(h, w) for h, w in tails):
         return like(_sum_to_dynamic(op, gradient, x), x)
     stretched = [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
     if lead and stretched:
@@ -169,6 +188,7 @@ def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     aligned = op.Concat([1] * lead, want, axis=0) if lead > 0 else want
     axes = op.Squeeze(op.Transpose(op.NonZero(op.Not(op.Equal(have, aligned)))), [1])
     summed = op.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
+    summed.shape = ir.Shape([None] * len(dims_of(gradient)))
     return op.Reshape(summed, want)
 
 
@@ -179,9 +199,9 @@ def _between(
     forward = set(wrt)
     ahead = []
     for node in graph:
-        if passes_gradient(node) and any(x in forward and is_differentiable(x) for x in reads(node)):
+        if passes_gradient(node) and any(x in forward and carries_gradient(x) for x in reads(node)):
             ahead.append(node)
-            forward.update(output for output in node.outputs if is_differentiable(output))
+            forward.update(output for output in node.outputs if carries_gradient(output))
     behind = set(seeds)
     path = []
     for node in reversed(ahead):

@@ -1,6 +1,6 @@
-"""Operators without gradient: they compare, count, choose, round or draw; no small change shows."""
+"""Operators without gradient: they compare, count, choose, round or draw; no small change shows. Or it is refused."""
 
-from passes.gradient.registry import no_gradient
+from passes.gradient.registry import no_gradient, refused
 
 no_gradient(
     # Comparison and logic.
@@ -18,8 +18,7 @@ no_gradient(
         "Xor",
     ),
     # Integers.
-    *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "ConvInteger", "MatMulInteger"),
-    *("DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"),
+    *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
     # Steps: the gradient is 0 wherever there is one.
     *("Ceil", "Floor", "Hardmax", "Round", "Sign"),
     # Shapes and positions.
@@ -33,3 +32,22 @@ no_gradient(
     *("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"),
     *("OptionalHasElement", "SequenceEmpty", "SequenceLength", "TfIdfVectorizer"),
 )
+
+refused(
+    "it computes with integers: quantize after training, or with QuantizeLinear and DequantizeLinear around floats",
+    *("ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"),
+)
+refused(
+    "it holds sequences of tensors, which have no gradient here: use Concat, Split, Gather or Scan",
+    *(
+        "ConcatFromSequence",
+        "SequenceAt",
+        "SequenceConstruct",
+        "SequenceErase",
+        "SequenceInsert",
+        "SequenceMap",
+    ),
+    *("SplitToSequence",),
+)
+refused("it holds what may be no tensor: give it what it holds", "Optional")
+refused("it takes the bits of a number for another: no small change shows what it does", "BitCast")

@@ -46,6 +46,14 @@ def if_(
     return [None, *(found.get(x) for x in outer)]
 
 
+@rule("OptionalGetElement")
+def optional_get_element(op: Emitter, dy: Value, x: Value) -> Gradients:
+    """Of a tensor it is the tensor."""
+    if not isinstance(x.type, ir.TensorType):
+        raise GraphoptError(f"OptionalGetElement of {x.name!r}: no gradient of {x.type}, which is no tensor")
+    return [dy]
+
+
 class Back:
     """A copy of a loop's body that goes a step back, from the gradients of its results to those of its inputs.
 

@@ -1,15 +1,60 @@
-"""Quantization: the numbers are integers, but their scale learns."""
+"""Quantization: rounding is passed straight through, and the scale learns.
+
+Bengio et al., https://arxiv.org/abs/1308.3432: the gradient of rounding is taken for 1. Jacob et al.,
+https://arxiv.org/abs/1712.05877: it is 0 where a number is out of range. The gradients by the scale of both operators
+add up to that of Esser et al., https://arxiv.org/abs/1902.08153. A zero point is an integer, and has none.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradient.registry import Gradients, rule
+from passes.gradient.rules.expansion import expansion
 from passes.gradient.rules.shape import rank, sizes_of
 from passes.gradient.walk import dims_of
+
+
+@expansion("QuantizeLinear")
+def quantize_linear(
+    op: Emitter,
+    x: Value,
+    scale: Value,
+    zero_point: Value | None = None,
+    *,
+    y: Value,
+    axis: int,
+    block_size: int,
+) -> list[Value]:
+    """What rounds into the range of integers is in it."""
+    assert y.dtype is not None
+    steps = x / stretched(op, scale, x, axis, block_size)
+    if zero_point is not None:
+        zero = op.Cast(zero_point, to=scale.dtype)
+        steps = steps + stretched(op, zero, x, axis, block_size)
+    return [op.Clip(steps, float(y.dtype.min) - 0.5, float(y.dtype.max) + 0.5)]
+
+
+@expansion("DynamicQuantizeLinear")
+def dynamic_quantize_linear(op: Emitter, x: Value) -> list[Value]:
+    """The range is that of all numbers and 0, so that none is out of it."""
+    most, least = op.ReduceMax(x, keepdims=0), op.ReduceMin(x, keepdims=0)
+    scale = (op.Max(most, 0.0) - op.Min(least, 0.0)) / 255
+    return [x / scale, scale]
+
+
+def stretched(op: Emitter, scale: Value, x: Value, axis: int, block_size: int) -> Value:
+    """Return the scale of each element of `x`."""
+    if rank(scale) == 0:
+        return scale
+    ones = op.ConstantOfShape(op.shape_of(x), value=ir.tensor([1], dtype=ir.DataType.INT8))
+    steps = op.DequantizeLinear(ones, scale, axis=axis, block_size=block_size)
+    steps.shape = x.shape
+    return steps
 
 
 @rule("DequantizeLinear")
@@ -20,6 +65,7 @@ def dequantize_linear(
     scale: Value,
     zero_point: Value | None = None,
     *,
+    active: frozenset[Value],
     axis: int,
     block_size: int,
 ) -> Gradients:
@@ -27,12 +73,21 @@ def dequantize_linear(
     ones = op.Expand(op.CastLike(1.0, scale), op.shape_of(scale))
     steps = op.DequantizeLinear(x, like(ones, scale), zero_point, axis=axis, block_size=block_size)
     terms = dy * op.Cast(steps, to=dy.dtype)
+    dx = None
+    if x in active:
+        dx = dy * stretched(op, scale, x, axis, block_size)
+        dx.shape = x.shape
+    return [dx, by_scale(op, terms, x, scale, axis, block_size)]
+
+
+def by_scale(op: Emitter, terms: Value, x: Value, scale: Value, axis: int, block_size: int) -> Value:
+    """Sum the terms of all elements that share a scale."""
     if rank(scale) == 0:
-        return [None, terms]
+        return terms
     axis %= rank(x)
     if block_size == 0:
         rest = [i for i in range(rank(x)) if i != axis]
-        return [None, like(op.ReduceSum(terms, rest, keepdims=0), scale) if rest else terms]
+        return like(op.ReduceSum(terms, rest, keepdims=0), scale) if rest else terms
     size, blocks = dims_of(x)[axis], dims_of(scale)[axis]
     if not isinstance(size, int) or not isinstance(blocks, int) or size != blocks * block_size:
         raise GraphoptError(f"DequantizeLinear of {x.name!r}: a scale's gradient needs whole blocks")
@@ -40,7 +95,4 @@ def dequantize_linear(
     shape = (
         [sizes_of(op, x, 0, axis)] * (axis > 0) + [split] + [sizes_of(op, x, axis + 1)] * (axis + 1 < rank(x))
     )
-    return [
-        None,
-        like(op.ReduceSum(op.Reshape(terms, op.Concat(*shape, axis=0)), [axis + 1], keepdims=0), scale),
-    ]
+    return like(op.ReduceSum(op.Reshape(terms, op.Concat(*shape, axis=0)), [axis + 1], keepdims=0), scale)
