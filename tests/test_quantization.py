@@ -1,0 +1,119 @@
+"""Quantization's gradients, which no finite difference shows: by PyTorch's fake quantization, and in training."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+import graphopt
+import passes
+from graphopt import GraphoptError
+from graphopt.testing import gradient_model, run
+
+RANGES = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7)}
+X = np.random.default_rng(0).uniform(-3, 3, (4, 6)).astype(np.float32)
+SEED = np.random.default_rng(1).uniform(0.5, 1.5, X.shape).astype(np.float32)
+
+
+def parsed(text: str, *weights: onnx.TensorProto) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]>\n{text}')
+    model.graph.initializer.extend(weights)
+    return model
+
+
+def fake(kind: str, dims: str, zero: np.ndarray, **attributes: int) -> onnx.ModelProto:
+    """Return a model that quantizes x and goes back."""
+    options = ", ".join(f"{name} = {value}" for name, value in attributes.items())
+    given = f"<{options}>" if options else ""
+    return parsed(
+        f"g (float[4, 6] x, float{dims} s) => (float[4, 6] y) {{"
+        f"q = QuantizeLinear{given}(x, s, z) y = DequantizeLinear{given}(q, s, z) }}",
+        helper.make_tensor("z", getattr(onnx.TensorProto, kind.upper()), zero.shape, zero.ravel()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero", "scale"), [("int8", 3, 0.011), ("uint8", 100, 0.02), ("int4", 2, 0.3)]
+)
+def test_gradients_are_those_of_pytorchs_learned_scale(kind: str, zero: int, scale: float) -> None:
+    """Numbers out of range are among them."""
+    low, high = RANGES[kind]
+    x, s = torch.tensor(X, requires_grad=True), torch.tensor([scale], requires_grad=True)
+    y = torch._fake_quantize_learnable_per_tensor_affine(x, s, torch.tensor([float(zero)]), low, high, 1.0)
+    y.backward(torch.tensor(SEED))
+    assert 0 < (x.grad == 0).sum() < X.size
+    model = gradient_model(fake(kind, "", np.array(zero)))
+    found = run(model, {"x": X, "s": np.float32(scale), "y.seed": SEED})
+    np.testing.assert_allclose(found["x.grad"], x.grad, rtol=1e-6)
+    np.testing.assert_allclose(found["s.grad"], s.grad.item(), rtol=2e-4)
+
+
+def test_each_channel_has_a_scale() -> None:
+    scales, zeros = np.linspace(0.008, 0.03, 6).astype(np.float32), np.arange(6) - 3
+    x, s = torch.tensor(X, requires_grad=True), torch.tensor(scales, requires_grad=True)
+    y = torch._fake_quantize_learnable_per_channel_affine(
+        x, s, torch.tensor(zeros, dtype=torch.float32), 1, -128, 127, 1.0
+    )
+    y.backward(torch.tensor(SEED))
+    found = run(gradient_model(fake("int8", "[6]", zeros, axis=1)), {"x": X, "s": scales, "y.seed": SEED})
+    np.testing.assert_allclose(found["x.grad"], x.grad, rtol=1e-6)
+    np.testing.assert_allclose(found["s.grad"], s.grad, rtol=2e-4, atol=1e-5)
+
+
+def test_each_block_has_a_scale() -> None:
+    scales = np.linspace(0.008, 0.03, 8).reshape(4, 2).astype(np.float32)
+    found = run(
+        gradient_model(fake("int8", "[4, 2]", np.zeros((4, 2), int), axis=1, block_size=3)),
+        {"x": X, "s": scales, "y.seed": SEED},
+    )
+    steps = X / np.repeat(scales, 3, axis=1)
+    inside = (np.rint(steps) >= -128) & (np.rint(steps) <= 127)
+    slope = np.where(inside, np.rint(steps) - steps, np.clip(np.rint(steps), -128, 127))
+    np.testing.assert_allclose(found["x.grad"], SEED * inside, rtol=1e-6)
+    np.testing.assert_allclose(found["s.grad"], (SEED * slope).reshape(4, 2, 3).sum(2), rtol=2e-4, atol=1e-5)
+
+
+def test_a_dynamic_range_is_that_of_the_numbers() -> None:
+    """dy by each number, and through the scale by the extremes: round(x / s) - x / s, times 1 / 255."""
+    model = parsed(
+        "g (float[4, 6] x) => (float[4, 6] y) { q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z) }"
+    )
+    found = run(gradient_model(model), {"x": X, "y.seed": SEED})["x.grad"]
+    scale = (X.max() - X.min()) / 255
+    zero = np.rint(-X.min() / scale)
+    steps = np.clip(np.rint(X / scale) + zero, 0, 255) - zero
+    slope = np.sum(SEED * (steps - X / scale)) / 255
+    expected = SEED + slope * (np.equal(X, X.max()).astype(np.float32) - np.equal(X, X.min()))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_layer_with_quantized_weights_trains() -> None:
+    weight = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
+    model = parsed(
+        "g (float[N, 6] x) => (float[N, 3] y) {"
+        "s = Constant<value = float {0.05}>() z = Constant<value = int8 {0}>()"
+        "q = QuantizeLinear(w, s, z) d = DequantizeLinear(q, s, z) y = MatMul(x, d) }",
+        onnx.numpy_helper.from_array(weight, "w"),
+    )
+    step = graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    target = (X @ np.random.default_rng(2).standard_normal((6, 3))).astype(np.float32)
+    losses = [executor.step(x=X, target=target)["loss"] for _ in range(50)]
+    assert losses[-1] < 0.1 * losses[0]
+    nodes = [node.op_type for node in executor.trained().graph.node]
+    assert nodes.count("QuantizeLinear") == nodes.count("DequantizeLinear") == 1
+
+
+def test_products_of_integers_are_refused_and_say_what_to_do() -> None:
+    model = parsed(
+        "g (float[4, 6] x) => (float[4, 3] y) { q, s, z = DynamicQuantizeLinear(x)"
+        " p = MatMulInteger(q, w, z) f = Cast<to = 1>(p) y = Mul(f, s) }",
+        onnx.numpy_helper.from_array(np.ones((6, 3), np.uint8), "w"),
+    )
+    with pytest.raises(
+        GraphoptError, match=r"MatMulInteger .*blocks 'x'; it computes with integers: quantize after"
+    ):
+        gradient_model(model)
