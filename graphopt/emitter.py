@@ -137,19 +137,25 @@ class Emitter(TapeBuilder):
             self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
         return self._constants[key]
 
-    def trace(self, function: Callable[..., ir.Value] | OnnxFunction[..., Any], *args: ir.Value) -> ir.Value:
-        """Emit a traced function `f(op, *args)`, or the body of an onnxscript function, and return its output."""
+    def trace(
+        self, function: Callable[..., Any] | OnnxFunction[..., Any], *args: ir.Value, outputs: int | None = 1
+    ) -> Any:
+        """Emit a traced function `f(op, *args)`, or the body of an onnxscript function; return its output or outputs.
+
+        An onnxscript function must have `outputs` outputs; None allows any number.
+        """
         if not isinstance(function, OnnxFunction):
             return function(self, *args)
         body = function.function_ir
-        if len(args) != len(body.inputs) or len(body.outputs) != 1 or body.attributes:
+        if len(args) != len(body.inputs) or outputs not in (None, len(body.outputs)) or body.attributes:
             raise GraphoptError(
-                f"{function.name}: expected an onnxscript function of {len(args)} inputs, one output and no "
-                f"attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}"
+                f"{function.name}: expected an onnxscript function of {len(args)} inputs, {outputs or 'some'} output "
+                f"and no attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}: "
+                f"a traced function has no such limits"
             )
         values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            outputs = self.call_op(
+            emitted = self.call_op(
                 node.op_type,
                 [values.get(x) for x in node.inputs],
                 dict(node.attributes),
@@ -157,10 +163,10 @@ class Emitter(TapeBuilder):
                 outputs=len(node.outputs),
             )
             values.update(
-                zip(node.outputs, [outputs] if isinstance(outputs, ir.Value) else outputs, strict=True)
+                zip(node.outputs, [emitted] if isinstance(emitted, ir.Value) else emitted, strict=True)
             )
-        traced: ir.Value = values[body.outputs[0]]
-        return traced
+        traced = [values[output] for output in body.outputs]
+        return traced[0] if len(traced) == 1 else traced
 
     def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
         """Return a constant: an array or numbers, of the element type of `like` where given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
@@ -12,7 +12,7 @@ from typing import final
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
-from graphopt.roles import clear_role
+from graphopt.roles import STOP, clear_role
 from graphopt.state import detached
 
 
@@ -52,6 +52,30 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
                 outputs[i] = op.Identity(output, _outputs=[name])
             outputs[i].metadata_props.clear()
             outputs[i].metadata_props.update(metadata)
+
+
+@contextlib.contextmanager
+def hidden(nodes: Iterable[ir.Node]) -> Iterator[None]:
+    """Keep rewriters from nodes of the default domain that they would remove, whatever they are told."""
+    nodes = list(nodes)
+    for node in nodes:
+        node.domain = "graphopt.hidden"
+    yield
+    for node in nodes:
+        node.domain = ""
+
+
+def needed_identities(model: ir.Model) -> list[ir.Node]:
+    """Return the Identity nodes that mean something: where gradients stop, and what bodies return.
+
+    Without the latter a body's output could be an outer value, which is invalid.
+    """
+    results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
+    return [
+        node
+        for node in model.graph.all_nodes()
+        if node.op_type == "Identity" and (STOP in node.metadata_props or node.outputs[0] in results)
+    ]
 
 
 def retire(model: ir.Model, output: ir.Value) -> None:

@@ -13,6 +13,7 @@ _KEY = "graphopt.role"
 ORIGINAL_NAME = "graphopt.original_name"
 METRIC = "graphopt.metric"
 FROZEN = "graphopt.frozen"  # marks an initializer that trains only when it is asked for by name
+STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
 
 
 class Role(enum.Enum):

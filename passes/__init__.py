@@ -11,4 +11,5 @@ from passes.regularizers import *
 from passes.renaming import *
 from passes.schedules import *
 from passes.simplify import *
+from passes.stop_gradient import *
 from passes.training_mode import *

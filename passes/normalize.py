@@ -18,7 +18,7 @@ import passes.gradient as gradient
 import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
-from graphopt.rewriting import Pass, outputs_kept
+from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradient.registry import NO_GRADIENT, RULES
 from passes.gradient.walk import is_differentiable
@@ -75,7 +75,8 @@ class Normalize(Pass):
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        common.IdentityEliminationPass()(model)
+        with hidden(needed_identities(model)):
+            common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
 
@@ -163,7 +164,12 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
 def upgrade(model: ir.Model) -> None:
     """Convert the default domain to the working opset, from an older one."""
     if model.opset_imports.setdefault("", OPSET) < OPSET:
+        functions = dict(
+            model.functions
+        )  # they have rules, and keep their opset: the converter inlines what it sees
+        model.functions.clear()
         onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+        model.functions.update(functions)
 
 
 def convert(model: ir.Model) -> None:
@@ -190,12 +196,18 @@ def convert(model: ir.Model) -> None:
 
 
 def _is_older(node: ir.Node) -> bool:
-    """Tell whether a node uses nothing that its operator's working version lacks but element types."""
+    """Tell whether a node uses nothing that its operator's working version lacks."""
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET)
     except onnx.defs.SchemaError:
         return False
-    return set(node.attributes) <= set(old.attributes) and len(node.inputs) <= old.max_input
+    formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
+    typed = all(
+        x is None or x.dtype is None or f"tensor({x.dtype.name.lower()})" in formal.types
+        for formal, x in zip(formals, node.inputs, strict=False)
+        if x is None or isinstance(x.type, ir.TensorType)
+    )
+    return typed and set(node.attributes) <= set(old.attributes) and len(node.inputs) <= old.max_input
 
 
 def _set_opset(model: ir.Model, version: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.rewriting import hidden, needed_identities
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -27,20 +27,10 @@ def ensure_typed(model: ir.Model) -> None:
 def fold_shapes(model: ir.Model) -> None:
     """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
-    with _set_aside(model, "Dropout"):
+    dropouts = [node for node in model.graph if node.op_type == "Dropout" and node.domain == ""]
+    with hidden([*dropouts, *needed_identities(model)]):  # a Dropout may yet be switched on
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
     onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
-
-
-@contextlib.contextmanager
-def _set_aside(model: ir.Model, op_type: str) -> Iterator[None]:
-    """Keep the folder from an operator that it removes whatever it is told: a Dropout that may yet be switched on."""
-    nodes = [node for node in model.graph if node.op_type == op_type and node.domain == ""]
-    for node in nodes:
-        node.domain = "graphopt.aside"
-    yield
-    for node in nodes:
-        node.domain = ""
 
 
 def _is_integral(node: ir.Node) -> bool | None:

@@ -21,7 +21,7 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
-from graphopt.rewriting import Pass, outputs_kept
+from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 
 __all__ = ["Simplify"]
 
@@ -57,20 +57,6 @@ def _makes_no_room(node: ir.Node) -> bool | None:
 
 
 @contextlib.contextmanager
-def _results_kept(model: ir.Model) -> Iterator[None]:
-    """Keep an Identity that is a body's output: without it the output could be an outer value, which is invalid."""
-    outputs = [output for graph in model.graphs() if graph is not model.graph for output in graph.outputs]
-    nodes = [
-        node for node in (output.producer() for output in outputs) if node and node.op_type == "Identity"
-    ]
-    for node in nodes:
-        node.domain = "graphopt.aside"
-    yield
-    for node in nodes:
-        node.domain = ""
-
-
-@contextlib.contextmanager
 def _outputs_aside(model: ir.Model) -> Iterator[None]:
     """Let one value stand for all outputs: onnx_ir goes through the outputs for each node that it removes.
 
@@ -94,7 +80,7 @@ class Simplify(Pass):
     """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
 
     def rewrite(self, model: ir.Model) -> None:
-        with outputs_kept(model), _results_kept(model):
+        with outputs_kept(model), hidden(needed_identities(model)):
             with _outputs_aside(model):
                 _rewrite(model)
                 onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)

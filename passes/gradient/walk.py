@@ -59,6 +59,8 @@ def _apply(
     named = attributes_of(node, graph.opset_imports) | {"y": node.outputs[0], "node": node, "active": active}
     if "dys" in accepted(rule, {"dys": dys}):
         named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+    elif "further" in accepted(rule, {"further": dys}):
+        named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
         raise GraphoptError(

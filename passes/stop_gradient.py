@@ -1,0 +1,55 @@
+"""Stops gradients: what a value is computed from is held constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass, Pattern, matches
+from graphopt.roles import STOP
+
+__all__ = ["StopGradient", "stop_gradient"]
+
+
+def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return the value of `x`, held constant in gradients: for traced functions."""
+    stopped: ir.Value = like(op.Identity(x), x)
+    _node(stopped).metadata_props[STOP] = "true"
+    return stopped
+
+
+@dataclass(frozen=True)
+class StopGradient(Pass):
+    """Hold the values named `values` constant in gradients: nothing trains through them.
+
+    Args:
+        values: the names of values of the graph, or shell-style patterns of them.
+
+    Raises:
+        GraphoptError: no value of the graph has such a name.
+    """
+
+    values: Pattern
+
+    def rewrite(self, model: ir.Model) -> None:
+        found = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]
+        found += [x for x in model.graph.inputs if matches(x.name, self.values)]
+        if not found:
+            raise GraphoptError(
+                f"stop_gradient.values={self.values!r}: expected names of values in the graph, found none of them"
+            )
+        with Emitter(model) as op:
+            for x in found:
+                uses = list(x.uses())
+                stopped = stop_gradient(op, x)
+                for user, index in uses:
+                    user.replace_input_with(index, stopped)
+
+
+def _node(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
