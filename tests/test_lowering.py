@@ -183,36 +183,74 @@ CASES = {
     "gemm": gemm("Relu"),
     "gemm, leaky": gemm("LeakyRelu", activation_alpha=0.2, alpha=0.5, beta=2.0),
     "gemm, hard sigmoid": gemm("HardSigmoid", activation_alpha=0.3, activation_beta=0.4),
-    "gemm, none": Case("FusedGemm", {"a": floats(4, 3), "b": floats(5, 4)}, {"transA": 1, "transB": 1, "activation": "Tanh"}),
+    "gemm, none": Case(
+        "FusedGemm", {"a": floats(4, 3), "b": floats(5, 4)}, {"transA": 1, "transB": 1, "activation": "Tanh"}
+    ),
     "conv": conv(activation="Relu"),
     "conv, sum": conv(z=True, activation="Tanh"),
     "conv, clip": conv(activation="Clip", activation_params=[-0.5, 1.0]),
     "conv, leaky": conv(activation="LeakyRelu", activation_params=[0.3], strides=[2, 2]),
     "conv, hard sigmoid": conv(activation="HardSigmoid", activation_params=[0.3, 0.4], bias=False),
-    "conv, sigmoid, auto_pad": Case("FusedConv", {"x": floats(2, 2, 5), "w": floats(4, 1, 3)}, {"auto_pad": "SAME_UPPER", "group": 2, "activation": "Sigmoid"}),
+    "conv, sigmoid, auto_pad": Case(
+        "FusedConv",
+        {"x": floats(2, 2, 5), "w": floats(4, 1, 3)},
+        {"auto_pad": "SAME_UPPER", "group": 2, "activation": "Sigmoid"},
+    ),
     "product": product((2, 3, 4), (2, 4, 5), alpha=0.5),
     "product, transposed": product((2, 4, 3), (2, 5, 4), transA=1, transB=1),
     "product, vector": product((4,), (2, 4, 5), transA=1),
     "product, batch": product((3, 2, 4, 5), (5, 2, 4, 6), transBatchA=1, transBatchB=1),
     "product, batch transposed": product((3, 2, 4, 5), (2, 4, 6, 3), transBatchA=1, transA=1, transB=1),
-    "layer normalization": Case("LayerNormalization", {"x": X, "gamma": GAMMA, "beta": BETA}, {"epsilon": 1e-3}, domain="", runs=False),
-    "simplified": Case("SimplifiedLayerNormalization", {"x": X, "gamma": GAMMA}, {"epsilon": 1e-3}, domain=""),
+    "layer normalization": Case(
+        "LayerNormalization", {"x": X, "gamma": GAMMA, "beta": BETA}, {"epsilon": 1e-3}, domain="", runs=False
+    ),
+    "simplified": Case(
+        "SimplifiedLayerNormalization", {"x": X, "gamma": GAMMA}, {"epsilon": 1e-3}, domain=""
+    ),
     "skip": skip("SkipLayerNormalization", bias=False),
     "skip, bias and sum": skip("SkipLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
     "skip, one for all rows": skip("SkipLayerNormalization", bias=False, shape=(S, D)),
     "skip simplified": skip("SkipSimplifiedLayerNormalization", bias=False),
-    "skip simplified, bias and sum": skip("SkipSimplifiedLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
-    "bias softmax": Case("BiasSoftmax", {"x": floats(2, 3, 4, 5), "b": floats(2, 1, 1, 5)}, {"axis": 3, "is_inner_broadcast": 1}, runs=False),
-    "bias softmax, outer": Case("BiasSoftmax", {"x": floats(2, 3, 4, 5), "b": floats(4, 5)}, {"axis": 3, "is_inner_broadcast": 0}, runs=False),
+    "skip simplified, bias and sum": skip(
+        "SkipSimplifiedLayerNormalization", bias=True, outputs=("y", "", "", "sum")
+    ),
+    "bias softmax": Case(
+        "BiasSoftmax",
+        {"x": floats(2, 3, 4, 5), "b": floats(2, 1, 1, 5)},
+        {"axis": 3, "is_inner_broadcast": 1},
+        runs=False,
+    ),
+    "bias softmax, outer": Case(
+        "BiasSoftmax",
+        {"x": floats(2, 3, 4, 5), "b": floats(4, 5)},
+        {"axis": 3, "is_inner_broadcast": 0},
+        runs=False,
+    ),
     "bias dropout": Case("BiasDropout", {"x": X, "b": BETA, "residual": Q}, runs=False),
     "attention": attention(),
     **{f"attention, mask of {name}": attention(mask) for name, mask in MASKS.items()},
-    **{f"attention, causal, mask of {name}": attention(mask, unidirectional=1) for name, mask in MASKS.items()},
+    **{
+        f"attention, causal, mask of {name}": attention(mask, unidirectional=1)
+        for name, mask in MASKS.items()
+    },
     "attention, causal": attention(unidirectional=1, scale=0.3),
-    "attention, sizes": Case("Attention", {"x": X, "w": floats(D, 20), "b": floats(20)}, {"num_heads": N, "qkv_hidden_sizes": [8, 8, 4]}),
+    "attention, sizes": Case(
+        "Attention",
+        {"x": X, "w": floats(D, 20), "b": floats(20)},
+        {"num_heads": N, "qkv_hidden_sizes": [8, 8, 4]},
+    ),
     "attention, filter": attention(MASKS["rows"], mask_filter_value=-1.0),
-    "attention, bias of scores": Case("Attention", {"x": X, "w": W, "b": BIAS, "mask": None, "past": None, "attention_bias": floats(1, N, S, S)}, {"num_heads": N}),
-    "attention, past": Case("Attention", {"x": X, "w": W, "b": BIAS, "mask": None, "past": floats(2, B, N, 3, H)[:, :, :, :, :]}, {"num_heads": N, "unidirectional": 1}, outputs=("y", "present")),
+    "attention, bias of scores": Case(
+        "Attention",
+        {"x": X, "w": W, "b": BIAS, "mask": None, "past": None, "attention_bias": floats(1, N, S, S)},
+        {"num_heads": N},
+    ),
+    "attention, past": Case(
+        "Attention",
+        {"x": X, "w": W, "b": BIAS, "mask": None, "past": floats(2, B, N, 3, H)[:, :, :, :, :]},
+        {"num_heads": N, "unidirectional": 1},
+        outputs=("y", "present"),
+    ),
     "multi-head": multi_head(),
     "multi-head, bias": multi_head(bias=BIAS),
     "multi-head, value of another size": multi_head(v=floats(B, 3, 12), bias=floats(28)),
@@ -222,13 +260,17 @@ CASES = {
     "multi-head, bias of scores": multi_head(attention_bias=floats(B, N, S, 3), scale=0.3),
     "multi-head, causal": multi_head(k=Q, v=X, unidirectional=1),
     "multi-head, causal, mask": multi_head(k=Q, v=X, unidirectional=1, mask=MASKS["rows"]),
-    "multi-head, past": multi_head(k=Q, v=X, past_key=floats(B, N, 3, H), past_value=floats(B, N, 3, H), unidirectional=1),
+    "multi-head, past": multi_head(
+        k=Q, v=X, past_key=floats(B, N, 3, H), past_value=floats(B, N, 3, H), unidirectional=1
+    ),
     "multi-head, heads split": multi_head(k=floats(B, N, 3, H), v=floats(B, N, 3, H)),
     "rotary": rotary(floats(B, N, S, H), np.array([2], np.int64)),
     "rotary, positions": rotary(floats(B, N, S, H), RANDOM.integers(0, 12, (B, S))),
     "rotary, merged heads": rotary(X, RANDOM.integers(0, 12, (B, S))),
     "rotary, interleaved": rotary(X, np.array([0], np.int64), interleaved=1),
-    "rotary, part of a head": rotary(floats(B, S, 16), np.array([1], np.int64), turned=4, rotary_embedding_dim=4, num_heads=2),
+    "rotary, part of a head": rotary(
+        floats(B, S, 16), np.array([1], np.int64), turned=4, rotary_embedding_dim=4, num_heads=2
+    ),
     "4 bits": n_bits(4),
     "4 bits, zero points": n_bits(4, "packed"),
     "4 bits, floating zero points": n_bits(4, "floating"),
@@ -238,7 +280,7 @@ CASES = {
     "embedding": embedding(segments=True, mask=MASKS["rows"]),
     "embedding, positions": embedding(segments=True, positions=ints([0, 1, 1, 2, 3], [4, 3, 2, 1, 0])),
     "embedding, no segments": embedding(segments=False),
-}  # fmt: skip
+}
 
 
 def classical(op_type: str, x: np.ndarray, **attributes: Any) -> Case:
@@ -256,34 +298,85 @@ GAPS[1, 2] = GAPS[4, 0] = np.nan
 
 CLASSICAL = {
     "regressor": classical("LinearRegressor", F, coefficients=ROW, intercepts=[0.5]),
-    "regressor, several": classical("LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3),
+    "regressor, several": classical(
+        "LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3
+    ),
     "regressor, no intercepts": classical("LinearRegressor", F, coefficients=ROWS, targets=3),
-    "regressor, softmax": classical("LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3, post_transform="SOFTMAX"),
+    "regressor, softmax": classical(
+        "LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3, post_transform="SOFTMAX"
+    ),
     **{
-        f"classifier, {post}": classical("LinearClassifier", F, coefficients=ROWS, intercepts=INTERCEPTS, classlabels_ints=[3, 1, 7], multi_class=1, post_transform=post)
+        f"classifier, {post}": classical(
+            "LinearClassifier",
+            F,
+            coefficients=ROWS,
+            intercepts=INTERCEPTS,
+            classlabels_ints=[3, 1, 7],
+            multi_class=1,
+            post_transform=post,
+        )
         for post in ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO")
     },
     **{
-        f"classifier, two mirrored rows, {post}": classical("LinearClassifier", F, classlabels_ints=[0, 1], post_transform=post, **MIRRORED)
+        f"classifier, two mirrored rows, {post}": classical(
+            "LinearClassifier", F, classlabels_ints=[0, 1], post_transform=post, **MIRRORED
+        )
         for post in ("NONE", "LOGISTIC", "SOFTMAX")
     },
-    "classifier, two rows": classical("LinearClassifier", F, coefficients=ROWS[:8], intercepts=INTERCEPTS[:2], classlabels_ints=[0, 1], post_transform="LOGISTIC"),
-    "classifier, one row": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[4, 2]),
-    "classifier, one row, logistic": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[4, 2], post_transform="LOGISTIC"),
-    "classifier of integers": classical("LinearClassifier", np.arange(12).reshape(3, 4), coefficients=ROWS, intercepts=INTERCEPTS, classlabels_ints=[3, 1, 7]),
+    "classifier, two rows": classical(
+        "LinearClassifier",
+        F,
+        coefficients=ROWS[:8],
+        intercepts=INTERCEPTS[:2],
+        classlabels_ints=[0, 1],
+        post_transform="LOGISTIC",
+    ),
+    "classifier, one row": classical(
+        "LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[4, 2]
+    ),
+    "classifier, one row, logistic": classical(
+        "LinearClassifier",
+        F,
+        coefficients=ROW,
+        intercepts=[0.1],
+        classlabels_ints=[4, 2],
+        post_transform="LOGISTIC",
+    ),
+    "classifier of integers": classical(
+        "LinearClassifier",
+        np.arange(12).reshape(3, 4),
+        coefficients=ROWS,
+        intercepts=INTERCEPTS,
+        classlabels_ints=[3, 1, 7],
+    ),
     "scaler": classical("Scaler", F, offset=ROW, scale=[1.0, 2.0, 3.0, 4.0]),
     "scaler, one number": classical("Scaler", F, offset=[0.5], scale=[2.0]),
     "scaler of integers": classical("Scaler", np.arange(8).reshape(2, 4), offset=[0.5], scale=[2.0]),
     **{f"normalizer, {norm}": classical("Normalizer", F, norm=norm) for norm in ("MAX", "L1", "L2")},
     "imputer": classical("Imputer", GAPS, imputed_value_floats=ROW, replaced_value_float=float("nan")),
     "imputer, one number": classical("Imputer", F, imputed_value_floats=[7.0], replaced_value_float=0.0),
-    "features": Case("ArrayFeatureExtractor", {"x": F, "i": np.array([2, 0], np.int64)}, weights={"i": np.array([2, 0], np.int64)}, domain="ai.onnx.ml"),
+    "features": Case(
+        "ArrayFeatureExtractor",
+        {"x": F, "i": np.array([2, 0], np.int64)},
+        weights={"i": np.array([2, 0], np.int64)},
+        domain="ai.onnx.ml",
+    ),
     "binarizer": classical("Binarizer", F, threshold=0.3),
-}  # fmt: skip
+}
 
 ALL = CASES | CLASSICAL
 # onnxruntime 1.19 computes these wrong, or not at all.
-NEWER = {"classifier, one row, logistic", "8 bits", "8 bits, zero points, bias", "skip, one for all rows"}
+NEWER = {
+    "classifier, one row, logistic",
+    "8 bits",
+    "8 bits, zero points, bias",
+    "4 bits, whole blocks, bias",
+    "skip, one for all rows",
+    "skip simplified, bias and sum",
+    "attention, bias of scores",  # of one row for the whole batch
+    "multi-head, mask",  # of fewer keys than queries
+    "multi-head, lengths",
+}
 
 
 def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -324,6 +417,7 @@ def test_a_lowering_has_the_gradient_of_what_it_computes(name):
     if name in ("simplified", "binarizer") or "integers" in name:
         pytest.skip("without a gradient, or a form that the checker knows under another name")
     case = ALL[name]
+    case.runs &= not (OLD and name in NEWER)
     point = {k: x for k, x in case.feeds.items() if k not in case.held}
     for k, x in point.items():
         if x.dtype == np.float32:
@@ -368,23 +462,38 @@ def test_forms_that_the_cpu_provider_lacks_compute_what_their_parts_do():
 REFUSED = {
     "attribute do_rotary=1": attention(do_rotary=1),
     "its attribute novel=3 is not covered": Case("QuickGelu", {"x": X}, {"novel": 3}),
-    "its input 8, 'more', is not covered": Case("MultiHeadAttention", dict.fromkeys(("q", "k", "v", "bias", "mask", "attention_bias", "none")) | {"q": Q, "k": K, "v": V, "past_key": Q, "more": Q}, {"num_heads": N}),
+    "its input 8, 'more', is not covered": Case(
+        "MultiHeadAttention",
+        dict.fromkeys(("q", "k", "v", "bias", "mask", "attention_bias", "none"))
+        | {"q": Q, "k": K, "v": V, "past_key": Q, "more": Q},
+        {"num_heads": N},
+    ),
     "its input 2, 'c', is not covered": Case("BiasGelu", {"x": X, "b": BETA, "c": BETA}),
     "expected num_heads, found none": Case("Attention", {"x": X, "w": W, "b": BIAS}),
     "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
     "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
     "attribute bits=2": n_bits(2),
-    "to be an initializer": Case("MatMulNBits", {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)}, {"K": 32, "N": 3, "block_size": 16}),
+    "to be an initializer": Case(
+        "MatMulNBits",
+        {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)},
+        {"K": 32, "N": 3, "block_size": 16},
+    ),
     "activation 'Nothing' is not covered": gemm("Nothing"),
     "an axis that is not the last": Case("BiasSoftmax", {"x": X, "b": X}, {"axis": 1}),
     "of 4 axes is not covered": attention(np.ones((B, 1, 6, 6), np.int32)),
     "expected query, key and value": multi_head(Q, None, None),
-    "post_transform='PROBIT'": classical("LinearRegressor", F, coefficients=ROWS, targets=3, post_transform="PROBIT"),
-    "post_transform='LOGISTIC' of one target": classical("LinearRegressor", F, coefficients=ROW, post_transform="LOGISTIC"),
+    "post_transform='PROBIT'": classical(
+        "LinearRegressor", F, coefficients=ROWS, targets=3, post_transform="PROBIT"
+    ),
+    "post_transform='LOGISTIC' of one target": classical(
+        "LinearRegressor", F, coefficients=ROW, post_transform="LOGISTIC"
+    ),
     "norm='L3'": classical("Normalizer", F, norm="L3"),
-    "3 labels are not covered": classical("LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[1, 2, 3]),
+    "3 labels are not covered": classical(
+        "LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[1, 2, 3]
+    ),
     "kernel machine": classical("SVMRegressor", F, coefficients=[1.0]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -208,7 +208,8 @@ def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
 @lowers("ArrayFeatureExtractor", domain=DOMAIN)
 def array_feature_extractor(op: Emitter, x: Value, indices: Value) -> Value:
     """The columns of `x` that `indices` names; a vector counts as one row."""
-    return op.Gather(op.Unsqueeze(x, [0]) if rank(x) == 1 else x, op.Reshape(indices, [-1]), axis=-1)
+    columns = op.Gather(x, op.Reshape(indices, [-1]), axis=-1)
+    return op.Unsqueeze(columns, [0]) if rank(x) == 1 else columns
 
 
 @lowers("Binarizer", domain=DOMAIN)
@@ -220,16 +221,19 @@ def _reciprocal(op: Any, x: Value, minus: Value, one: Value) -> Value:
     return op.Reciprocal(op.Add(op.Exp(op.Mul(x, minus)), one))
 
 
-def _sigmoid(op: Any, x: Value, minus: Value, one: Value) -> Value:
-    return op.Sigmoid(x)
+def _stable(op: Any, x: Value, minus: Value, one: Value) -> Value:
+    return op.Exp(op.Neg(op.Softplus(op.Neg(x))))
 
 
 def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
+    if x.dtype != ir.DataType.FLOAT:
+        return False
     values = [ir.convenience.get_const_tensor(value) for value in (minus, one)]
     return all(
         v is not None and v.size == 1 and v.numpy().item() == n for v, n in zip(values, (-1, 1), strict=True)
     )
 
 
-# scikit-learn's converter writes 1 / (1 + exp(-x)) out, whose gradient is no number once exp(-x) overflows.
-LOGISTIC = RewriteRule(_reciprocal, _sigmoid, _is_logistic)
+# scikit-learn's converter writes 1 / (1 + exp(-x)) out, whose gradient is no number once exp(-x) overflows. Sigmoid
+# would do, but for runtimes that compute it to an absolute precision: here sums of small ones are divided by.
+LOGISTIC = RewriteRule(_reciprocal, _stable, _is_logistic)

@@ -258,10 +258,11 @@ def mat_mul_n_bits(
     weight_prepacked: int = 0,
     node: ir.Node,
 ) -> Value:
-    """a w^T + bias, of a frozen weight that stays packed: DequantizeLinear reads the same two numbers a byte.
+    """a w + bias, of a frozen weight that stays packed: DequantizeLinear reads two numbers a byte too.
 
     So frozen weights, the bulk of such a model, take an eighth of the memory that float32 takes, and what trains
-    beside them has exact gradients. `accuracy_level`, which lets a runtime round `a`, is ignored.
+    beside them has exact gradients. `accuracy_level`, which lets a runtime round `a`, is ignored; the weight has three
+    axes, [blocks, block_size, N], as runtimes would fuse one of two axes with the product and round `a` again.
     """
     off(weight_prepacked=weight_prepacked)
     if bits not in (4, 8):
@@ -280,20 +281,25 @@ def mat_mul_n_bits(
         if tensor is None:
             raise GraphoptError(f"expected its zero points {zero_points.name!r} to be an initializer")
         points = _unpacked(tensor.numpy().reshape(N, -1), bits)[:, :blocks]
-    scales = op.Reshape(freeze(scales), [N, blocks])
+    scales = _by_block(op, scales, N, blocks)
     w = op.DequantizeLinear(
-        _integers(op, node, "weight", numbers, bits),
+        _integers(op, node, "weight", numbers.T.reshape(blocks, block_size, N), bits),
         scales,
-        None if points is None else _integers(op, node, "zero_points", points, bits),
+        None if points is None else _integers(op, node, "zero_points", points.T[:, None], bits),
         axis=1,
         block_size=block_size,
     )
     if zero_points is not None and points is None:
-        shift = op.Unsqueeze(scales * op.Reshape(freeze(zero_points), [N, blocks]), [2])
-        w = op.Reshape(op.Reshape(w, [N, blocks, block_size]) - shift, [N, blocks * block_size])
+        w = w - scales * _by_block(op, zero_points, N, blocks)
+    w = op.Reshape(w, [blocks * block_size, N])
     if blocks * block_size != K:
-        w = op.Slice(w, [0], [K], [1])
-    return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
+        w = op.Slice(w, [0], [K], [0])
+    return plus(op.MatMul(a, w), bias)
+
+
+def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
+    """Return the frozen numbers of each row's blocks as [blocks,1,n]."""
+    return op.Unsqueeze(op.Transpose(op.Reshape(freeze(x), [n, blocks]), perm=[1, 0]), [1])
 
 
 def _unpacked(rows: np.ndarray, bits: int) -> np.ndarray:

@@ -1,0 +1,284 @@
+"""Models that scikit-learn's converter writes with its default options train, and keep their labels and maps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from skl2onnx import to_onnx
+from sklearn.datasets import load_iris
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.ensemble import RandomForestRegressor, StackingClassifier
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import (
+    LinearRegression,
+    LogisticRegression,
+    Perceptron,
+    Ridge,
+    RidgeClassifier,
+    SGDClassifier,
+    SGDRegressor,
+)
+from sklearn.multiclass import OneVsRestClassifier
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, Normalizer, RobustScaler, StandardScaler, scale
+from sklearn.svm import SVC, LinearSVC, LinearSVR
+from sklearn.tree import DecisionTreeClassifier
+
+import graphopt
+import passes
+from graphopt.roles import Role, with_role
+
+IRIS, SPECIES = load_iris(return_X_y=True)
+X = scale(IRIS).astype(np.float32)
+BINARY = (SPECIES == 2).astype(np.int64)
+NAMES = np.array(["setosa", "versicolor", "virginica"])[SPECIES]
+NUMBER = scale(IRIS[:, 3] ** 2)
+PROBABILITIES, SCORES = passes.CrossEntropy(from_logits=False), passes.CrossEntropy()
+SQUARES = passes.MeanSquaredError()
+
+CLASSIFIERS = {
+    "logistic, binary": (LogisticRegression(C=0.01), BINARY, PROBABILITIES),
+    "logistic, multinomial": (LogisticRegression(C=0.01), SPECIES, PROBABILITIES),
+    "logistic, strings": (LogisticRegression(C=0.01), NAMES, PROBABILITIES),
+    "logistic, two strings": (LogisticRegression(C=0.01), np.where(BINARY, "yes", "no"), PROBABILITIES),
+    "logistic, other integers": (LogisticRegression(C=0.01), SPECIES * 2 + 1, PROBABILITIES),
+    "one versus rest": (OneVsRestClassifier(LogisticRegression(C=0.01)), SPECIES, PROBABILITIES),
+    "stochastic, hinge": (SGDClassifier(max_iter=5, random_state=0), BINARY, SCORES),
+    "stochastic, logistic": (SGDClassifier("log_loss", max_iter=5, random_state=0), SPECIES, PROBABILITIES),
+    "perceptron": (Perceptron(random_state=0), SPECIES, SCORES),
+    "support vectors, linear": (LinearSVC(C=0.001, random_state=0), SPECIES, SCORES),
+    "ridge classifier": (RidgeClassifier(), SPECIES, SCORES),
+    "discriminant": (LinearDiscriminantAnalysis(shrinkage=0.9, solver="lsqr"), SPECIES, PROBABILITIES),
+    "network": (MLPClassifier(max_iter=5, random_state=0), SPECIES, PROBABILITIES),
+    "network, binary": (MLPClassifier(max_iter=5, random_state=0), BINARY, PROBABILITIES),
+    "network, strings": (MLPClassifier(max_iter=5, random_state=0), NAMES, PROBABILITIES),
+    "naive Bayes": (GaussianNB(), SPECIES, PROBABILITIES),
+    "pipeline": (
+        make_pipeline(SimpleImputer(), StandardScaler(), MinMaxScaler(), Normalizer(), LogisticRegression()),
+        SPECIES,
+        PROBABILITIES,
+    ),
+    "stacked on a tree": (
+        StackingClassifier(
+            [("tree", DecisionTreeClassifier(max_depth=2, random_state=0)), ("linear", LogisticRegression())]
+        ),
+        SPECIES,
+        PROBABILITIES,
+    ),
+}
+REGRESSORS = {
+    "linear": LinearRegression(positive=True),
+    "ridge": Ridge(100.0),
+    "stochastic": SGDRegressor(max_iter=2, random_state=0),
+    "support vectors, linear": LinearSVR(max_iter=5, random_state=0),
+    "network": MLPRegressor(max_iter=5, random_state=0),
+    "network, scaled": make_pipeline(MinMaxScaler(), MLPRegressor(max_iter=5, random_state=0)),
+    "pipeline": make_pipeline(RobustScaler(), MaxAbsScaler(), Ridge(100.0)),
+}
+
+
+# onnxruntime 1.19 loads no newer one.
+OPSET = 21 if onnxruntime.__version__.startswith("1.19") else None
+
+
+def converted(estimator: Any, target: np.ndarray) -> onnx.ModelProto:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return to_onnx(estimator.fit(X, target), X[:1], target_opset=OPSET)
+
+
+def run(proto: onnx.ModelProto) -> dict[str, Any]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {proto.graph.input[0].name: X}), strict=True))
+
+
+def scores(value: Any) -> np.ndarray:
+    """Return a map for each row as a table."""
+    return np.array([list(row.values()) for row in value]) if isinstance(value, list) else value
+
+
+def kinds(proto: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(o.name, str(o.type.WhichOneof("value"))) for o in proto.graph.output]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_trains_and_keeps_its_labels(name, tmp_path):
+    estimator, target, loss = CLASSIFIERS[name]
+    proto = converted(estimator, target)
+    step = graphopt.compile(proto, loss=loss, optimizer=passes.Adam(1e-3))
+    assert not [
+        output
+        for output in step.graph.outputs
+        if output.dtype != ir.DataType.FLOAT and output.name != "step.next"
+    ]
+    graphopt.save(step, tmp_path / "step.onnx")
+    executor = graphopt.Executor(tmp_path / "step.onnx")
+    start = executor.trained()
+    onnx.checker.check_model(start, full_check=True)
+    assert kinds(start) == kinds(proto)
+    (label, table), (expected_label, expected) = run(start).values(), run(proto).values()
+    np.testing.assert_allclose(scores(table), scores(expected), rtol=1e-4, atol=1e-5)
+    ranked = np.sort(scores(expected), axis=1)
+    decided = ranked[:, -1] - ranked[:, -2] > 1e-5
+    np.testing.assert_array_equal(label[decided], expected_label[decided])
+    classes, numbers = np.unique(target, return_inverse=True)
+    losses = [executor.step({proto.graph.input[0].name: X, "target": numbers})["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0]
+    label, table = run(executor.trained()).values()
+    np.testing.assert_array_equal(label, classes[np.argmax(scores(table), axis=1)])
+    assert list(executor.predict({proto.graph.input[0].name: X})) == executor.outputs[1:]
+
+
+@pytest.mark.parametrize("name", REGRESSORS)
+def test_a_regressor_trains(name):
+    proto = converted(REGRESSORS[name], NUMBER)
+    step = graphopt.compile(proto, loss=SQUARES, optimizer=passes.Adam(1e-3))
+    executor = graphopt.Executor(step)
+    assert kinds(executor.trained()) == kinds(proto)
+    np.testing.assert_allclose(
+        run(executor.trained())["variable"], run(proto)["variable"], rtol=1e-4, atol=1e-5
+    )
+    target = NUMBER[:, None].astype(np.float32)
+    losses = [executor.step(X=X, target=target)["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def test_several_targets_train_to_the_least_squares():
+    target = np.stack([NUMBER, IRIS[:, 0] - IRIS[:, 1]], axis=1)
+    best = LinearRegression().fit(X, target)
+    proto = converted(Ridge(1000.0), target)
+    executor = graphopt.Executor(
+        graphopt.compile(proto, loss=SQUARES, optimizer=passes.SGD(0.3, momentum=0.9))
+    )
+    for _ in range(1500):
+        executor.step(X=X, target=target.astype(np.float32))
+    np.testing.assert_allclose(executor.state["LinearRegressor.coefficients"], best.coef_, atol=1e-3)
+    np.testing.assert_allclose(executor.state["LinearRegressor.intercepts"], best.intercept_, atol=1e-3)
+
+
+@pytest.mark.parametrize("target", [BINARY, SPECIES], ids=["binary", "multinomial"])
+def test_a_logistic_regression_trains_to_scikit_learns_optimum(target):
+    """Its objective: C sum of losses + |w|^2 / 2, which is the mean of the losses + |w|^2 / (2 C n)."""
+    best = LogisticRegression(C=1.0, tol=1e-8, max_iter=1000).fit(X, target)
+    step = graphopt.compile(
+        converted(LogisticRegression(C=0.01), target),
+        loss=PROBABILITIES,
+        regularizer=passes.L2(0.5 / len(X), parameters="*.coefficients"),
+        optimizer=passes.SGD(1.0, momentum=0.9),
+    )
+    executor = graphopt.Executor(step)
+    for _ in range(1500):
+        executor.step(X=X, target=target)
+    found = executor.state["LinearClassifier.coefficients"], executor.state["LinearClassifier.intercepts"]
+    np.testing.assert_allclose(found[0], best.coef_, atol=2e-3)
+    np.testing.assert_allclose(found[1] - found[1].mean() * (len(found[1]) > 1), best.intercept_, atol=2e-3)
+    label, table = run(executor.trained()).values()
+    np.testing.assert_allclose(scores(table), best.predict_proba(X), atol=1e-3)
+    np.testing.assert_array_equal(label, best.predict(X))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "target", "loss", "message"),
+    [
+        (
+            DecisionTreeClassifier(),
+            SPECIES,
+            PROBABILITIES,
+            "TreeEnsembleClassifier node .* is piecewise constant",
+        ),
+        (RandomForestRegressor(3), NUMBER, SQUARES, "TreeEnsembleRegressor node .* is piecewise constant"),
+        (SVC(), SPECIES, PROBABILITIES, "SVMClassifier node .* a kernel machine"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(estimator, target, loss, message):
+    with pytest.raises(graphopt.GraphoptError, match=message) as raised:
+        graphopt.compile(converted(estimator, target), loss=loss, optimizer=passes.SGD())
+    assert "\n" not in str(raised.value)
+
+
+def parameters(source: onnx.ModelProto) -> set[str]:
+    model = graphopt.load(source)
+    passes.Normalize()(model)
+    passes.Parameters()(model)
+    return {str(value.name) for value in with_role(model, Role.PARAMETER)}
+
+
+@pytest.mark.parametrize("name", ["pipeline", "logistic, strings", "network"])
+def test_a_trained_model_trains_again(name):
+    """Statistics of scalers and imputers stay frozen, and the outputs that were set aside are set aside again."""
+    estimator, target, loss = CLASSIFIERS[name]
+    proto = converted(estimator, target)
+    executor = graphopt.Executor(graphopt.compile(proto, loss=loss, optimizer=passes.SGD()))
+    again = graphopt.compile(executor.trained(), loss=loss, optimizer=passes.SGD())
+    assert parameters(executor.trained()) == parameters(proto)
+    assert kinds(graphopt.Executor(again).trained()) == kinds(proto)
+
+
+def test_statistics_train_when_they_are_asked_for():
+    proto = converted(make_pipeline(StandardScaler(), LogisticRegression()), SPECIES)
+    assert parameters(proto) == {"LinearClassifier.coefficients", "LinearClassifier.intercepts"}
+    model = graphopt.load(proto)
+    passes.Normalize()(model)
+    passes.Parameters("*.scale")(model)
+    assert [value.name for value in with_role(model, Role.PARAMETER)] == ["Scaler.scale"]
+
+
+def test_loading_leaves_the_callers_model_as_it_is():
+    proto = converted(*CLASSIFIERS["logistic, binary"][:2])
+    before = proto.SerializeToString()
+    graphopt.load(proto)
+    assert proto.SerializeToString() == before
+
+
+SEQUENCE = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[N,2] x) => (float[N,2] y, seq(float[N,2]) s) <float[2,2] w = {1, 2, 3, 4}> {
+    y = MatMul(x, w)
+    z = Tanh(y)
+    e = SequenceConstruct(y)
+    s = SequenceInsert(e, z)
+}"""
+
+
+def test_a_sequence_is_set_aside_and_restored():
+    proto = onnx.parser.parse_model(SEQUENCE)
+    step = graphopt.compile(
+        proto,
+        loss=passes.Losses({"y": passes.MeanSquaredError()}),
+        optimizer=passes.SGD(0.1),
+    )
+    assert {"y", "z"} <= {output.name for output in step.graph.outputs}
+    trained = graphopt.Executor(step).trained()
+    onnx.checker.check_model(trained, full_check=True)
+    assert kinds(trained) == kinds(proto)
+
+
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        (
+            "(float[2] x) => (optional(float[2]) y) { y = Optional(x) }",
+            "output 'y': expected a tensor, or a sequence",
+        ),
+        (
+            "(map(int64, float[2]) x, float[2] z) => (float[2] y) { y = Abs(z) }",
+            "input 'x': expected a tensor, found a map",
+        ),
+    ],
+)
+def test_other_kinds_are_refused(signature, message):
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> g {signature}')
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.load(proto)
