@@ -29,6 +29,18 @@ Reported = dict[str, Any]
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
+def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
+    """Run any graph once, on the CPU, and return its outputs by name.
+
+    Raises:
+        GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
+    """
+    session = _Device("cpu", threads, deterministic=False).session(load(model))
+    taken = {x.name: inputs[x.name] for x in session.get_inputs()}
+    names = [y.name for y in session.get_outputs()]
+    return dict(zip(names, session.run(names, taken), strict=True)) if names else {}
+
+
 class NonFiniteLoss(GraphoptError):
     """A step's loss is infinite or not a number; the state is that before the step."""
 

@@ -18,6 +18,7 @@ import passes.gradient as gradient
 import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
+from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradient.registry import NO_GRADIENT, RULES
@@ -163,7 +164,12 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
 
 def upgrade(model: ir.Model) -> None:
     """Convert the default domain to the working opset, from an older one."""
-    if model.opset_imports.setdefault("", OPSET) < OPSET:
+    version = model.opset_imports.setdefault("", OPSET)
+    if version < 9 and any(node.op_type == "Scan" for node in model.graph.all_nodes()):
+        raise GraphoptError(
+            f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
+        )
+    if version < OPSET:
         functions = dict(
             model.functions
         )  # they have rules, and keep their opset: the converter inlines what it sees
@@ -196,10 +202,15 @@ def convert(model: ir.Model) -> None:
 
 
 def _is_older(node: ir.Node) -> bool:
-    """Tell whether a node uses nothing that its operator's working version lacks."""
+    """Tell whether a node uses nothing that its operator's working version lacks.
+
+    Since opset 22 no last window of a pooling starts in the padding behind the input.
+    """
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET)
     except onnx.defs.SchemaError:
+        return False
+    if node.op_type in ("AveragePool", "MaxPool") and node.attributes.get_int("ceil_mode", 0):
         return False
     formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
     typed = all(

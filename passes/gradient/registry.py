@@ -3,8 +3,9 @@
 A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in
 order, None where there is none; trailing ones may be left out. `dy` is the gradient of the first output.
 After the inputs a rule names, as keyword parameters, what else it needs: attributes (the schema's defaults
-included); `y`, the first output; `dys`, the gradients of all outputs (without it, a gradient of a further
-output is refused); `active`, the values that a gradient is wanted for (others may be left None); or `node`.
+included); `y`, the first output; `dys`, the gradients of all outputs, or `further`, those after the first, None
+where there is none (without either, a gradient of a further output is refused); `active`, the values that a
+gradient is wanted for (others may be left None); or `node`.
 
 The inputs of an operator with bodies are followed by the outer values that the bodies use.
 

@@ -10,7 +10,7 @@ from graphopt.emitter import Emitter
 from passes.gradient.registry import Gradients, rule
 from passes.gradient.rules.elementwise import mask
 from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import dims_of, further_output
+from passes.gradient.walk import dims_of, further_output, zeros
 
 
 def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple[Value, Value]:
@@ -67,7 +67,7 @@ def instance_normalization(
 @rule("BatchNormalization")
 def batch_normalization(
     op: Emitter,
-    dy: Value,
+    dy: Value | None,
     x: Value,
     scale: Value,
     bias: Value,
@@ -75,17 +75,29 @@ def batch_normalization(
     variance: Value,
     *,
     active: frozenset[Value],
+    further: list[Value | None],
     epsilon: float,
+    momentum: float,
     training_mode: int,
 ) -> Gradients:
-    """In training the statistics are those of `x`; in inference they are inputs, and dx a normalization too."""
+    """In training the statistics are those of `x`; in inference they are inputs, and dx a normalization too.
+
+    Further outputs are running statistics: the inputs times the momentum, and those of `x` times the rest of 1.
+    """
     if training_mode:
         axes = [0, *range(2, rank(x))]
         z, inverse = standardize(op, x, axes, epsilon)
-        return by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
-    zeros, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
-    z = op.BatchNormalization(x, ones, zeros, mean, variance, epsilon=epsilon)
-    dx = op.BatchNormalization(dy, scale, zeros, zeros, variance, epsilon=epsilon)
+        dy = zeros(op, x) if dy is None else dy
+        dx, *rest = by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
+        for i, dstatistic in enumerate(further):
+            if dstatistic is not None:
+                share = channels(op, dstatistic, x) * (1 - momentum) / op.count(x, axes)
+                dx = dx + (2 * share * z / inverse if i else share)
+        return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
+    assert dy is not None
+    zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
+    z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
+    dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
     dx, dscale, dbias = by_channel(op, dy, x, z, dx)
     if mean not in active and variance not in active:
         return [dx, dscale, dbias]
