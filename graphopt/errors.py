@@ -1,10 +1,46 @@
 """The error that graphopt raises for anything a user can mend."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 
 class GraphoptError(ValueError):
     """One line: the thing, what was expected, what was found, what to do."""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """An operator without a gradient: its nodes, the parameters that they block, and why it has none, where known."""
+
+    domain: str
+    op_type: str
+    nodes: tuple[str, ...]
+    blocks: tuple[str, ...]
+    reason: str | None = None
+
+    @property
+    def operator(self) -> str:
+        """The operator's name, with its domain."""
+        return f"{self.domain}::{self.op_type}" if self.domain else self.op_type
+
+    def __str__(self) -> str:
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"{self.operator} (nodes {_quoted(self.nodes)}; blocks {_quoted(self.blocks)}{reason})"
+
+
+class NoGradient(GraphoptError):
+    """Operators on the way from the parameters to the objective have no gradient."""
+
+    def __init__(self, lacking: Sequence[Lacking]) -> None:
+        self.lacking = lacking
+        super().__init__(
+            f"no gradient rule for {'; '.join(map(str, lacking))}: register rules or freeze the parameters that they "
+            f"block"
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def known(kind: str, name: str, names: Iterable[object]) -> str:

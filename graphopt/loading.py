@@ -31,7 +31,7 @@ def load(source: Source) -> ir.Model:
         GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind.
     """
     if isinstance(source, ir.Model):
-        return source.clone()
+        return _cloned(source)
     proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source))
     name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
     if not proto.opset_import or not proto.HasField("graph"):
@@ -112,6 +112,15 @@ def _is_tensor(value: ir.Value) -> bool:
         if all(kind.startswith("tensor") for kind in formal.types):
             return True
     return False
+
+
+def _cloned(model: ir.Model) -> ir.Model:
+    try:
+        return model.clone()
+    except RuntimeError as error:
+        raise GraphoptError(
+            "the model: expected nodes that come after what they use, found a cycle or another order: model.graph.sort()"
+        ) from error
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
 from graphopt.pipeline import Pipeline
@@ -24,12 +25,12 @@ class Report:
     Args:
         model: the model before the first pass.
         stages: for each pass that ran its step, its repr, the model after it and the seconds it took.
-        blocked: the step that failed and why, or None.
+        blocked: the step that refused it and its error, or None.
     """
 
     model: ir.Model
     stages: list[tuple[str, str, ir.Model, float]] = field(default_factory=list)
-    blocked: tuple[str, str] | None = None
+    blocked: tuple[str, GraphoptError] | None = None
 
     def summary(self) -> str:
         """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
@@ -56,7 +57,7 @@ def report(source: Source, pipeline: Pipeline) -> Report:
             try:
                 step(model)
             except GraphoptError as error:
-                found.blocked = name, str(error)
+                found.blocked = name, error
                 return found
             found.stages.append((name, repr(step), model.clone(), time.perf_counter() - start))
     return found
@@ -79,11 +80,10 @@ def _summary(found: Report) -> Iterator[str]:
     rest = [value for value in rest if value.shape is not None and len(value.shape) > 0]
     rest = [value for value in rest if value.name in found.model.graph.initializers]
     if rest:
-        yield f"stays      {_counted(rest)}, frozen or without a differentiable way to an output"
-        yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}") for v in rest])
+        yield f"stays      {_counted(rest)}"
+        yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}", _why(found, v)) for v in rest])
     if found.blocked:
-        step, reason = found.blocked
-        yield f"blocked    at {step}: {reason}"
+        yield from _blocked(*found.blocked)
     else:
         state = [value for value in final.graph.inputs if role_of(value) in STATE]
         yield "blocked    by nothing"
@@ -94,6 +94,43 @@ def _summary(found: Report) -> Iterator[str]:
         (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
     ]
     yield from _table(rows)
+
+
+def _why(found: Report, value: ir.Value) -> str:
+    """Return why an initializer does not train."""
+    chosen = next((model for step, _, model, _ in found.stages if step == "parameters"), None)
+    if chosen is None or (value.name or "") not in chosen.graph.initializers:
+        return ""
+    ends = pkgutil.resolve_name("passes.gradient.walk:dead_ends")(chosen.graph.initializers[value.name or ""])
+    through = [f"{node.op_type} {node.name!r}" for node in ends]
+    return f"no gradient passes {_some(through)}" if through else "frozen, or no weight"
+
+
+def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
+    if not isinstance(error, NoGradient):
+        yield f"blocked    at {step}: {error}"
+        return
+    yield f"blocked    at {step}: operators without a gradient"
+    rows = [("  operator", "nodes", "blocks", "what would help")]
+    rows += [
+        (f"  {x.operator}", _some(x.nodes), _some(x.blocks), "; ".join(_advice(x))) for x in error.lacking
+    ]
+    yield from _table(rows)
+
+
+def _advice(lacking: Lacking) -> Iterator[str]:
+    if lacking.reason:
+        yield lacking.reason
+    elif lacking.domain.startswith("com.microsoft"):
+        yield "export or optimize the model without ONNX Runtime's fusions"
+    yield f"freeze: parameters.freeze='[{','.join(lacking.blocks)}]'"
+    if not lacking.reason:
+        yield f"register a rule: passes.gradient({lacking.domain!r}, {lacking.op_type!r})"
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _operators(model: ir.Model) -> str:

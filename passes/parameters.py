@@ -15,7 +15,7 @@ from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import FROZEN, Role
-from passes.gradient.walk import carries_gradient, is_differentiable, passes_gradient
+from passes.gradient.walk import carries_gradient, is_differentiable, lost, passes_gradient
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
 
@@ -66,9 +66,10 @@ class Parameters(Pass):
                     f"nothing to train: {tree.op_type} node {tree.name!r} is piecewise constant, so that no gradient "
                     f"passes it, and nothing after it trains: train a linear model or a network instead"
                 )
+            found = ", ".join(map(lost, floating)) or "no floating initializer at all"
             raise GraphoptError(
-                "nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
-                "differentiable operators, found none; name parameters with parameters.pattern"
+                f"nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
+                f"differentiable operators, found {found}; name parameters with parameters.pattern"
             )
         for value in chosen:
             state.promote(model, value, Role.PARAMETER)

@@ -27,7 +27,7 @@ def ensure_typed(model: ir.Model) -> None:
 def fold_shapes(model: ir.Model) -> None:
     """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
-    dropouts = [node for node in model.graph if node.op_type == "Dropout" and node.domain == ""]
+    dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with hidden([*dropouts, *needed_identities(model)]):  # a Dropout may yet be switched on
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
     onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])

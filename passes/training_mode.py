@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt import state
-from graphopt.emitter import Emitter, like
+from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.inference import in_inference
 from graphopt.rewriting import Pass
@@ -19,6 +19,7 @@ from passes.shapes import ensure_typed
 __all__ = ["TrainingMode"]
 
 PRIME = 2**31 - 1
+SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class TrainingMode(Pass):
         seed: of the masks.
 
     Raises:
-        GraphoptError: a running statistic is no initializer, or a Dropout's ratio is no constant.
+        GraphoptError: a running statistic is no initializer, a Dropout's ratio is no constant, or one of these
+            operators is in a body of If, Loop or Scan, whose state would be another each turn.
     """
 
     batch_normalization: bool = True
@@ -45,6 +47,7 @@ class TrainingMode(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
+        self._check_bodies(model)
         nodes = [node for node in model.graph if node.domain == ""]
         if self.batch_normalization:
             for node in nodes:
@@ -54,6 +57,16 @@ class TrainingMode(Pass):
             dropouts = (node for node in nodes if node.op_type == "Dropout")
             for number, node in zip(itertools.count(), dropouts, strict=False):
                 _drop(model, node, self.seed, number)
+
+    def _check_bodies(self, model: ir.Model) -> None:
+        for outer in model.graph:
+            for node in (node for body in subgraphs(outer) for node in body.all_nodes()):
+                if node.domain == "" and getattr(self, SWITCHES.get(node.op_type, ""), False):
+                    raise GraphoptError(
+                        f"{node.op_type} node {node.name!r} is in a body of {outer.op_type} node {outer.name!r}, which "
+                        f"can hold no state: leave it in its inference form by TrainingMode({SWITCHES[node.op_type]}"
+                        f"=False)"
+                    )
 
 
 def _normalize_batch(model: ir.Model, node: ir.Node) -> None:

@@ -13,7 +13,7 @@ from graphopt.rewriting import Pass
 from graphopt.roles import Role
 from passes.gradient import rules as rules
 from passes.gradient.registry import elementwise, has_rule, no_gradient, rule
-from passes.gradient.walk import backward, is_differentiable
+from passes.gradient.walk import backward, is_differentiable, lost
 from passes.shapes import ensure_typed
 
 __all__ = ["Gradient", "backward", "elementwise", "has_rule", "is_differentiable", "no_gradient", "rule"]
@@ -38,11 +38,9 @@ class Gradient(Pass):
         ensure_typed(model)
         with Emitter(model) as op:
             gradients = backward(op, model.graph, {loss: op.constant(1.0, like=loss)}, parameters)
-            missing = [parameter.name for parameter in parameters if parameter not in gradients]
+            missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
             if missing:
-                raise GraphoptError(
-                    f"the loss does not depend on {', '.join(map(repr, missing))}: freeze them"
-                )
+                raise GraphoptError(f"the loss does not depend on {', '.join(missing)}: freeze them")
             for parameter in parameters:
                 gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))

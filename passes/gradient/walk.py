@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter, captured, like
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.roles import STOP
 from graphopt.schemas import defaults
 from passes.gradient.registry import NO_GRADIENT, QUANTIZING, REFUSED, RULES, Gradients, accepted
@@ -36,27 +36,28 @@ def backward(
         dys = [gradients.get(y) for y in node.outputs]
         if all(dy is None for dy in dys):
             continue
-        for x, gradient in zip(reads(node), _apply(op, graph, node, dys, active), strict=False):
-            if x is None or gradient is None or x not in active:
-                continue
-            summed = sum_to(op, gradient, x)
-            if x in gradients:
-                summed = gradients[x] + summed
-                summed.shape = x.shape
-            gradients[x] = summed
+        try:
+            for x, gradient in zip(reads(node), _apply(op, node, dys, active), strict=False):
+                if x is not None and gradient is not None and x in active:
+                    _add(op, gradients, x, sum_to(op, gradient, x))
+        except NoGradient:
+            raise  # of a body, and names its nodes
+        except GraphoptError as error:
+            raise GraphoptError(f"no gradient of {node.op_type} node {node.name!r}: {error}") from error
     return {x: gradients[x] for x in wrt if x in gradients}
 
 
-def _apply(
-    op: Emitter,
-    graph: ir.Graph | ir.GraphView,
-    node: ir.Node,
-    dys: list[ir.Value | None],
-    active: frozenset[ir.Value],
-) -> Gradients:
+def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient: ir.Value) -> None:
+    if x in gradients:
+        gradient = gradients[x] + gradient
+        gradient.shape = x.shape
+    gradients[x] = gradient
+
+
+def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, which is given what it names."""
     rule = RULES[node.domain, node.op_type]
-    named = attributes_of(node, graph.opset_imports) | {"y": node.outputs[0], "node": node, "active": active}
+    named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
     if "dys" in accepted(rule, {"dys": dys}):
         named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
     elif "further" in accepted(rule, {"further": dys}):
@@ -64,7 +65,7 @@ def _apply(
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
         raise GraphoptError(
-            f"{node.op_type} node {node.name!r}: its rule differentiates the first output alone, and the "
+            f"its rule differentiates the first output alone, and the "
             f"objective depends on {unused!r}: freeze what is before it"
         )
     return rule(op, dys[0], *reads(node), **accepted(rule, named))
@@ -134,29 +135,50 @@ def passes_gradient(node: ir.Node) -> bool:
 
 def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
     """Raise one error for all nodes of `path` without a rule, with what each operator blocks."""
-    lacking = [node for node in path if (node.domain, node.op_type) not in RULES]
-    if not lacking:
-        return
-    lines = []
-    for domain, op_type in sorted({(node.domain, node.op_type) for node in lacking}):
-        nodes = [node for node in lacking if (node.domain, node.op_type) == (domain, op_type)]
-        blocked = [x.name for x in wrt if _reaches(x, nodes)]
-        name = f"{domain}::{op_type}" if domain else op_type
-        reason = REFUSED.get((domain, op_type))
-        lines.append(
-            f"{name} (nodes {', '.join(repr(n.name) for n in nodes)}; blocks {', '.join(map(repr, blocked))}"
-            f"{'; ' + reason if reason else ''})"
-        )
-    raise GraphoptError(
-        f"no gradient rule for {'; '.join(lines)}: register rules or freeze the parameters that they block"
-    )
+    lacking: dict[tuple[str, str], list[ir.Node]] = {}
+    for node in path:
+        if (node.domain, node.op_type) not in RULES:
+            lacking.setdefault((node.domain, node.op_type), []).append(node)
+    if lacking:
+        raise NoGradient([_lacking(nodes, wrt) for _, nodes in sorted(lacking.items())])
+
+
+def _lacking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> Lacking:
+    names = tuple(str(node.name) for node in nodes)
+    blocks = tuple(str(x.name) for x in wrt if _reaches(x, nodes))
+    domain, op_type = nodes[0].domain, nodes[0].op_type
+    return Lacking(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
+
+
+def dead_ends(x: ir.Value) -> list[ir.Node]:
+    """Return the nodes at which every way from `x` to an output loses its gradient; none, where a way leads there."""
+    front = [x]
+    seen: set[ir.Node] = set()
+    ends: dict[ir.Node, None] = {}
+    while front:
+        value = front.pop()
+        if value.is_graph_output():
+            return []
+        for user in value.consumers():
+            if not passes_gradient(user):
+                ends[user] = None
+            elif user not in seen:
+                seen.add(user)
+                front.extend(user.outputs)
+    return list(ends)
+
+
+def lost(x: ir.Value) -> str:
+    """Say the name of a value, and where the ways from it lose their gradient."""
+    ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(x)]
+    return f"{x.name!r} (no gradient passes {', '.join(ends)})" if ends else repr(x.name)
 
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
     if gradient.dtype != x.dtype and is_differentiable(x):
         gradient = op.Cast(gradient, to=x.dtype)
-    have, want = dims_of(gradient), dims_of(x)
+    want, have = dims_of(x), dims_of(gradient)
     lead = len(have) - len(want)
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
     if lead < 0 or any(isinstance(h, int) and isinstance(w, int) and w not in (1, h) for h, w in tails):
