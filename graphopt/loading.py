@@ -119,7 +119,7 @@ def _cloned(model: ir.Model) -> ir.Model:
         return model.clone()
     except RuntimeError as error:
         raise GraphoptError(
-            "the model: expected nodes that come after what they use, found a cycle or another order: model.graph.sort()"
+            "the model: expected nodes after what they use, found a cycle or another order: model.graph.sort()"
         ) from error
 
 
