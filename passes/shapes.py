@@ -25,17 +25,36 @@ def ensure_typed(model: ir.Model) -> None:
 
 
 def fold_shapes(model: ir.Model) -> None:
-    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is."""
+    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is.
+
+    An If whose condition turns out to be known is replaced by its branch, and shapes after it are known then.
+    """
+    ifs = _ifs(model)
+    _fold(model)
+    while _ifs(model) < ifs:
+        ifs = _ifs(model)
+        infer(model)
+        _fold(model)
+    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
+
+
+def _ifs(model: ir.Model) -> int:
+    return sum(node.op_type == "If" for node in model.graph)
+
+
+def _fold(model: ir.Model) -> None:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with hidden([*dropouts, *needed_identities(model)]):  # a Dropout may yet be switched on
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
-    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
 
 
 def _is_integral(node: ir.Node) -> bool | None:
     floating = any(output.dtype is not None and output.dtype.is_floating_point() for output in node.outputs)
-    return False if floating else None
+    if floating or node.op_type != "ConstantOfShape":
+        return False if floating else None
+    shape = node.outputs[0].shape  # a small one is folded, which the folder by itself leaves alone
+    return True if shape is not None and shape.is_static() and np.prod(shape.numpy()) < 100 else None
 
 
 def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
