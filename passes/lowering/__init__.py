@@ -14,6 +14,7 @@ from passes.gradient.registry import has_rule
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
+from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering, lowers
 
 __all__ = ["is_lowered", "lower", "lowers"]

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from passes.lowering.registry import freeze, lowers, off
+from passes.lowering.registry import lowers
 
 DOMAIN = "com.microsoft"
 
@@ -238,77 +237,3 @@ def bias_dropout(
     attributes = {} if seed is None else {"seed": seed}
     y, mask = op.Dropout(x + bias, ratio, training_mode, _outputs=2, **attributes)
     return plus(y, residual), mask
-
-
-@lowers("MatMulNBits", domain=DOMAIN)
-def mat_mul_n_bits(
-    op: Emitter,
-    a: Value,
-    b: Value,
-    scales: Value,
-    zero_points: Value | None = None,
-    group_index: Value | None = None,
-    bias: Value | None = None,
-    *,
-    K: int,
-    N: int,
-    bits: int = 4,
-    block_size: int,
-    accuracy_level: int = 0,
-    weight_prepacked: int = 0,
-    node: ir.Node,
-) -> Value:
-    """a w + bias, of a frozen weight that stays packed: DequantizeLinear reads two numbers a byte too.
-
-    So frozen weights, the bulk of such a model, take an eighth of the memory that float32 takes, and what trains
-    beside them has exact gradients. `accuracy_level`, which lets a runtime round `a`, is ignored; the weight has three
-    axes, [blocks, block_size, N], as runtimes would fuse one of two axes with the product and round `a` again.
-    """
-    off(weight_prepacked=weight_prepacked)
-    if bits not in (4, 8):
-        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 4 or 8")
-    if group_index is not None:
-        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered")
-    packed, points = ir.convenience.get_const_tensor(b), None
-    if packed is None:
-        raise GraphoptError(f"expected its weight {b.name!r} to be an initializer")
-    blocks = -(-K // block_size)
-    numbers = _unpacked(packed.numpy().reshape(N, -1), bits)
-    if zero_points is None:
-        points = np.full((N, blocks), 2 ** (bits - 1), np.uint8)
-    elif zero_points.dtype == ir.DataType.UINT8:
-        tensor = ir.convenience.get_const_tensor(zero_points)
-        if tensor is None:
-            raise GraphoptError(f"expected its zero points {zero_points.name!r} to be an initializer")
-        points = _unpacked(tensor.numpy().reshape(N, -1), bits)[:, :blocks]
-    scales = _by_block(op, scales, N, blocks)
-    w = op.DequantizeLinear(
-        _integers(op, node, "weight", numbers.T.reshape(blocks, block_size, N), bits),
-        scales,
-        None if points is None else _integers(op, node, "zero_points", points.T[:, None], bits),
-        axis=1,
-        block_size=block_size,
-    )
-    if zero_points is not None and points is None:
-        w = w - scales * _by_block(op, zero_points, N, blocks)
-    w = op.Reshape(w, [blocks * block_size, N])
-    if blocks * block_size != K:
-        w = op.Slice(w, [0], [K], [0])
-    return plus(op.MatMul(a, w), bias)
-
-
-def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
-    """Return the frozen numbers of each row's blocks as [blocks,1,n]."""
-    return op.Unsqueeze(op.Transpose(op.Reshape(freeze(x), [n, blocks]), perm=[1, 0]), [1])
-
-
-def _unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Return the numbers of packed rows, the low bits of a byte first."""
-    if bits == 8:
-        return rows
-    return np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)
-
-
-def _integers(op: Emitter, node: ir.Node, label: str, numbers: np.ndarray, bits: int) -> Value:
-    dtype = ir.DataType.UINT4 if bits == 4 else ir.DataType.UINT8
-    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.name}.{label}"))
