@@ -1,6 +1,7 @@
 """Which operators have gradients: ONNX's own node tests, each proved by finite differences.
 
-`python -m graphopt.coverage [OPERATOR ...]` prints the table: operator, cases, passed, and why others are refused.
+`python -m graphopt.coverage [--runtime] [OPERATOR ...]` prints the table: operator, cases, passed, and why others are
+refused; with `--runtime`, whether ONNX Runtime computes the same gradients in float32.
 """
 
 from __future__ import annotations
@@ -9,15 +10,29 @@ import argparse
 import dataclasses
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.backend.test.case.node
+import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.testing import Arrays, check_gradient, is_floating
+from graphopt.executor import run as execute
+from graphopt.testing import (
+    Arrays,
+    check_gradient,
+    distance,
+    finite,
+    gradient_model,
+    in_precision,
+    in_types,
+    is_floating,
+    normalized,
+    random_seeds,
+)
+from graphopt.testing import run as evaluate
 
 # Floating inputs that choose how much there is, and not what it is: no small change shows, or all change.
 HELD = {
@@ -41,6 +56,9 @@ FLOAT32_ALONE = {"Celu": 1e-2, "DequantizeLinear": 1e-2, "DynamicQuantizeLinear"
 # Operators that draw numbers: with a seed they draw the same ones each time.
 RANDOM = {"Bernoulli"}
 
+# How far a float32 gradient may be from the float64 one, relative to the largest element.
+RUNTIME_TOLERANCE = 1e-3
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -60,6 +78,11 @@ class Case:
         return {
             x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names
         }
+
+    def at_a_point(self) -> tuple[onnx.ModelProto, Arrays]:
+        """Return the model to differentiate, and where."""
+        model = self.known() if self.op_type in CONSTANT else self.model
+        return model, _moved(self, model)
 
     def known(self) -> onnx.ModelProto:
         """Return the model with its integers as constants."""
@@ -104,29 +127,21 @@ def _is_floating(value: onnx.ValueInfoProto) -> bool:
 
 
 def refusal(case: Case, sample: int = 6) -> str:
-    """Return why the gradient of a case is not proved, or nothing where it is.
+    """Return why the gradient of a case is not proved, or nothing where it is."""
+    return attempt(lambda: proved(case, sample))
 
-    The point is moved off the round numbers that tests like, where many operators have kinks.
-    """
-    random = np.random.default_rng(0)
-    point = {}
-    model = case.known() if case.op_type in CONSTANT else case.model
-    inputs = {x.name for x in model.graph.input}
-    for name, x in case.inputs.items():
-        if name not in inputs:
-            continue
-        if is_floating(x) and name not in case.held:
-            move = random.uniform(0.002, 0.02, x.shape)
-            x = np.where(x == 0, move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
-                x.dtype
-            )
-        point[name] = x
-    step = FLOAT32_ALONE.get(case.op_type)
-    options: dict[str, Any] = {} if step is None else {"double": False, "step": step, "tolerance": 1e-3}
+
+def runtime_refusal(case: Case) -> str:
+    """Return why a proved gradient is not what ONNX Runtime computes in float32, or nothing where it is."""
+    return attempt(lambda: check_runtime(case, proved(case, 0)))
+
+
+def attempt(check: Callable[[], object]) -> str:
+    """Return the error that a check ends with, or nothing."""
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            check_gradient(model, point, held=case.held, sample=sample, **options)
+            check()
     except GraphoptError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - the evaluator raises what its operators happen to
@@ -134,13 +149,62 @@ def refusal(case: Case, sample: int = 6) -> str:
     return ""
 
 
+def proved(case: Case, sample: int) -> Arrays:
+    """Return the gradients of a case, of which a sample of elements equals finite differences."""
+    step = FLOAT32_ALONE.get(case.op_type)
+    options: dict[str, Any] = {} if step is None else {"double": False, "step": step, "tolerance": 1e-3}
+    return check_gradient(*case.at_a_point(), held=case.held, sample=sample, **options)
+
+
+def check_runtime(case: Case, gradients: Arrays) -> None:
+    """Compare gradients with those of ONNX Runtime in float32, to a thousandth of the largest.
+
+    Raises:
+        GraphoptError: they differ, or the runtime refuses the graph: it lacks an operator's kernel or the opset.
+    """
+    source, point = case.at_a_point()
+    model = in_precision(normalized(source), ir.DataType.FLOAT)
+    point = in_types(model, point)
+    seeds = random_seeds(evaluate(model, point))
+    found = execute(gradient_model(model), point | seeds)
+    for name, expected in gradients.items():
+        gradient = found.get(f"{name}.grad", np.zeros_like(expected))
+        error = distance(finite(gradient), finite(expected), 1e-3)
+        if not error <= RUNTIME_TOLERANCE:
+            raise GraphoptError(f"ONNX Runtime's gradient differs by {error:.1e}")
+
+
+def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
+    """Return a case's inputs, off the round numbers that tests like, where many operators have kinks."""
+    random = np.random.default_rng(0)
+    point = {}
+    inputs = {x.name for x in model.graph.input}
+    for name, x in case.inputs.items():
+        if name not in inputs:
+            continue
+        if is_floating(x) and name not in case.held:
+            move = random.uniform(0.002, 0.02, x.shape)
+            x = np.where(x == 0, 10 * move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
+                x.dtype
+            )
+        point[name] = x
+    return point
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m graphopt.coverage", description=__doc__.splitlines()[0])
     parser.add_argument("operator", nargs="*", help="these operators alone")
+    parser.add_argument(
+        "--runtime",
+        action="store_true",
+        help="compare with ONNX Runtime in float32, not with finite differences",
+    )
+    options = parser.parse_args()
+    check = runtime_refusal if options.runtime else refusal
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     found: dict[str, list[str]] = {}
-    for case in cases(parser.parse_args().operator):
-        found.setdefault(case.op_type, []).append(refusal(case))
+    for case in cases(options.operator):
+        found.setdefault(case.op_type, []).append(check(case))
     print(f"{'operator':<28}{'cases':>6}{'passed':>8}  refused because")
     for op_type, refusals in sorted(found.items()):
         reasons = sorted({" ".join(reason.split())[:160] for reason in refusals if reason})
