@@ -210,7 +210,7 @@ def _is_older(node: ir.Node) -> bool:
         old = onnx.defs.get_schema(node.op_type, OPSET)
     except onnx.defs.SchemaError:
         return False
-    if node.op_type in ("AveragePool", "MaxPool") and node.attributes.get_int("ceil_mode", 0):
+    if node.op_type in ("AveragePool", "MaxPool") and "ceil_mode" in node.attributes:
         return False
     formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
     typed = all(
