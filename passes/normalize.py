@@ -210,7 +210,8 @@ def _is_older(node: ir.Node) -> bool:
         old = onnx.defs.get_schema(node.op_type, OPSET)
     except onnx.defs.SchemaError:
         return False
-    if node.op_type in ("AveragePool", "MaxPool") and "ceil_mode" in node.attributes:
+    ceiling = node.attributes.get("ceil_mode")
+    if node.op_type in ("AveragePool", "MaxPool") and ceiling is not None and ceiling.as_int():
         return False
     formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
     typed = all(
