@@ -198,11 +198,12 @@ def _shape_state(
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
     """Give every unknown dimension a name, so that equal names mean equal sizes."""
     for value in values:
-        if value.shape is not None and value.shape.has_unknown_dim():
+        if value.shape is not None:
             value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
 
 
 def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
+    """Return a dimension, or a new name for one that has none: some exporters write -1 and ? for such."""
     if isinstance(dim, int):
-        return dim
-    return next(names) if dim.value is None else dim.value
+        return dim if dim >= 0 else next(names)
+    return next(names) if dim.value in (None, "?") else dim.value
