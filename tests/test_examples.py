@@ -36,8 +36,19 @@ def text_transformer(result):
     assert result[-1] < result[0] < np.log(100)
 
 
+def fine_tune_file_types(result):
+    assert result[".pyi"][0] < 0.1
+    assert min(after for _, after in result.values()) > 0.8
+
+
+NEEDS = {"fine_tune_file_types": "magika"}
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, monkeypatch):
+    needed = NEEDS.get(path.stem)
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"the package {needed} is not installed: see the extras of pyproject.toml")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)  # where dataclasses look their annotations up
