@@ -128,12 +128,25 @@ def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
 
 def _infer_all(model: ir.Model) -> None:
     """Type values as ONNX's inference does; it is spared the weights."""
-    proto = ir.to_proto(model)
-    for tensor in [tensor for tensor in proto.graph.initializer if tensor.ByteSize() > 1000]:
-        proto.graph.input.append(
-            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        )
-        proto.graph.initializer.remove(tensor)
+    initializers = model.graph.initializers
+    large = {
+        v: v.const_value
+        for v in initializers.values()
+        if v.const_value is not None and v.const_value.nbytes > 1000
+    }
+    for value in large:
+        value.const_value = ir.tensor(np.zeros(0))
+    try:
+        proto = ir.to_proto(model)
+    finally:
+        for value, tensor in large.items():
+            value.const_value = tensor
+    for value, tensor in large.items():
+        dims = tensor.shape.numpy()
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(str(value.name), tensor.dtype, dims))
+    small = [tensor for tensor in proto.graph.initializer if initializers[tensor.name] not in large]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(small)
     try:
         typed = _inferred(proto, data_prop=True)
     except onnx.shape_inference.InferenceError:
