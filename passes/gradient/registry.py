@@ -32,6 +32,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
 NO_GRADIENT: set[tuple[str, str]] = set()
+ELEMENTWISE: set[tuple[str, str]] = set()
+UNIFORM: set[tuple[str, str]] = (
+    set()
+)  # rules that take a scalar for a gradient that is the same for all elements
 REFUSED: dict[tuple[str, str], str] = {}
 
 # Operators whose integers stand for floating numbers, and have their gradient.
@@ -76,6 +80,7 @@ def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> Non
     """Register a rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
         RULES[domain, op_type] = _chain(locals_)
+        ELEMENTWISE.add((domain, op_type))
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:

@@ -12,13 +12,24 @@ from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.roles import STOP
 from graphopt.schemas import defaults
-from passes.gradient.registry import NO_GRADIENT, QUANTIZING, REFUSED, RULES, Gradients, accepted
+from passes.gradient.registry import (
+    ELEMENTWISE,
+    NO_GRADIENT,
+    QUANTIZING,
+    REFUSED,
+    RULES,
+    UNIFORM,
+    Gradients,
+    accepted,
+)
 
 
 def backward(
     op: Emitter, graph: ir.Graph | ir.GraphView, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Emit the vector-Jacobian product of `graph`; return the gradient of each of `wrt` that it depends on.
+
+    On the way a gradient may be one number for all elements, a scalar: that of a mean, until an operator needs all.
 
     Args:
         seeds: the gradient of the objective with respect to some values, each of that value's shape.
@@ -36,6 +47,8 @@ def backward(
         dys = [gradients.get(y) for y in node.outputs]
         if all(dy is None for dy in dys):
             continue
+        if not _takes_uniform(node):
+            dys = [dy and full(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
         try:
             for x, gradient in zip(reads(node), _apply(op, node, dys, active), strict=False):
                 if x is not None and gradient is not None and x in active:
@@ -44,14 +57,38 @@ def backward(
             raise  # of a body, and names its nodes
         except GraphoptError as error:
             raise GraphoptError(f"no gradient of {node.op_type} node {node.name!r}: {error}") from error
-    return {x: gradients[x] for x in wrt if x in gradients}
+    return {x: full(op, gradients[x], x) for x in wrt if x in gradients}
 
 
 def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient: ir.Value) -> None:
     if x in gradients:
+        uniform = is_uniform(gradients[x]) and is_uniform(gradient)
         gradient = gradients[x] + gradient
-        gradient.shape = x.shape
+        if not uniform:
+            gradient.shape = x.shape
     gradients[x] = gradient
+
+
+def _takes_uniform(node: ir.Node) -> bool:
+    """Tell whether a rule takes one number as the gradient of all elements."""
+    if (node.domain, node.op_type) in UNIFORM:
+        return True
+    shape = node.outputs[0].shape
+    return (node.domain, node.op_type) in ELEMENTWISE and all(
+        x is None or x.shape == shape for x in node.inputs
+    )
+
+
+def is_uniform(gradient: ir.Value) -> bool:
+    """Tell whether a gradient is one number, for all elements of what it belongs to."""
+    return gradient.shape is not None and len(gradient.shape) == 0
+
+
+def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
+    """Return the gradient by `x` in the shape of `x`."""
+    if not is_uniform(gradient) or dims_of(x) == ():
+        return gradient
+    return like(op.Expand(gradient, op.shape_of(x)), x)
 
 
 def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]) -> Gradients:
@@ -178,6 +215,8 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
     if gradient.dtype != x.dtype and is_differentiable(x):
         gradient = op.Cast(gradient, to=x.dtype)
+    if is_uniform(gradient):
+        return gradient
     want, have = dims_of(x), dims_of(gradient)
     lead = len(have) - len(want)
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []

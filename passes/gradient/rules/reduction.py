@@ -9,10 +9,10 @@ import numpy as np
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import RULES, Gradients, Rule
+from passes.gradient.registry import RULES, UNIFORM, Gradients, Rule
 from passes.gradient.rules.elementwise import mask
 from passes.gradient.rules.shape import rank
-from passes.gradient.walk import constant_of
+from passes.gradient.walk import constant_of, is_uniform
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Along:
 
     def kept(self, value: Value, keepdims: int) -> Value:
         """Give a value of the reduction's shape the reduced axes back."""
-        return value if keepdims or self.axes is None else self.op.Unsqueeze(value, self.axes)
+        whole = keepdims or self.axes is None or is_uniform(value)
+        return value if whole else self.op.Unsqueeze(value, self.axes)
 
 
 def spread(op: Emitter, value: Value, x: Value) -> Value:
@@ -94,9 +95,11 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
         noop_with_empty_axes: int,
     ) -> Gradients:
         along = Along(op, x, axes, noop_with_empty_axes)
-        return [spread(op, gradient(op, x, along.kept(y, keepdims), along.kept(dy, keepdims), along), x)]
+        dx = gradient(op, x, along.kept(y, keepdims), along.kept(dy, keepdims), along)
+        return [dx if is_uniform(dx) else spread(op, dx, x)]
 
     return reduced
 
 
+UNIFORM.update([("", "ReduceSum"), ("", "ReduceMean")])
 RULES.update({("", op_type): reduction(gradient) for op_type, gradient in REDUCTIONS.items()})
