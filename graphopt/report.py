@@ -101,7 +101,7 @@ def _why(found: Report, value: ir.Value) -> str:
     chosen = next((model for step, _, model, _ in found.stages if step == "parameters"), None)
     if chosen is None or (value.name or "") not in chosen.graph.initializers:
         return ""
-    ends = pkgutil.resolve_name("passes.gradient.walk:dead_ends")(chosen.graph.initializers[value.name or ""])
+    ends = pkgutil.resolve_name("passes.gradients.walk:dead_ends")(chosen.graph.initializers[value.name or ""])
     through = [f"{node.op_type} {node.name!r}" for node in ends]
     return f"no gradient passes {_some(through)}" if through else "frozen, or no weight"
 

@@ -51,6 +51,14 @@ def set_role(value: ir.Value, role: Role) -> ir.Value:
     return value
 
 
+def held(value: ir.Value) -> ir.Value:
+    """Mark the node that makes `value` as one that no gradient passes, and return the value."""
+    node = value.producer()
+    assert node is not None
+    node.metadata_props[STOP] = "true"
+    return value
+
+
 def clear_role(value: ir.Value) -> None:
     """Take the role of `value` away."""
     value.metadata_props.pop(_KEY, None)

@@ -88,13 +88,13 @@ def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
 def gradient_model(source: Source) -> ir.Model:
     """Return the model from inputs, and a seed `NAME.seed` a floating output, to gradients `NAME.grad`."""
     model = normalized(source)
-    differentiable = pkgutil.resolve_name("passes.gradient.walk:is_differentiable")
+    differentiable = pkgutil.resolve_name("passes.gradients.walk:is_differentiable")
     wrt, seeds = [x for x in model.graph.inputs if differentiable(x)], {}
     for y in filter(differentiable, model.graph.outputs):
         seeds[y] = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
     model.graph.inputs.extend(seeds.values())
     with Emitter(model) as op:
-        gradients = pkgutil.resolve_name("passes.gradient:backward")(op, model.graph, seeds, wrt)
+        gradients = pkgutil.resolve_name("passes.gradients:backward")(op, model.graph, seeds, wrt)
         model.graph.outputs.clear()
         for x, gradient in gradients.items():
             output = op.Identity(gradient, _outputs=[f"{x.name}.grad"])

@@ -2,7 +2,8 @@
 
 from passes.clipping import *
 from passes.differentiate import *
-from passes.gradient import Gradient as Gradient
+from passes.gradients import Gradient as Gradient
+from passes.gradients.registry import gradient as gradient
 from passes.losses import *
 from passes.normalize import *
 from passes.optimizers import *

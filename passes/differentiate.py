@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass
-from passes.gradient import backward, is_differentiable
+from passes.gradients import backward, is_differentiable
 from passes.shapes import ensure_typed
 
 __all__ = ["Differentiate"]

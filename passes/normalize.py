@@ -14,15 +14,14 @@ import onnx_ir.passes.common as common
 import onnxscript.rewriter
 import onnxscript.version_converter
 
-import passes.gradient as gradient
 import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 from graphopt.roles import Role, role_of, set_role
-from passes.gradient.registry import NO_GRADIENT, RULES
-from passes.gradient.walk import is_differentiable
+from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
+from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
 from passes.shapes import fold_shapes, infer
 
@@ -64,7 +63,7 @@ class Normalize(Pass):
             set_role(value, role_of(value) or Role.PREDICTION)
 
     def _prepare(self, model: ir.Model) -> None:
-        common.InlinePass(criteria=lambda function: not gradient.has_rule(function.domain, function.name))(
+        common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(
             model
         )
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]

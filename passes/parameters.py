@@ -15,7 +15,7 @@ from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import FROZEN, Role
-from passes.gradient.walk import carries_gradient, is_differentiable, lost, passes_gradient
+from passes.gradients.walk import carries_gradient, is_differentiable, lost, passes_gradient
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
 

@@ -9,16 +9,14 @@ import onnx_ir as ir
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import STOP
+from graphopt.roles import held
 
 __all__ = ["StopGradient", "stop_gradient"]
 
 
 def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the value of `x`, held constant in gradients: for traced functions."""
-    stopped: ir.Value = like(op.Identity(x), x)
-    _node(stopped).metadata_props[STOP] = "true"
-    return stopped
+    return held(like(op.Identity(x), x))
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,3 @@ class StopGradient(Pass):
                 stopped = stop_gradient(op, x)
                 for user, index in uses:
                     user.replace_input_with(index, stopped)
-
-
-def _node(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node

@@ -19,7 +19,7 @@ from builders import mlp
 
 import graphopt
 from graphopt import cli
-from passes.gradient.registry import RULES
+from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((60, 4)).astype(np.float32)

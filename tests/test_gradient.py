@@ -15,7 +15,7 @@ from onnx import helper
 
 from graphopt import GraphoptError
 from graphopt.testing import Arrays, check_gradient, distance, gradient_model, random_seeds, run
-from passes.gradient.registry import NO_GRADIENT, REFUSED, RULES, no_gradient, rule
+from passes.gradients.registry import NO_GRADIENT, REFUSED, RULES, no_gradient, rule
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 

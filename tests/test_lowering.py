@@ -510,7 +510,7 @@ def test_what_a_lowering_does_not_cover_is_refused(message):
 
 
 def test_a_users_own_rule_comes_before_a_lowering(monkeypatch):
-    from passes.gradient.registry import RULES
+    from passes.gradients.registry import RULES
 
     monkeypatch.setitem(RULES, ("com.microsoft", "QuickGelu"), lambda op, dy, x: [dy])
     proto = Case("QuickGelu", {"x": X}).model()

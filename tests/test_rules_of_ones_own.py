@@ -16,7 +16,7 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 from graphopt.testing import run
-from passes.gradient.registry import RULES, gradient
+from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(3)
 
@@ -66,7 +66,7 @@ def binarized(opset: int = 21) -> onnx.ModelProto:
 @pytest.mark.parametrize("opset", [15, 21])
 @pytest.mark.parametrize("rule", [straight_through, straight_through_script])
 def test_a_function_gets_a_backward_of_its_own(rule, opset):
-    gradient("my.domain", "Step")(rule)
+    passes.gradient("my.domain", "Step")(rule)
     step = graphopt.compile(binarized(opset), loss=passes.MeanSquaredError(), optimizer=passes.Adam())
     x = RNG.standard_normal((64, 4)).astype(np.float32)
     target = np.sign(x[:, :2] + x[:, 2:])
@@ -96,7 +96,7 @@ def test_an_operator_of_a_foreign_domain_trains_by_its_rule():
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), "w"))
     with pytest.raises(GraphoptError, match=r"no gradient rule for my\.domain::Product .*register"):
         graphopt.compile(proto, loss=passes.MeanSquaredError())
-    gradient("my.domain", "Product")(exchanged)
+    passes.gradient("my.domain", "Product")(exchanged)
     lines = graphopt.listing(graphopt.compile(proto, loss=passes.MeanSquaredError()))
     assert "h: float[N,4] = my.domain::Product(x, w)" in lines
     assert "w.grad: float[4] = ReduceSum" in lines
@@ -107,7 +107,7 @@ def test_a_rule_of_ones_own_stands_in_for_the_librarys():
     proto = model("g (float[4] x) => (float[4] y) { n = Neg(x)\n r = Relu(n)\n y = Neg(r) }")
     x = np.array([-2, -1, 1, 2], np.float32)
     assert run(graphopt.grad(proto, ["x"]), {"x": x})["y.grad.x"].tolist() == [1, 1, 0, 0]
-    gradient("", "Relu")(lambda op, dy, x, y: [op.Relu(dy) * op.Sign(y)])
+    passes.gradient("", "Relu")(lambda op, dy, x, y: [op.Relu(dy) * op.Sign(y)])
     assert run(graphopt.grad(proto, ["x"]), {"x": x})["y.grad.x"].tolist() == [0, 0, 0, 0]
 
 
@@ -120,7 +120,7 @@ def test_a_rule_of_ones_own_stands_in_for_the_librarys():
     ],
 )
 def test_a_wrong_rule_is_told(rule, found):
-    gradient("my.domain", "Step")(rule)
+    passes.gradient("my.domain", "Step")(rule)
     with pytest.raises(GraphoptError, match=found):
         graphopt.compile(binarized(), loss=passes.MeanSquaredError())
 

@@ -15,7 +15,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import METRIC, Role, role_of, set_role, with_role
-from passes.gradient.walk import is_differentiable
+from passes.gradients.walk import is_differentiable
 
 
 @dataclass(frozen=True)

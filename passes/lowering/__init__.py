@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import has_rule
+from passes.gradients.registry import has_rule
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib

@@ -15,7 +15,7 @@ from onnxscript.rewriter.pattern import RewriteRule
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import no_gradient
+from passes.gradients.registry import no_gradient
 from passes.lowering.contrib import rank
 from passes.lowering.registry import freeze, frozen, lowers, weight
 

@@ -6,10 +6,10 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.indexing import gather
-from passes.gradient.rules.shape import rank, sizes_of
-from passes.gradient.walk import constant_of, dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.indexing import gather
+from passes.gradients.rules.shape import rank, sizes_of
+from passes.gradients.walk import constant_of, dims_of
 
 
 @rule("DFT")

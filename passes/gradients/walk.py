@@ -12,7 +12,7 @@ from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.roles import STOP
 from graphopt.schemas import defaults
-from passes.gradient.registry import (
+from passes.gradients.registry import (
     ELEMENTWISE,
     NO_GRADIENT,
     QUANTIZING,

@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.shape import rank, reshape_like
-from passes.gradient.walk import constant_of, dims_of, further_output, zeros
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.shape import rank, reshape_like
+from passes.gradients.walk import constant_of, dims_of, further_output, zeros
 
 
 def positions(op: Emitter, x: Value) -> Value:

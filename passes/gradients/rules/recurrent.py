@@ -13,9 +13,9 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.rules.control_flow import scan_over
-from passes.gradient.rules.expansion import expansion
-from passes.gradient.walk import dims_of
+from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.rules.expansion import expansion
+from passes.gradients.walk import dims_of
 
 Activation = Callable[[Any, Value], Value]
 Cell = Callable[..., list[Value]]

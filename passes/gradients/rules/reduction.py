@@ -9,10 +9,10 @@ import numpy as np
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import RULES, UNIFORM, Gradients, Rule
-from passes.gradient.rules.elementwise import mask
-from passes.gradient.rules.shape import rank
-from passes.gradient.walk import constant_of, is_uniform
+from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
+from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.shape import rank
+from passes.gradients.walk import constant_of, is_uniform
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.elementwise import mask
-from passes.gradient.rules.expansion import expansion
-from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.expansion import expansion
+from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.walk import dims_of
 
 Number = Value | float
 

@@ -11,9 +11,9 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
-from passes.gradient import rules as rules
-from passes.gradient.registry import elementwise, has_rule, no_gradient, rule
-from passes.gradient.walk import backward, is_differentiable, lost
+from passes.gradients import rules as rules
+from passes.gradients.registry import elementwise, has_rule, no_gradient, rule
+from passes.gradients.walk import backward, is_differentiable, lost
 from passes.shapes import ensure_typed
 
 __all__ = ["Gradient", "backward", "elementwise", "has_rule", "is_differentiable", "no_gradient", "rule"]

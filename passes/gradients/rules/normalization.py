@@ -7,10 +7,10 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.elementwise import mask
-from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import dims_of, further_output, zeros
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.walk import dims_of, further_output, zeros
 
 
 def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple[Value, Value]:

@@ -11,9 +11,9 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.walk import dims_of
 
 
 @rule("MatMul")

@@ -1,6 +1,6 @@
 """Operators without gradient: they compare, count, choose, round or draw; no small change shows. Or it is refused."""
 
-from passes.gradient.registry import no_gradient, refused
+from passes.gradients.registry import no_gradient, refused
 
 no_gradient(
     # Comparison and logic.

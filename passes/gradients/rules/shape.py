@@ -6,8 +6,8 @@ import numpy as np
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.walk import dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.walk import dims_of
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:

@@ -10,13 +10,13 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.convolution import Window, transposed, window_of
-from passes.gradient.rules.elementwise import mask
-from passes.gradient.rules.indexing import scatter_back
-from passes.gradient.rules.reduction import Along, extreme, spread
-from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import dims_of, further_output
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.convolution import Window, transposed, window_of
+from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.indexing import scatter_back
+from passes.gradients.rules.reduction import Along, extreme, spread
+from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.walk import dims_of, further_output
 
 
 @rule("MaxPool")

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import Gradients, Rule, accepted, rule
-from passes.gradient.walk import backward, is_differentiable
+from passes.gradients.registry import Gradients, Rule, accepted, rule
+from passes.gradients.walk import backward, is_differentiable
 
 Expansion = Callable[..., Sequence[Value]]
 

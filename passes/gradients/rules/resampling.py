@@ -9,10 +9,10 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.linear import identity, transpose
-from passes.gradient.rules.shape import rank, sizes_of
-from passes.gradient.walk import constant_of, dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.linear import identity, transpose
+from passes.gradients.rules.shape import rank, sizes_of
+from passes.gradients.walk import constant_of, dims_of
 
 
 @rule("Resize")

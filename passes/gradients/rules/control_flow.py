@@ -14,8 +14,8 @@ from onnx_ir import Graph, Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.walk import backward, dims_of, is_differentiable, zeros
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.walk import backward, dims_of, is_differentiable, zeros
 
 Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
 Sequences = list[

@@ -14,9 +14,9 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.rules.shape import rank, reshape_like, sizes_of
-from passes.gradient.walk import constant_of, dims_of
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.walk import constant_of, dims_of
 
 Dims = Sequence[int | ir.SymbolicDim]
 

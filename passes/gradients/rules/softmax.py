@@ -5,8 +5,8 @@ from __future__ import annotations
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter
-from passes.gradient.registry import Gradients, rule
-from passes.gradient.walk import zeros
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.walk import zeros
 
 
 @rule("Softmax")
