@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
@@ -23,11 +22,11 @@ def positive(op: Emitter, x: Value) -> Value:
     """Return 1 where `x` > 0 and 0 elsewhere, in the element type of `x`.
 
     In float32 by a HardSigmoid of the steepest slope, one kernel where a comparison and a cast are two: 0.16 ms for
-    524288 elements, against 0.22 on onnxruntime 1.31.1 and 0.46 on 1.19.2. Numbers below 3e-39 are on its slope.
+    524288 elements, against 0.22 on onnxruntime 1.31.1 and 0.46 on 1.19.2. Numbers below 1e-30 are on its slope.
     """
     if x.dtype != ir.DataType.FLOAT:
         return mask(op, op.Greater(x, 0.0), x)
-    return held(op.HardSigmoid(x, alpha=float(np.finfo(np.float32).max), beta=0.0))
+    return held(op.HardSigmoid(x, alpha=1e30, beta=0.0))
 
 
 def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
