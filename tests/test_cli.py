@@ -250,7 +250,13 @@ def test_ctrl_c_leaves_a_trained_model() -> None:
     command = [sys.executable, "-c", "import sys; from graphopt.cli import main; sys.exit(main())", *MINE]
     environment = {**os.environ, "PYTHONPATH": str(Path(graphopt.__file__).parents[1])}
     process = subprocess.Popen(
-        [*command, "fit.epochs=1000000"], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, "fit.epochs=1000000"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a background job ignores it
     )
     assert process.stdout is not None
     for line in process.stdout:
