@@ -29,6 +29,7 @@ STANDARD: dict[str, str | None] = {
     "clip": None,
     "optimizer": None,
     "schedule": None,
+    "accumulate": None,
     "simplify": "passes.Simplify",
 }
 
@@ -93,10 +94,15 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
 
 def standard(**steps: Step | Sequence[Step] | None) -> Pipeline:
     """Return the standard pipeline with some steps given; None leaves a step out."""
+    return filled(STANDARD, steps)
+
+
+def filled(declared: Mapping[str, str | None], steps: Mapping[str, Step | Sequence[Step] | None]) -> Pipeline:
+    """Return a pipeline of declared steps, some of them given; None leaves a step out."""
     for name in steps:
-        if name not in STANDARD:
-            raise GraphoptError(known("step", name, STANDARD))
-    defaults = {name: pkgutil.resolve_name(target)() if target else None for name, target in STANDARD.items()}
+        if name not in declared:
+            raise GraphoptError(known("step", name, declared))
+    defaults = {name: pkgutil.resolve_name(target)() if target else None for name, target in declared.items()}
     return Pipeline(**{**defaults, **steps})
 
 

@@ -13,7 +13,10 @@ _KEY = "graphopt.role"
 ORIGINAL_NAME = "graphopt.original_name"
 METRIC = "graphopt.metric"
 FROZEN = "graphopt.frozen"  # marks an initializer that trains only when it is asked for by name
+GRADIENT_OF = "graphopt.gradient_of"  # marks a value as the gradient of a parameter, whatever reads it
 STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
+RUNTIME = "graphopt.runtime"  # marks a model that one runtime alone has the operators for, by its package
+TRAINING_RUNTIME = "onnxruntime-training"
 
 
 class Role(enum.Enum):
@@ -27,12 +30,14 @@ class Role(enum.Enum):
     STATISTIC = "statistic"  # state: gathered from the data, such as a running mean
     COUNTER = "counter"  # state: the number of steps done
     HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
+    SEED = "seed"  # input NAME.seed: the derivative of what follows the model with respect to output NAME
     LOSS = "loss"  # output: the objective
     PREDICTION = "prediction"  # output: the model's own
     SOURCE = "source"  # output: what outputs that were set aside are computed from
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
-    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to parameter NAME
+    SAVED = "saved"  # output of a forward part: what its backward part reads
+    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import onnx_ir as ir
 
@@ -16,18 +19,34 @@ from passes.gradients.registry import elementwise, has_rule, no_gradient, rule
 from passes.gradients.walk import backward, is_differentiable, lost
 from passes.shapes import ensure_typed
 
-__all__ = ["Gradient", "backward", "elementwise", "has_rule", "is_differentiable", "no_gradient", "rule"]
+__all__ = [
+    "Gradient",
+    "GradientSource",
+    "backward",
+    "elementwise",
+    "has_rule",
+    "is_differentiable",
+    "no_gradient",
+    "rule",
+]
 
 
 @dataclass(frozen=True)
-class Gradient(Pass):
-    """Differentiate the loss by every parameter, in standard operators: an output `NAME.grad` each.
+class GradientSource(Pass):
+    """Differentiate the loss by every parameter: an output `NAME.grad` each.
 
     Raises:
-        GraphoptError: there is no loss or no parameter; operators without a rule block a parameter; or the loss
+        GraphoptError: there is no loss or no parameter; operators without a gradient block a parameter; or the loss
             does not depend on a parameter.
     """
 
+    @abstractmethod
+    def backward(
+        self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        """Emit the vector-Jacobian product; return the gradient of each of `wrt` that the seeded values depend on."""
+
+    @final
     def rewrite(self, model: ir.Model) -> None:
         loss = roles.the(model, Role.LOSS, "Gradient")
         parameters = roles.with_role(model, Role.PARAMETER)
@@ -37,10 +56,26 @@ class Gradient(Pass):
             )
         ensure_typed(model)
         with Emitter(model) as op:
-            gradients = backward(op, model.graph, {loss: op.constant(1.0, like=loss)}, parameters)
+            gradients = self.backward(op, model, {loss: op.constant(1.0, like=loss)}, parameters)
             missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
             if missing:
                 raise GraphoptError(f"the loss does not depend on {', '.join(missing)}: freeze them")
             for parameter in parameters:
                 gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
+                gradient.metadata_props[roles.GRADIENT_OF] = str(parameter.name)
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
+
+
+@dataclass(frozen=True)
+class Gradient(GradientSource):
+    """Differentiate the loss by every parameter, in standard operators: an output `NAME.grad` each.
+
+    Raises:
+        GraphoptError: there is no loss or no parameter; operators without a rule block a parameter; or the loss
+            does not depend on a parameter.
+    """
+
+    def backward(
+        self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        return backward(op, model.graph, seeds, wrt)

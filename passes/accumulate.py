@@ -1,0 +1,131 @@
+"""Gradient accumulation: several small batches, one update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt import state
+from graphopt.emitter import Emitter, captured, like
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass
+from graphopt.roles import GRADIENT_OF, Role, with_role
+
+__all__ = ["Accumulate"]
+
+APPLY = "apply"
+COUNT = "accumulated"
+FORWARD = "forward_step"
+
+
+@dataclass(frozen=True)
+class Accumulate(Pass):
+    """Add gradients up over steps, and update parameters in some of them only; it follows the optimizer.
+
+    What updates moves into the branch of an If, so that the other steps do none of its work. Schedules and the
+    optimizer count updates; Dropout draws a mask each step.
+
+    Args:
+        steps: update in each step that makes up this many; None adds the hyperparameter `apply`, true by default:
+            feed false to accumulate, true to update and start again.
+        mean: update by the mean of the accumulated gradients; otherwise by their sum.
+
+    Raises:
+        GraphoptError: `steps` is less than 1, or there is no optimizer.
+    """
+
+    steps: int | None = None
+    mean: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise GraphoptError(f"accumulate.steps: expected 1 or more, or null, found {self.steps}")
+
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = {y: y.metadata_props[GRADIENT_OF] for node in model.graph for y in node.outputs if GRADIENT_OF in y.metadata_props}
+        if not gradients or not with_role(model, Role.NEXT):
+            raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
+        _count_steps_apart(model, [*gradients, *with_role(model, Role.LOSS)])
+        with Emitter(model) as op:
+            count = state.declare(model, COUNT, np.array(0.0, np.float32), Role.SLOT)
+            done = count + 1
+            if self.steps is None:
+                apply = state.declare(model, APPLY, np.array(True), Role.HYPERPARAMETER)
+            else:
+                apply = op.GreaterOrEqual(done, float(self.steps))
+            kept, fresh = {count: done}, {count: op.constant(0.0, like=count)}
+            for gradient, name in gradients.items():
+                assert gradient.shape is not None and gradient.dtype is not None
+                zeros = np.zeros(gradient.shape.numpy(), gradient.dtype.numpy())
+                slot = state.declare(model, f"{name}.{COUNT}", zeros, Role.SLOT)
+                uses = list(gradient.uses())
+                total = slot + gradient
+                mean = total / op.Cast(done, to=total.dtype) if self.mean else total
+                for user, index in uses:
+                    user.replace_input_with(index, mean)
+                kept[slot], fresh[slot] = total, op.constant(0.0, like=slot)
+            _update_if(model, op, apply, kept, fresh)
+
+
+def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
+    """Let what computes `results`, a Dropout's mask among them, count all steps, as `step` will count updates."""
+    counter = state.counter(model)
+    forward = _ancestors(results)
+    users = [(user, index) for user, index in counter.uses() if user in forward]
+    if users:
+        every = state.declare(model, FORWARD, np.array(0, np.int64), Role.COUNTER)
+        with Emitter(model) as op:
+            state.set_next(model, every, op.Add(every, 1))
+        for user, index in users:
+            user.replace_input_with(index, every)
+
+
+def _update_if(
+    model: ir.Model,
+    op: Emitter,
+    apply: ir.Value,
+    kept: dict[ir.Value, ir.Value],
+    fresh: dict[ir.Value, ir.Value],
+) -> None:
+    """Move what computes parameters, slots and the step into a branch; `kept` and `fresh` are the accumulators'."""
+    graph = model.graph
+    nexts = {f"{x.name}.next": x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
+    updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != f"{FORWARD}.next"}
+    for x, y in updates.items():
+        graph.outputs.remove(y)
+        y.name = f"{x.name}.updated"
+    outside = _ancestors([*graph.outputs, apply, *kept.values(), *fresh.values()])
+    inside = _ancestors(updates.values()) - outside
+    moved = [node for node in graph if node in inside]
+    graph.remove(moved)
+    then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
+    else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **kept})
+    following = op.If(apply, then_branch=then_branch, else_branch=else_branch, _outputs=len(updates) + len(kept))
+    for x, y in zip([*updates, *kept], following, strict=True):
+        state.set_next(model, x, like(y, x))
+
+
+def _body(op: Emitter, name: str, nodes: list[ir.Node], values: dict[ir.Value, ir.Value]) -> ir.Graph:
+    """Return a graph of `nodes` that gives each value of `values` in the shape of its key."""
+    body = ir.Graph([], [], nodes=nodes, name=name)
+    inner = op.within(body)
+    for x, value in values.items():
+        whole = value.shape == x.shape
+        result = inner.Identity(value) if whole else inner.Expand(value, inner.shape_of(x))
+        body.outputs.append(like(result, x))
+    return body
+
+
+def _ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """Return the nodes that compute `values`."""
+    found: set[ir.Node] = set()
+    waiting = list(values)
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting.extend(x for x in [*node.inputs, *captured(node)] if x is not None)
+    return found
