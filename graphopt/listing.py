@@ -26,34 +26,43 @@ def size(model: ir.Model) -> int:
 
 def _lines(graph: ir.Graph) -> Iterator[str]:
     for value in graph.inputs:
-        yield f"{_kind(value, 'input')} {_typed(value)}{_default(value)}"
+        yield f"{_kind(value, 'input')} {typed(value)}{_default(value)}"
     for value in graph.initializers.values():
-        if not value.is_graph_input() and _inline(value) is None:
-            yield f"initializer {_typed(value)}"
+        if not value.is_graph_input() and inline(value) is None:
+            yield f"initializer {typed(value)}"
     for node in graph:
-        if node.op_type != "Constant" or _inline(node.outputs[0]) is None:
+        if node.op_type != "Constant" or inline(node.outputs[0]) is None:
             yield _node(node)
     for value in graph.outputs:
-        yield f"output {_kind(value, '')} {_typed(value)}".replace("  ", " ")
+        yield f"output {_kind(value, '')} {typed(value)}".replace("  ", " ")
 
 
 def _node(node: ir.Node) -> str:
-    outputs = ", ".join(_typed(value) for value in node.outputs)
-    inputs = ", ".join("-" if x is None else _inline(x) or str(x.name) for x in node.inputs)
+    outputs = ", ".join(typed(value) for value in node.outputs)
+    inputs = ", ".join("-" if x is None else inline(x) or str(x.name) for x in node.inputs)
+    attributes = "".join(f" {name}={text}" for name, text in attributes_of(node))
+    return f"{outputs} = {operator_of(node)}({inputs}){attributes}"
+
+
+def operator_of(node: ir.Node) -> str:
+    """Return the name of a node's operator, with its domain."""
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
+def attributes_of(node: ir.Node) -> list[tuple[str, str]]:
+    """Return the names and values of a node's attributes that differ from their defaults."""
     version = 0 if node.graph is None else node.graph.opset_imports.get(node.domain, 0)
     known = defaults(node.domain, node.op_type, version)
-    attributes = "".join(
-        f" {name}={_attribute(attribute)}"
+    return [
+        (name, _attribute(attribute))
         for name, attribute in sorted(node.attributes.items())
         if name not in known or known[name] != attribute.value
-    )
-    operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-    return f"{outputs} = {operator}({inputs}){attributes}"
+    ]
 
 
 def _attribute(attribute: ir.Attr) -> str:
     if attribute.type == ir.AttributeType.TENSOR:
-        return _numbers(attribute.as_tensor().numpy())
+        return numbers(attribute.as_tensor().numpy())
     if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
         return "{...}"
     return (
@@ -63,7 +72,8 @@ def _attribute(attribute: ir.Attr) -> str:
     )
 
 
-def _typed(value: ir.Value) -> str:
+def typed(value: ir.Value) -> str:
+    """Return a value's name, element type and shape."""
     dtype = "?" if value.dtype is None else value.dtype.name.lower()
     shape = "" if value.shape is None else f"[{','.join(_dimension(dim) for dim in value.shape)}]"
     return f"{value.name}: {dtype}{shape}"
@@ -79,21 +89,23 @@ def _kind(value: ir.Value, otherwise: str) -> str:
 
 
 def _default(value: ir.Value) -> str:
-    shown = _inline(value, anywhere=True)
+    shown = inline(value, anywhere=True)
     return "" if shown is None else f" = {shown}"
 
 
-def _inline(value: ir.Value, anywhere: bool = False) -> str | None:
+def inline(value: ir.Value, anywhere: bool = False) -> str | None:
     """Return the numbers of a constant of at most four, None for anything else."""
-    if value.const_value is None or (value.is_graph_input() and not anywhere) or value.const_value.size > 4:
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or (value.is_graph_input() and not anywhere) or tensor.size > 4:
         return None
     node = value.producer()
     if value.is_graph_output() or (node is not None and node.op_type != "Constant"):
         return None
-    return _numbers(value.const_value.numpy())
+    return numbers(tensor.numpy())
 
 
-def _numbers(array: np.ndarray) -> str:
+def numbers(array: np.ndarray) -> str:
+    """Return up to four numbers as they are, of more the element type and the shape."""
     if array.size > 4:
         return f"{array.dtype}{list(array.shape)}"
     texts = [f"{x:.6g}" if array.dtype.kind == "f" else str(x) for x in array.flat]
