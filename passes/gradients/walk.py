@@ -39,7 +39,7 @@ def backward(
         GraphoptError: operators on the way have no rule; names them all, their nodes, and what they block.
     """
     wrt = list(wrt)
-    path = _between(graph, seeds, wrt)
+    path = between(graph, seeds, wrt)
     check_rules(path, wrt)
     active = frozenset(wrt).union(*(node.outputs for node in path))
     gradients = dict(seeds)
@@ -182,7 +182,7 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 def _lacking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> Lacking:
     names = tuple(str(node.name) for node in nodes)
-    blocks = tuple(str(x.name) for x in wrt if _reaches(x, nodes))
+    blocks = tuple(str(x.name) for x in wrt if reaches(x, nodes))
     domain, op_type = nodes[0].domain, nodes[0].op_type
     return Lacking(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
 
@@ -255,7 +255,7 @@ def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return op.Reshape(summed, want)
 
 
-def _between(
+def between(
     graph: ir.Graph | ir.GraphView, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]
 ) -> list[ir.Node]:
     """Return the nodes on differentiable paths from `wrt` to `seeds`, in graph order."""
@@ -274,7 +274,8 @@ def _between(
     return path[::-1]
 
 
-def _reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
+def reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
+    """Tell whether any of `nodes` depends on `x`."""
     targets = set(nodes)
     seen: set[ir.Node] = set()
     front = [x]
