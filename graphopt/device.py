@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,31 +25,31 @@ class Device:
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
         self.index = int(index or 0)
-        self._ort = _runtime()
-        self._options = self._ort.SessionOptions()
-        self._options.log_severity_level = 4  # what goes wrong is raised
-        self._options.intra_op_num_threads = threads or 0
-        self._options.use_deterministic_compute = deterministic
-        if self.kind == "cuda" and "CUDAExecutionProvider" not in self._ort.get_available_providers():
+        self.ort = _runtime()
+        self._threads, self._deterministic = threads or 0, deterministic
+        self._options = self.options()
+        if self.kind == "cuda" and "CUDAExecutionProvider" not in self.ort.get_available_providers():
             raise GraphoptError(
                 f"device {device!r}: expected CUDAExecutionProvider, this onnxruntime has "
-                f"{', '.join(self._ort.get_available_providers())}: pip install 'graphopt[gpu]'"
+                f"{', '.join(self.ort.get_available_providers())}: pip install 'graphopt[gpu]'"
             )
 
-    def session(self, model: ir.Model) -> onnxruntime.InferenceSession:
+    def session(
+        self, model: ir.Model, options: onnxruntime.SessionOptions | None = None
+    ) -> onnxruntime.InferenceSession:
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.kind == "cuda":
             providers.insert(0, ("CUDAExecutionProvider", {"device_id": self.index}))
         try:
-            session = self._ort.InferenceSession(
+            session = self.ort.InferenceSession(
                 ir.to_proto(model).SerializeToString(),
-                sess_options=self._options,
+                sess_options=options or self._options,
                 providers=providers,
                 disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
             )
         except Exception as error:
             raise GraphoptError(
-                f"onnxruntime {self._ort.__version__} refuses the graph: {' '.join(str(error).split())}"
+                f"onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
             ) from error
         if self.kind == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
             raise GraphoptError(
@@ -56,13 +57,59 @@ class Device:
             )
         return session
 
+    def options(self) -> onnxruntime.SessionOptions:
+        """Return options for a session of its own."""
+        options = self.ort.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised
+        options.intra_op_num_threads = self._threads
+        options.use_deterministic_compute = self._deterministic
+        return options
+
     def buffer(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Return a buffer on the device of its own, never memory shared with `array`."""
-        value = self._ort.OrtValue.ortvalue_from_shape_and_type(
+        value = self.ort.OrtValue.ortvalue_from_shape_and_type(
             list(array.shape), array.dtype.type, self.kind, self.index
         )
         value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
         return value
+
+    def value(self, tensor: Any, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
+        """Return a tensor of NumPy, ONNX Runtime, or any package that speaks DLPack, copied only if it lies elsewhere.
+
+        Raises:
+            GraphoptError: it is none of these, or cannot be shared: it is not contiguous, say.
+        """
+        c = self.ort.capi._pybind_state
+        if isinstance(tensor, self.ort.OrtValue):
+            return tensor
+        if isinstance(tensor, c.OrtValue):
+            return self.ort.OrtValue(tensor)
+        if isinstance(tensor, np.ndarray):
+            array = np.ascontiguousarray(tensor).reshape(tensor.shape)
+            return self.ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
+        if not hasattr(tensor, "__dlpack__"):
+            raise GraphoptError(
+                f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}"
+            )
+        try:
+            return self.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__(), dtype == np.bool_))
+        except (BufferError, RuntimeError) as error:
+            raise GraphoptError(f"expected a tensor to share: {' '.join(str(error).split())}") from error
+
+    def compute(
+        self,
+        session: onnxruntime.InferenceSession,
+        feeds: Mapping[str, onnxruntime.OrtValue],
+        names: Sequence[str],
+    ) -> dict[str, onnxruntime.OrtValue]:
+        """Run a session on values and return its outputs `names`, which stay on the device."""
+        binding = session.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in names:
+            binding.bind_output(name, self.kind, self.index)
+        self.run(session, binding)
+        return dict(zip(names, binding.get_outputs(), strict=True))
 
     def bind(self, binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
         binding.bind_cpu_input(name, array if array.flags.c_contiguous else np.ascontiguousarray(array))
@@ -72,6 +119,66 @@ class Device:
             session.run_with_iobinding(binding)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+
+
+class Agent:
+    """Runs a graph in which a YieldOp stands between forward and backward, by onnxruntime-training's TrainingAgent.
+
+    Args:
+        device: where it runs.
+        model: the graph; its inputs are those of the forward part, its outputs those of the backward part.
+
+    Raises:
+        GraphoptError: this ONNX Runtime has no TrainingAgent, or refuses the graph.
+    """
+
+    def __init__(self, device: Device, model: ir.Model) -> None:
+        self._ort = device.ort
+        if not has_agent(device):
+            raise GraphoptError(
+                f"expected a TrainingAgent, this onnxruntime {self._ort.__version__} has none: "
+                f"pip install 'graphopt[training]', which runs on Linux"
+            )
+        c = self._c = self._ort.capi._pybind_state
+        options = device.options()
+        options.enable_mem_pattern = options.enable_mem_reuse = False  # values live on between the two runs
+        options.execution_order = (
+            self._ort.ExecutionOrder.PRIORITY_BASED
+        )  # what only backward needs runs there
+        self._session = device.session(model, options)
+        kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
+        place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
+        fetched = next(len(node.inputs) for node in model.graph if node.op_type == "YieldOp")
+        names = [[str(value.name) for value in ends] for ends in (model.graph.inputs, model.graph.outputs)]
+        self._agent = c.TrainingAgent(
+            self._session._sess, names[0], [place] * fetched, names[1], [place] * len(names[1]), device.index
+        )
+
+    def forward(self, values: Iterable[onnxruntime.OrtValue]) -> tuple[list[onnxruntime.OrtValue], Any]:
+        """Run until the YieldOp on the graph's inputs, in order; return what it reads, and the state to go on from."""
+        state = self._c.PartialGraphExecutionState()
+        return self._run(self._agent.run_forward, values, state, self._c.OrtValueCache()), state
+
+    def backward(self, state: Any, values: Iterable[onnxruntime.OrtValue]) -> list[onnxruntime.OrtValue]:
+        """Go on from `state`, with what the YieldOp gives; return the graph's outputs. A state serves once."""
+        return self._run(self._agent.run_backward, values, state)
+
+    def _run(
+        self, run: Callable[..., None], values: Iterable[onnxruntime.OrtValue], *further: Any
+    ) -> list[onnxruntime.OrtValue]:
+        feeds, fetches = self._c.OrtValueVector(), self._c.OrtValueVector()
+        for value in values:
+            feeds.push_back(value._ortvalue)
+        try:
+            run(feeds, fetches, *further)
+        except RuntimeError as error:
+            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+        return [self._ort.OrtValue(value) for value in fetches]
+
+
+def has_agent(device: Device) -> bool:
+    """Tell whether the installed ONNX Runtime has a TrainingAgent."""
+    return hasattr(device.ort.capi._pybind_state, "TrainingAgent")
 
 
 def _is_double(model: ir.Model) -> bool:

@@ -16,10 +16,10 @@ from graphopt import inference
 from graphopt.checkpoint import load_state, save_state
 from graphopt.device import Device
 from graphopt.errors import GraphoptError
-from graphopt.feeds import Input, shared_dimensions
+from graphopt.feeds import Input, check_shared, shared_dimensions
 from graphopt.loading import Source, load
 from graphopt.roles import STATE, Role, role_of, with_role
-from graphopt.state import STEP
+from graphopt.state import STEP, take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -77,7 +77,7 @@ class Executor:
         self._current = 0  # which of the two sets of state buffers the next step reads
         self.steps = 0
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
-        self._start(_take_initial(self._model), report)
+        self._start(take_initial(self._model), report)
 
     def step(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
         """Run one step on arrays named like the graph's inputs and return what it reports.
@@ -236,13 +236,7 @@ class Executor:
         for name in self._needed:
             if name not in feeds:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
-        for dimension, places in self._shared:
-            sizes = {name: feeds[name].shape[axis] for name, axis in places}
-            if len(set(sizes.values())) > 1:
-                found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
-                raise GraphoptError(
-                    f"dimension {dimension!r}: expected one size in all inputs, found {found}"
-                )
+        check_shared(self._shared, {name: feeds[name].shape for name in self._needed})
 
     def _feed_hyperparameter(self, name: str, array: Any) -> None:
         if self.hyperparameters[name] is not array:
@@ -284,17 +278,6 @@ class Executor:
         self._device.run(session, binding)
         values = binding.get_outputs()
         return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
-
-
-def _take_initial(model: ir.Model) -> dict[str, np.ndarray]:
-    """Take the initial values of state and hyperparameters out of a model, which keeps plain inputs."""
-    taken = {}
-    for value in model.graph.inputs:
-        if value.is_initializer() and value.const_value is not None:
-            taken[str(value.name)] = value.const_value.numpy()
-            del model.graph.initializers[str(value.name)]
-            value.const_value = None
-    return taken
 
 
 def _python(array: np.ndarray) -> Any:

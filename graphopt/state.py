@@ -51,6 +51,17 @@ def set_initial(value: ir.Value, array: np.ndarray) -> None:
     value.const_value = ir.tensor(array, name=value.name)
 
 
+def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
+    """Take the initial values of state and hyperparameters out of a model at rest, which keeps plain inputs."""
+    taken = {}
+    for value in model.graph.inputs:
+        if value.is_initializer() and value.const_value is not None:
+            taken[str(value.name)] = value.const_value.numpy()
+            del model.graph.initializers[str(value.name)]
+            value.const_value = None
+    return taken
+
+
 def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
     """Make a plain initializer an input that carries its value; inside a pass."""
     assert initializer.name is not None
