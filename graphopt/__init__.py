@@ -2,12 +2,14 @@
 
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor, NonFiniteLoss
+from graphopt.forward_backward import ForwardBackward
 from graphopt.listing import listing
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, grad, standard
 
 __all__ = [
     "Executor",
+    "ForwardBackward",
     "NonFiniteLoss",
     "GraphoptError",
     "Pipeline",
