@@ -13,13 +13,13 @@ import onnx
 import onnx_ir as ir
 
 from graphopt import inference
-from graphopt.checkpoint import load_state, save_state
+from graphopt.checkpoint import Property, load_state, save_state
 from graphopt.device import Device
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input, check_shared, shared_dimensions
 from graphopt.loading import Source, load
-from graphopt.roles import STATE, Role, role_of, with_role
-from graphopt.state import STEP, take_initial
+from graphopt.roles import STATE, UNTRAINED, Role, role_of, with_role
+from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP, take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -76,6 +76,7 @@ class Executor:
         self._model = load(step)
         self._current = 0  # which of the two sets of state buffers the next step reads
         self.steps = 0
+        self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
         self._start(take_initial(self._model), report)
 
@@ -109,11 +110,11 @@ class Executor:
 
     def evaluate(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
         """Return the losses and the model's outputs on some data; the state stays as it is."""
-        return self._forward((Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
+        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
 
     def predict(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
         """Return the model's outputs; no target is needed."""
-        return self._forward((Role.PREDICTION,), {**(data or {}), **named})
+        return self._forward(self._of(Role.PREDICTION), {**(data or {}), **named})
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -140,17 +141,103 @@ class Executor:
             if name == STEP:
                 self.steps = int(array)
 
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Copies of the parameters, by name, in alphabetical order."""
+        names = sorted(self._of(Role.PARAMETER))
+        return {name: np.array(self._state[self._current][name].numpy()) for name in names}
+
+    def contiguous(self, *, frozen: bool = False) -> np.ndarray:
+        """Return the parameters end to end in one vector, in alphabetical order.
+
+        Args:
+            frozen: with the weights of the model that do not train.
+
+        Raises:
+            GraphoptError: they are not of one type.
+        """
+        arrays = self._weights(frozen)
+        types = {array.dtype for array in arrays.values()}
+        if len(types) > 1:
+            raise GraphoptError(
+                f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
+            )
+        return np.concatenate([array.ravel() for array in arrays.values()])
+
+    def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
+        """Replace the parameters by parts of a vector as `contiguous` returns it.
+
+        Raises:
+            GraphoptError: the vector is of another type or size; nothing is written.
+        """
+        expected = self.contiguous(frozen=frozen)
+        if vector.shape != expected.shape or vector.dtype != expected.dtype:
+            raise GraphoptError(
+                f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
+                f"{vector.dtype}{list(vector.shape)}"
+            )
+        arrays = self._weights(frozen)
+        ends = np.cumsum([array.size for array in arrays.values()])[:-1]
+        parts = zip(arrays, np.split(vector, ends), strict=True)
+        new = {name: part.reshape(arrays[name].shape) for name, part in parts}
+        trained = set(self._of(Role.PARAMETER))
+        self.update_state({name: array for name, array in new.items() if name in trained})
+        fixed = {name: array for name, array in new.items() if name not in trained}
+        for name, array in fixed.items():
+            value = self._model.graph.initializers[name]
+            value.const_value = ir.tensor(np.array(array), name=name)
+        if fixed:  # they are constants of the sessions
+            self._open()
+
+    def reset_gradients(self) -> None:
+        """Forget the gradients that `passes.Accumulate` has added up since the last update."""
+        names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
+        if not names:
+            raise GraphoptError("reset_gradients: the training graph accumulates none: add passes.Accumulate")
+        self.update_state({name: np.zeros_like(self._state[0][name].numpy()) for name in names})
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step, by the schedule where there is one; without one it can be set."""
+        if LEARNING_RATE in self.hyperparameters:
+            return float(self.hyperparameters[LEARNING_RATE])
+        if LEARNING_RATE in self.outputs:
+            return float(self._forward([LEARNING_RATE], {})[LEARNING_RATE])
+        raise GraphoptError("learning_rate: the training graph has none")
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if LEARNING_RATE not in self.hyperparameters:
+            raise GraphoptError(
+                "learning_rate: a schedule in the graph computes it; compile with schedule=None to set it, or feed "
+                f"base_{LEARNING_RATE}"
+            )
+        self.set_hyperparameters(learning_rate=rate)
+
+    def set_hyperparameters(self, **values: Any) -> None:
+        """Feed hyperparameters for the steps to come.
+
+        Raises:
+            GraphoptError: there is no hyperparameter of that name, or the value does not fit.
+        """
+        for name, value in values.items():
+            if name not in self.hyperparameters:
+                raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
+            self._inputs[name].check(np.asarray(value))
+        for name, value in values.items():
+            self._feed_hyperparameter(name, value)
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all state to a checkpoint, from which `load` goes on bit for bit."""
-        save_state(self.state, path)
+        """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
+        save_state(self.state, path, self.properties)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace all state by that of a checkpoint.
+        """Replace all state and `properties` by those of a checkpoint.
 
         Raises:
             GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
         """
-        arrays = load_state(path)
+        arrays, properties = load_state(path)
         if set(arrays) != set(self._state[0]):
             unlike = sorted(set(arrays) ^ set(self._state[0]))
             raise GraphoptError(
@@ -158,6 +245,7 @@ class Executor:
                 f"{', '.join(unlike[:5])} are not in both"
             )
         self.update_state(arrays)
+        self.properties = properties
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
@@ -175,9 +263,16 @@ class Executor:
         """The training graph, without its initial state."""
         return self._model
 
-    def trained(self) -> onnx.ModelProto:
-        """Return the inference model with the trained weights, under the names of the model that was compiled."""
-        return inference.trained(self._model, self.state)
+    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
+        """Return the inference model with the trained weights, under the names of the model that was compiled.
+
+        Args:
+            outputs: the values to compute, outputs of the model or values inside; its own outputs by default.
+
+        Raises:
+            GraphoptError: the inference model has no value of such a name.
+        """
+        return inference.trained(self._model, self.state, outputs)
 
     def _start(self, initial: dict[str, np.ndarray], report: Sequence[str] | None) -> None:
         kept = {str(v.name) for v in with_role(self._model, *STATE)}
@@ -190,7 +285,6 @@ class Executor:
             raise GraphoptError(
                 f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
             )
-        self._session = self._device.session(self._model)
         first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
         updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
         second = {
@@ -213,12 +307,31 @@ class Executor:
         self._arrays = [name for name in names if ranks[name] != 0]
         self._needed = list(self.inputs)
         self._shared = shared_dimensions(self.inputs.values())
-        self._bindings = [self._bind_state(source, 1 - source, names) for source in range(2)]
-        self._forwards: dict[tuple[Role, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
+        self._open()
 
-    def _bind_state(self, source: int, destination: int, names: Sequence[str]) -> onnxruntime.IOBinding:
+    def _open(self) -> None:
+        """Make the session of a step, and forget those of parts of it."""
+        self._session = self._device.session(self._model)
+        self._bindings = [self._bind_state(source, 1 - source) for source in range(2)]
+        self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
+
+    def _of(self, *roles: Role) -> list[str]:
+        """Return the names of the inputs and outputs of some roles."""
+        return [str(value.name) for value in with_role(self._model, *roles)]
+
+    def _weights(self, frozen: bool) -> dict[str, np.ndarray]:
+        """Return the parameters, and the weights that do not train, in alphabetical order."""
+        values = self._model.graph.initializers.values() if frozen else ()
+        fixed = {
+            str(value.name): value.const_value.numpy()
+            for value in values
+            if UNTRAINED in value.metadata_props and value.const_value is not None
+        }
+        return dict(sorted({**self.parameters, **fixed}.items()))
+
+    def _bind_state(self, source: int, destination: int) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
-        for name in names:
+        for name in self._reported:
             binding.bind_output(name, "cpu")
         for name, value in {**self._state[source], **self._hyperparameters}.items():
             binding.bind_ortvalue_input(name, value)
@@ -256,11 +369,14 @@ class Executor:
         warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
         return self._on_nonfinite == "warn"
 
-    def _forward(self, roles: tuple[Role, ...], feeds: Mapping[str, np.ndarray]) -> Reported:
-        if roles not in self._forwards:
-            part = inference.extract(self._model, with_role(self._model, *roles))
-            self._forwards[roles] = part, self._device.session(part)
-        part, session = self._forwards[roles]
+    def _forward(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> Reported:
+        """Run the part of the graph that computes some of its outputs, in its inference form."""
+        wanted = tuple(names)
+        if wanted not in self._forwards:
+            outputs = {str(y.name): y for y in self._model.graph.outputs}
+            part = inference.extract(self._model, [outputs[name] for name in wanted])
+            self._forwards[wanted] = part, self._device.session(part)
+        part, session = self._forwards[wanted]
         binding = session.io_binding()
         for value in part.graph.inputs:
             name = str(value.name)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from graphopt.aside import restore
+from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import outputs_kept
 from graphopt.roles import FROZEN, ORIGINAL_NAME, STATE, Role, role_of, with_role
 
@@ -55,10 +56,16 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
 
 
-def trained(model: ir.Model, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+def trained(
+    model: ir.Model, state: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
-    Inputs, outputs and weights have the names of the model that was compiled.
+    Inputs, outputs and weights have the names of the model that was compiled. `outputs` are the values to compute,
+    outputs of that model or values inside; its own outputs by default.
+
+    Raises:
+        GraphoptError: the inference model has no value of such a name.
     """
     inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE))
     graph = inference.graph
@@ -74,4 +81,19 @@ def trained(model: ir.Model, state: Mapping[str, np.ndarray]) -> onnx.ModelProto
             del value.metadata_props[key]
     proto = ir.to_proto(inference)
     restore(proto, model)
-    return proto
+    return proto if outputs is None else _computing(proto, outputs)
+
+
+def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
+    """Return the part of a model that computes some of its values."""
+    model = ir.from_proto(proto)
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    for name in outputs:
+        if name not in values:
+            raise GraphoptError(known("value", name, values))
+    model.graph.outputs[:] = [values[name] for name in outputs]
+    RemoveUnusedNodesPass()(model)
+    for x in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
+        model.graph.inputs.remove(x)
+    RemoveUnusedOpsetsPass()(model)
+    return ir.to_proto(model)

@@ -14,6 +14,7 @@ ORIGINAL_NAME = "graphopt.original_name"
 METRIC = "graphopt.metric"
 FROZEN = "graphopt.frozen"  # marks an initializer that trains only when it is asked for by name
 GRADIENT_OF = "graphopt.gradient_of"  # marks a value as the gradient of a parameter, whatever reads it
+UNTRAINED = "graphopt.untrained"  # marks a weight that could train, and does not in this training graph
 STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
 RUNTIME = "graphopt.runtime"  # marks a model that one runtime alone has the operators for, by its package
 TRAINING_RUNTIME = "onnxruntime-training"

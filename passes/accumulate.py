@@ -17,7 +17,6 @@ from graphopt.roles import GRADIENT_OF, Role, with_role
 __all__ = ["Accumulate"]
 
 APPLY = "apply"
-COUNT = "accumulated"
 FORWARD = "forward_step"
 
 
@@ -45,12 +44,17 @@ class Accumulate(Pass):
             raise GraphoptError(f"accumulate.steps: expected 1 or more, or null, found {self.steps}")
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {y: y.metadata_props[GRADIENT_OF] for node in model.graph for y in node.outputs if GRADIENT_OF in y.metadata_props}
+        gradients = {
+            y: y.metadata_props[GRADIENT_OF]
+            for node in model.graph
+            for y in node.outputs
+            if GRADIENT_OF in y.metadata_props
+        }
         if not gradients or not with_role(model, Role.NEXT):
             raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
         _count_steps_apart(model, [*gradients, *with_role(model, Role.LOSS)])
         with Emitter(model) as op:
-            count = state.declare(model, COUNT, np.array(0.0, np.float32), Role.SLOT)
+            count = state.declare(model, state.ACCUMULATED, np.array(0.0, np.float32), Role.SLOT)
             done = count + 1
             if self.steps is None:
                 apply = state.declare(model, APPLY, np.array(True), Role.HYPERPARAMETER)
@@ -60,7 +64,7 @@ class Accumulate(Pass):
             for gradient, name in gradients.items():
                 assert gradient.shape is not None and gradient.dtype is not None
                 zeros = np.zeros(gradient.shape.numpy(), gradient.dtype.numpy())
-                slot = state.declare(model, f"{name}.{COUNT}", zeros, Role.SLOT)
+                slot = state.declare(model, f"{name}.{state.ACCUMULATED}", zeros, Role.SLOT)
                 uses = list(gradient.uses())
                 total = slot + gradient
                 mean = total / op.Cast(done, to=total.dtype) if self.mean else total
@@ -93,7 +97,9 @@ def _update_if(
     """Move what computes parameters, slots and the step into a branch; `kept` and `fresh` are the accumulators'."""
     graph = model.graph
     nexts = {f"{x.name}.next": x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
-    updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != f"{FORWARD}.next"}
+    updates = {
+        nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != f"{FORWARD}.next"
+    }
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"
@@ -103,7 +109,9 @@ def _update_if(
     graph.remove(moved)
     then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
     else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **kept})
-    following = op.If(apply, then_branch=then_branch, else_branch=else_branch, _outputs=len(updates) + len(kept))
+    following = op.If(
+        apply, then_branch=then_branch, else_branch=else_branch, _outputs=len(updates) + len(kept)
+    )
     for x, y in zip([*updates, *kept], following, strict=True):
         state.set_next(model, x, like(y, x))
 

@@ -14,7 +14,7 @@ from graphopt import state
 from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import FROZEN, Role
+from graphopt.roles import FROZEN, UNTRAINED, Role
 from passes.gradients.walk import carries_gradient, is_differentiable, lost, passes_gradient
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
@@ -71,6 +71,8 @@ class Parameters(Pass):
                 f"nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
                 f"differentiable operators, found {found}; name parameters with parameters.pattern"
             )
+        for value in set(weights(model)) - set(chosen):
+            value.metadata_props[UNTRAINED] = "true"
         for value in chosen:
             state.promote(model, value, Role.PARAMETER)
 

@@ -18,6 +18,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
+from graphopt.state import LEARNING_RATE
 
 __all__ = [
     "Schedule",
@@ -32,7 +33,6 @@ __all__ = [
     "Optimal",
 ]
 
-LEARNING_RATE = "learning_rate"
 
 
 @dataclass(frozen=True)

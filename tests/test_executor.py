@@ -283,3 +283,76 @@ def test_deterministic_runs_are_equal():
         return [executor.step(x=X, target=T)["loss"] for _ in range(5)]
 
     assert losses() == losses()
+
+
+def test_parameters_are_one_vector_in_alphabetical_order(executor):
+    vector = executor.contiguous()
+    names = ["fc0.bias", "fc0.weight", "fc1.bias", "fc1.weight"]
+    assert list(executor.parameters) == names
+    np.testing.assert_array_equal(vector, np.concatenate([executor.state[name].ravel() for name in names]))
+    executor.set_contiguous(2 * vector)
+    np.testing.assert_array_equal(executor.contiguous(), 2 * vector)
+    executor.step(x=X, target=T)
+    for wrong in (vector[1:], vector.astype(np.float64)):
+        with pytest.raises(graphopt.GraphoptError, match=r"set_contiguous: expected float32\[67\], found"):
+            executor.set_contiguous(wrong)
+
+
+def test_frozen_weights_are_in_the_vector_where_asked_for():
+    executor = graphopt.Executor(compiled(parameters=passes.Parameters(freeze="fc0.*")))
+    vector = executor.contiguous(frozen=True)
+    assert executor.contiguous().size == 27
+    assert vector.size == 67
+    loss = executor.evaluate(x=X, target=T)["loss"]
+    executor.set_contiguous(np.zeros_like(vector), frozen=True)
+    assert executor.evaluate(x=X, target=T)["loss"] == pytest.approx(np.mean(T**2), rel=1e-5)
+    trained = {x.name: onnx.numpy_helper.to_array(x) for x in executor.trained().graph.initializer}
+    assert not np.any(trained["fc0.weight"])
+    executor.set_contiguous(vector, frozen=True)
+    assert executor.evaluate(x=X, target=T)["loss"] == loss
+    executor.step(x=X, target=T)
+
+
+def test_the_learning_rate_is_read_and_set(executor):
+    assert executor.learning_rate == pytest.approx(0.01)
+    executor.learning_rate = 0.0
+    before = executor.contiguous()
+    executor.step(x=X, target=T)
+    np.testing.assert_array_equal(executor.contiguous(), before)
+    with pytest.raises(graphopt.GraphoptError, match="unknown hyperparameter 'momentum'"):
+        executor.set_hyperparameters(momentum=0.9)
+
+
+def test_a_schedule_tells_the_next_rate():
+    executor = graphopt.Executor(compiled(schedule=passes.Linear(steps=10)))
+    for _ in range(3):
+        rate = executor.learning_rate
+        assert executor.step(x=X, target=T)["learning_rate"] == pytest.approx(rate)
+    assert rate == pytest.approx(0.008)
+    with pytest.raises(graphopt.GraphoptError, match="feed base_learning_rate"):
+        executor.learning_rate = 0.1
+    executor.set_hyperparameters(base_learning_rate=1.0)
+    assert executor.learning_rate == pytest.approx(0.7)
+
+
+def test_properties_are_kept_in_checkpoints(tmp_path, executor):
+    executor.properties = {"epoch": 3, "best": 0.25, "name": "run"}
+    executor.save(tmp_path / "state.safetensors")
+    other = graphopt.Executor(compiled())
+    other.load(tmp_path / "state.safetensors")
+    assert other.properties == executor.properties
+    executor.properties["list"] = [1]
+    with pytest.raises(graphopt.GraphoptError, match="property 'list': expected an int, a float or a string"):
+        executor.save(tmp_path / "state.safetensors")
+
+
+def test_the_trained_model_computes_what_is_asked_for(executor):
+    executor.step(x=X, target=T)
+    session = onnxruntime.InferenceSession(executor.trained(["a0", "y"]).SerializeToString())
+    hidden, y = session.run(["a0", "y"], {"x": X})
+    np.testing.assert_allclose(y, executor.predict(x=X)["y"], rtol=1e-6)
+    assert hidden.shape == (8, 8)
+    first = executor.trained(["a0"])
+    assert {x.name for x in first.graph.initializer} == {"fc0.weight", "fc0.bias"}
+    with pytest.raises(graphopt.GraphoptError, match="unknown value 'z'"):
+        executor.trained(["z"])
