@@ -1,0 +1,132 @@
+"""Gradients accumulated over several steps give one update, that of the whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from builders import mlp, model, run
+
+import graphopt
+import passes
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((32, 4)).astype(np.float32)
+T = np.tanh(X[:, :3])
+STEPS = {
+    "loss": passes.MeanSquaredError(),
+    "clip": passes.ClipGlobalNorm(0.3),
+    "optimizer": passes.AdamW(0.01),
+    "schedule": passes.Cosine(steps=20, warmup=2),
+}
+
+
+def quarters():
+    return [{"x": X[i : i + 8], "target": T[i : i + 8]} for i in range(0, 32, 8)]
+
+
+def test_four_quarters_of_a_batch_are_a_batch():
+    whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
+    parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))
+    for update in range(5):
+        whole.step(x=X, target=T)
+        for number, quarter in enumerate(quarters()):
+            assert parts.state["step"] == update
+            assert parts.state["accumulated"] == number
+            parts.step(quarter)
+    for name, value in whole.state.items():
+        np.testing.assert_allclose(parts.state[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_gradients_add_up_until_the_update_is_asked_for():
+    whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
+    parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate()))
+    before = parts.parameters
+    parts.step(quarters()[0], apply=False)
+    parts.reset_gradients()
+    for quarter in quarters()[:3]:
+        parts.step(quarter)  # apply stays as it was fed
+    for name, value in parts.parameters.items():
+        np.testing.assert_array_equal(value, before[name])
+    parts.step(quarters()[3], apply=True)
+    whole.step(x=X, target=T)
+    for name, value in whole.state.items():
+        np.testing.assert_allclose(parts.state[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert not np.any(parts.state["fc0.weight.accumulated"])
+
+
+def test_a_sum_of_gradients_is_as_many_times_the_mean():
+    steps = {"loss": passes.MeanSquaredError()}
+    sums = graphopt.compile(
+        mlp(), **steps, optimizer=passes.SGD(0.01), accumulate=passes.Accumulate(4, mean=False)
+    )
+    means = graphopt.compile(mlp(), **steps, optimizer=passes.SGD(0.04), accumulate=passes.Accumulate(4))
+    executors = [graphopt.Executor(step) for step in (sums, means)]
+    for quarter in quarters():
+        for executor in executors:
+            executor.step(quarter)
+    for name, value in executors[0].parameters.items():
+        np.testing.assert_allclose(executors[1].parameters[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_the_reference_evaluator_agrees_and_the_graph_is_valid():
+    step = graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(3))
+    onnx.checker.check_model(graphopt.loading.ir.to_proto(step), full_check=True)
+    executor = graphopt.Executor(step)
+    for expected in run(step, 7, {"x": X, "target": T}):
+        assert executor.step(x=X, target=T)["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for name, value in executor.state.items():
+        np.testing.assert_allclose(value, expected[f"{name}.next"], rtol=1e-4, atol=1e-6)
+
+
+def dropped():
+    return model(
+        """g (float[N,64] x) => (float[N,64] y) {
+            ratio = Constant<value_float = 0.5>()
+            d = Dropout(x, ratio)
+            y = Mul(d, w)
+        }""",
+        w=np.ones(64),
+    )
+
+
+def test_dropout_draws_a_mask_a_step():
+    step = graphopt.compile(
+        dropped(),
+        training=passes.TrainingMode(),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.0),
+        accumulate=passes.Accumulate(2),
+    )
+    executor = graphopt.Executor(step)
+    ones = np.ones((1, 64), np.float32)
+    outputs = [executor.step(x=ones, target=ones)["y"] for _ in range(4)]
+    assert len({y.tobytes() for y in outputs}) == 4
+    assert executor.state["step"] == 2
+    assert executor.state["forward_step"] == 4
+    assert [y.name for y in executor.trained().graph.output] == ["y"]
+
+
+def test_a_checkpoint_between_updates_goes_on_bit_for_bit(tmp_path):
+    step = graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4))
+    first, second = graphopt.Executor(step), graphopt.Executor(step)
+    for quarter in [*quarters(), *quarters()[:2]]:
+        first.step(quarter)
+    first.save(tmp_path / "state.safetensors")
+    second.load(tmp_path / "state.safetensors")
+    for quarter in quarters()[2:]:
+        assert first.step(quarter)["loss"] == second.step(quarter)["loss"]
+    for name, value in first.state.items():
+        np.testing.assert_array_equal(second.state[name], value)
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"accumulate.steps: expected 1 or more, or null, found 0"
+    ):
+        passes.Accumulate(0)
+    with pytest.raises(graphopt.GraphoptError, match="run the optimizer first"):
+        graphopt.compile(mlp(), loss=passes.MeanSquaredError(), accumulate=passes.Accumulate())
+    executor = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
+    with pytest.raises(graphopt.GraphoptError, match="accumulates none"):
+        executor.reset_gradients()
