@@ -187,7 +187,8 @@ class Executor:
             value = self._model.graph.initializers[name]
             value.const_value = ir.tensor(np.array(array), name=name)
         if fixed:  # they are constants of the sessions
-            self._open()
+            self._session = self._device.session(self._model)
+            self._bind()
 
     def reset_gradients(self) -> None:
         """Forget the gradients that `passes.Accumulate` has added up since the last update."""
@@ -285,6 +286,7 @@ class Executor:
             raise GraphoptError(
                 f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
             )
+        self._session = self._device.session(self._model)
         first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
         updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
         second = {
@@ -307,11 +309,10 @@ class Executor:
         self._arrays = [name for name in names if ranks[name] != 0]
         self._needed = list(self.inputs)
         self._shared = shared_dimensions(self.inputs.values())
-        self._open()
+        self._bind()
 
-    def _open(self) -> None:
-        """Make the session of a step, and forget those of parts of it."""
-        self._session = self._device.session(self._model)
+    def _bind(self) -> None:
+        """Bind the buffers to the session of a step, and forget the sessions of its parts."""
         self._bindings = [self._bind_state(source, 1 - source) for source in range(2)]
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 
