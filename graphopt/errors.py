@@ -31,11 +31,10 @@ class Lacking:
 class NoGradient(GraphoptError):
     """Operators on the way from the parameters to the objective have no gradient."""
 
-    def __init__(self, lacking: Sequence[Lacking]) -> None:
+    def __init__(self, lacking: Sequence[Lacking], remedy: str = "register rules") -> None:
         self.lacking = lacking
         super().__init__(
-            f"no gradient rule for {'; '.join(map(str, lacking))}: register rules or freeze the parameters that they "
-            f"block"
+            f"no gradient rule for {'; '.join(map(str, lacking))}: {remedy} or freeze the parameters that they block"
         )
 
 

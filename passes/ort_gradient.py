@@ -7,7 +7,7 @@ The builder is given the part of the graph between the parameters and the loss a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -24,6 +24,7 @@ __all__ = ["OrtGradient"]
 OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
 SMALL = 100  # numbers in a constant that the builder is shown: axes, exponents
 UNREGISTERED = "has not been registered"
+LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,14 @@ class OrtGradient(GradientSource):
         for node in path:
             _prepare(op, node)
         model.graph.sort()
+        active = frozenset(wrt).union(*(node.outputs for node in path))
+        if any(_wrong(node, active) for node in path):
+            raise builder.refusal(path, active)
         part = builder.part(path, list(seeds))
         try:
             built = builder.build(part, wrt)
         except RuntimeError as error:
-            raise builder.refusal(error, path, wrt) from error
+            raise builder.refusal(path, active, error) from error
         model.metadata_props[RUNTIME] = TRAINING_RUNTIME
         return _graft(model, part, built, seeds, wrt)
 
@@ -109,26 +113,33 @@ class _Builder:
         builder.build()
         return onnx.load_from_string(builder.get_model())
 
-    def refusal(self, error: RuntimeError, path: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> GraphoptError:
-        """Return the error that names every operator of `path` that the builder refuses by itself."""
-        active = set(wrt).union(*(node.outputs for node in path))
+    def refusal(
+        self, path: Sequence[ir.Node], active: frozenset[ir.Value], error: RuntimeError | None = None
+    ) -> GraphoptError:
+        """Return the error that names every operator of `path` that the builder by itself refuses, or has wrong."""
         refused: dict[tuple[str, str], dict[ir.Node, str]] = {}
         for node in path:
-            used = [
-                y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())
-            ]
-            try:
-                self.build(self.part([node], used), [x for x in reads(node) if x in active and x is not None])
-            except RuntimeError as reason:
-                refused.setdefault((node.domain, node.op_type), {})[node] = _reason(reason)
+            reason = _wrong(node, active) or self._complaint(node, path, active)
+            if reason:
+                refused.setdefault((node.domain, node.op_type), {})[node] = f"{TRAINING_RUNTIME} {reason}"
         if not refused:
-            return GraphoptError(f"{TRAINING_RUNTIME} refuses the model: {_reason(error)}")
+            return GraphoptError(f"{TRAINING_RUNTIME} refuses the model, {_said(error)}: use Gradient")
         lacking = []
+        wrt = [x for x in active if x.producer() not in path]
         for (domain, op_type), nodes in sorted(refused.items()):
-            blocks = tuple(str(x.name) for x in wrt if reaches(x, list(nodes)))
+            blocks = tuple(sorted(str(x.name) for x in wrt if reaches(x, list(nodes))))
             names = tuple(str(node.name) for node in nodes)
             lacking.append(Lacking(domain, op_type, names, blocks, next(iter(nodes.values()))))
-        return NoGradient(lacking)
+        return NoGradient(lacking, "use Gradient")
+
+    def _complaint(self, node: ir.Node, path: Sequence[ir.Node], active: frozenset[ir.Value]) -> str:
+        """Return what the builder says of one node, or nothing."""
+        used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
+        try:
+            self.build(self.part([node], used), [x for x in reads(node) if x is not None and x in active])
+        except RuntimeError as error:
+            return _said(error)
+        return ""
 
 
 def _graft(
@@ -175,18 +186,99 @@ def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
 
 
 def _prepare(op: Emitter, node: ir.Node) -> None:
-    """Give a node the form that the builder takes: all that it leaves out, and numbers of one type."""
+    """Give a node the form that the builder takes: with the outputs that it reads, and numbers of one type."""
+    if node.domain != "":
+        return
     x = node.inputs[0]
-    if (node.domain, node.op_type) == ("", "LayerNormalization"):
+    if node.op_type == "LayerNormalization":
         for index in (1, 2):
             further_output(node, index, ir.DataType(node.attributes.get_int("stash_type", 1)), None)
-    elif (node.domain, node.op_type) == ("", "Pow"):
+    elif node.op_type == "Dropout" and _is_trained(node):
+        further_output(node, 1, ir.DataType.BOOL, node.outputs[0].shape)
+    elif node.op_type == "Dropout" and not any(mask.uses() for mask in node.outputs[1:]):
+        node.op_type = "Identity"
+        node.attributes.clear()
+        node.resize_inputs(1)
+        node.resize_outputs(1)
+    elif node.op_type == "Pow":
         exponent = node.inputs[1]
         assert x is not None and exponent is not None
         if exponent.dtype != x.dtype:
             known = constant_of(exponent)
             typed = op.Cast(exponent, to=x.dtype) if known is None else op.constant(known, like=x)
             node.replace_input_with(1, typed)
+
+
+def _is_trained(node: ir.Node) -> bool:
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    return mode is not None and (constant_of(mode) is None or bool(constant_of(mode)))
+
+
+def _pads_itself(node: ir.Node) -> bool:
+    return node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
+
+
+def _rank(x: ir.Value | None) -> int | None:
+    return None if x is None or x.shape is None else len(x.shape)
+
+
+# What the builder has wrong, without a word unless the reason says so, and the reason.
+WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ...] = (
+    ("AveragePool", lambda node, _: _pads_itself(node), "does not pad by auto_pad"),
+    ("AveragePool", lambda node, _: node.attributes.get_int("ceil_mode", 0) == 1, "ignores ceil_mode"),
+    (
+        "AveragePool",
+        lambda node, _: any(size != 1 for size in node.attributes.get_ints("dilations", ())),
+        "ignores dilations",
+    ),
+    ("AveragePool", lambda node, _: _rank(node.inputs[0]) == 5, "is wrong in three dimensions"),
+    ("Conv", lambda node, _: _pads_itself(node), "does not pad by auto_pad"),
+    ("Dropout", lambda node, _: not _is_trained(node), "drops in inference, too"),
+    (
+        "Gelu",
+        lambda node, _: node.attributes.get_string("approximate", "none") == "tanh",
+        "is the exact one's",
+    ),
+    (
+        "Gemm",
+        lambda node, _: len(node.inputs) > 2 and _rank(node.inputs[2]) == 0,
+        "does not sum to a scalar C",
+    ),
+    (
+        "LayerNormalization",
+        lambda node, active: any(
+            y.is_graph_output() or any(user for user in y.uses()) for y in node.outputs[1:]
+        ),
+        "ignores its mean and deviation",
+    ),
+    ("MaxPool", lambda node, _: node.attributes.get_int("storage_order", 0) == 1, "ignores storage_order"),
+    ("Pad", lambda node, _: len(node.inputs) > 3 and node.inputs[3] is not None, "ignores axes"),
+    (
+        "ScatterElements",
+        lambda node, _: node.attributes.get_string("reduction", "none") != "none",
+        "ignores reduction",
+    ),
+    (
+        "ScatterND",
+        lambda node, _: node.attributes.get_string("reduction", "none") != "none",
+        "ignores reduction",
+    ),
+    (
+        "Where",
+        lambda node, active: any(
+            x in active and x.shape != node.outputs[0].shape for x in node.inputs[1:] if x
+        ),
+        "does not sum where it broadcasts",
+    ),
+)
+
+
+def _wrong(node: ir.Node, active: frozenset[ir.Value]) -> str:
+    """Return what is wrong with the builder's gradient of a node, or nothing."""
+    if node.domain != "":
+        return ""
+    reasons = (reason for op_type, test, reason in WRONG if op_type == node.op_type and test(node, active))
+    return ", ".join(f"has it wrong: it {reason}" for reason in reasons)
 
 
 def _seeded(y: ir.Value) -> str:
@@ -198,10 +290,12 @@ def _is_small(x: ir.Value) -> bool:
     return tensor is not None and tensor.size <= SMALL
 
 
-def _reason(error: RuntimeError) -> str:
-    """Return what the builder says of an operator, without its source's path."""
+def _said(error: RuntimeError | None) -> str:
+    """Return what the builder says of an operator, without where in its source."""
     text = " ".join(str(error).split())
     if UNREGISTERED in text:
-        return f"{TRAINING_RUNTIME} has none: use Gradient"
-    said = re.split(r"was false\. |\[ONNXRuntimeError\] : \d+ : \w+ : ", text)[-1]
-    return f"{TRAINING_RUNTIME} says: {said or text}"
+        return "has none"
+    missing = re.search(r"NodeArg by name: (.*)_grad|partial derivative for '(.*)' as", text)
+    if missing:
+        return f"has none by {missing[1] or missing[2]!r}"
+    return f"says: {re.sub(LOCATION, '', text)}"
