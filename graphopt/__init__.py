@@ -6,6 +6,7 @@ from graphopt.forward_backward import ForwardBackward
 from graphopt.listing import listing
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, grad, standard
+from graphopt.plot import dot, mermaid, plot
 
 __all__ = [
     "Executor",
@@ -14,9 +15,12 @@ __all__ = [
     "GraphoptError",
     "Pipeline",
     "compile",
+    "dot",
     "grad",
     "listing",
     "load",
+    "mermaid",
+    "plot",
     "save",
     "standard",
 ]

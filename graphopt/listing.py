@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -26,21 +26,21 @@ def size(model: ir.Model) -> int:
 
 def _lines(graph: ir.Graph) -> Iterator[str]:
     for value in graph.inputs:
-        yield f"{_kind(value, 'input')} {typed(value)}{_default(value)}"
+        yield f"{_kind(value, 'input')} {_typed(value)}{_default(value)}"
     for value in graph.initializers.values():
         if not value.is_graph_input() and inline(value) is None:
-            yield f"initializer {typed(value)}"
+            yield f"initializer {_typed(value)}"
     for node in graph:
         if node.op_type != "Constant" or inline(node.outputs[0]) is None:
-            yield _node(node)
+            yield _node(node, graph.opset_imports)
     for value in graph.outputs:
-        yield f"output {_kind(value, '')} {typed(value)}".replace("  ", " ")
+        yield f"output {_kind(value, '')} {_typed(value)}".replace("  ", " ")
 
 
-def _node(node: ir.Node) -> str:
-    outputs = ", ".join(typed(value) for value in node.outputs)
+def _node(node: ir.Node, versions: Mapping[str, int]) -> str:
+    outputs = ", ".join(_typed(value) for value in node.outputs)
     inputs = ", ".join("-" if x is None else inline(x) or str(x.name) for x in node.inputs)
-    attributes = "".join(f" {name}={text}" for name, text in attributes_of(node))
+    attributes = "".join(f" {name}={text}" for name, text in shown_attributes(node, versions))
     return f"{outputs} = {operator_of(node)}({inputs}){attributes}"
 
 
@@ -49,10 +49,9 @@ def operator_of(node: ir.Node) -> str:
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
-def attributes_of(node: ir.Node) -> list[tuple[str, str]]:
+def shown_attributes(node: ir.Node, versions: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the names and values of a node's attributes that differ from their defaults."""
-    version = 0 if node.graph is None else node.graph.opset_imports.get(node.domain, 0)
-    known = defaults(node.domain, node.op_type, version)
+    known = defaults(node.domain, node.op_type, versions.get(node.domain, 0))
     return [
         (name, _attribute(attribute))
         for name, attribute in sorted(node.attributes.items())
@@ -72,11 +71,15 @@ def _attribute(attribute: ir.Attr) -> str:
     )
 
 
-def typed(value: ir.Value) -> str:
-    """Return a value's name, element type and shape."""
+def _typed(value: ir.Value) -> str:
+    return f"{value.name}: {type_of(value)}"
+
+
+def type_of(value: ir.Value) -> str:
+    """Return a value's element type and shape."""
     dtype = "?" if value.dtype is None else value.dtype.name.lower()
     shape = "" if value.shape is None else f"[{','.join(_dimension(dim) for dim in value.shape)}]"
-    return f"{value.name}: {dtype}{shape}"
+    return f"{dtype}{shape}"
 
 
 def _dimension(dim: int | ir.SymbolicDim) -> str:

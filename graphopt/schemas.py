@@ -18,3 +18,16 @@ def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
         return {}
     protos = {name: attribute.default_value for name, attribute in schema.attributes.items()}
     return {name: ir.serde.deserialize_attribute(proto).value for name, proto in protos.items() if proto.name}
+
+
+@functools.cache
+def input_name(domain: str, op_type: str, version: int, index: int) -> str:
+    """Return the name that an operator gives an input; its index where the operator is unknown."""
+    try:
+        inputs = onnx.defs.get_schema(op_type, version, domain).inputs
+    except onnx.defs.SchemaError:
+        return f"input {index}"
+    last = len(inputs) - 1
+    formal = inputs[min(index, last)]
+    variadic = formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
+    return f"{formal.name}[{index - last}]" if variadic else formal.name
