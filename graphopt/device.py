@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.emitter import captured
 from graphopt.errors import GraphoptError
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class Device:
                 f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}"
             )
         try:
-            return self.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__(), dtype == np.bool_))
+            if dtype == np.bool_:  # which ONNX Runtime does not take by DLPack
+                return self.value(np.from_dlpack(tensor), dtype)
+            return self.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
         except (BufferError, RuntimeError) as error:
             raise GraphoptError(f"expected a tensor to share: {' '.join(str(error).split())}") from error
 
@@ -134,10 +137,10 @@ class Agent:
 
     def __init__(self, device: Device, model: ir.Model) -> None:
         self._ort = device.ort
-        if not has_agent(device):
+        refused = refuses_agent(device, model)
+        if refused:
             raise GraphoptError(
-                f"expected a TrainingAgent, this onnxruntime {self._ort.__version__} has none: "
-                f"pip install 'graphopt[training]', which runs on Linux"
+                f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
             )
         c = self._c = self._ort.capi._pybind_state
         options = device.options()
@@ -176,9 +179,19 @@ class Agent:
         return [self._ort.OrtValue(value) for value in fetches]
 
 
-def has_agent(device: Device) -> bool:
-    """Tell whether the installed ONNX Runtime has a TrainingAgent."""
-    return hasattr(device.ort.capi._pybind_state, "TrainingAgent")
+def refuses_agent(device: Device, model: ir.Model) -> str | None:
+    """Return why no TrainingAgent runs a graph, or None.
+
+    onnxruntime-training 1.19.2 aborts the process where, beside a YieldOp, a body of If, Loop or Scan uses what a
+    node computes.
+    """
+    if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):
+        return f"onnxruntime {device.ort.__version__} has none: pip install 'graphopt[training]', which runs on Linux"
+    for node in model.graph:
+        for value in captured(node):
+            if value.producer() is not None:
+                return f"none takes {node.op_type} node {node.name!r}, whose body uses {value.name!r} from around it"
+    return None
 
 
 def _is_double(model: ir.Model) -> bool:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt import inference
-from graphopt.device import Agent, Device, has_agent
+from graphopt.device import Agent, Device, refuses_agent
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input, check_shared, shared_dimensions
 from graphopt.loading import Source
@@ -191,7 +191,9 @@ class ForwardBackward:
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
         self._read = set(_names(self.backward_model.graph.inputs))
         self._state = {name: self._device.buffer(array) for name, array in take_initial(self._model).items()}
-        self.engine = "agent" if engine == "auto" and has_agent(self._device) else engine
+        self.engine = engine
+        if engine == "auto":
+            self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
         self._engine = self._start()
         self._inference: tuple[onnxruntime.InferenceSession, list[str]] | None = None
         self._last: Forward | None = None

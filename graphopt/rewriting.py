@@ -38,8 +38,9 @@ class Pass(ir.passes.InPlacePass):
 
 @contextlib.contextmanager
 def outputs_kept(model: ir.Model) -> Iterator[None]:
-    """Keep the outputs' names and metadata while rewriters that know nothing of them replace and merge values."""
+    """Keep the names of inputs and outputs, and the outputs' metadata, while rewriters that know nothing of them run."""
     outputs = model.graph.outputs
+    given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
     kept = [(str(output.name), dict(output.metadata_props)) for output in outputs]
     taken = {name for name, _ in kept}
     yield
@@ -52,6 +53,9 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
                 outputs[i] = op.Identity(output, _outputs=[name])
             outputs[i].metadata_props.clear()
             outputs[i].metadata_props.update(metadata)
+    for value, own in given:
+        if value.name != own:
+            value.name = own
 
 
 @contextlib.contextmanager
