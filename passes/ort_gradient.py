@@ -7,7 +7,7 @@ The builder is given the part of the graph between the parameters and the loss a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -17,7 +17,7 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 from passes.gradients import GradientSource
-from passes.gradients.walk import between, constant_of, further_output, reaches, reads
+from passes.gradients.walk import between, constant_of, further_output, may_broadcast, reaches, reads
 
 __all__ = ["OrtGradient"]
 
@@ -218,8 +218,24 @@ def _pads_itself(node: ir.Node) -> bool:
     return node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
 
 
-def _rank(x: ir.Value | None) -> int | None:
-    return None if x is None or x.shape is None else len(x.shape)
+def _dims(x: ir.Value | None) -> tuple[int | ir.SymbolicDim, ...]:
+    return () if x is None or x.shape is None else tuple(x.shape)
+
+
+def _are_known(dims: Iterable[int | ir.SymbolicDim]) -> bool:
+    return all(isinstance(dim, int) for dim in dims)
+
+
+def _broadcasts_unseen(node: ir.Node, active: frozenset[ir.Value]) -> bool:
+    """Tell whether only the run shows if an input is stretched."""
+    skipped = 2 if node.op_type == "MatMul" else 0  # the dimensions of the matrices
+    inputs = node.inputs[2:] if node.op_type == "Gemm" else node.inputs
+    have = _dims(node.outputs[0])
+    have = have[: len(have) - skipped]
+    wanted = [_dims(x) for x in inputs if x in active]
+    wanted = [dims[: len(dims) - skipped] for dims in wanted]
+    pairs = [pair for want in wanted for pair in zip(reversed(have), reversed(want), strict=False)]
+    return any(may_broadcast(*pair) for pair in pairs)
 
 
 # What the builder has wrong, without a word unless the reason says so, and the reason.
@@ -231,7 +247,8 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
         lambda node, _: any(size != 1 for size in node.attributes.get_ints("dilations", ())),
         "ignores dilations",
     ),
-    ("AveragePool", lambda node, _: _rank(node.inputs[0]) == 5, "is wrong in three dimensions"),
+    ("AveragePool", lambda node, _: len(_dims(node.inputs[0])) == 5, "is wrong in three dimensions"),
+    ("AveragePool", lambda node, _: not _are_known(_dims(node.inputs[0])), "needs all sizes of its input"),
     ("Conv", lambda node, _: _pads_itself(node), "does not pad by auto_pad"),
     ("Dropout", lambda node, _: not _is_trained(node), "drops in inference, too"),
     (
@@ -241,7 +258,7 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
     ),
     (
         "Gemm",
-        lambda node, _: len(node.inputs) > 2 and _rank(node.inputs[2]) == 0,
+        lambda node, _: len(node.inputs) > 2 and _dims(node.inputs[2]) == (),
         "does not sum to a scalar C",
     ),
     (
@@ -250,6 +267,11 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
             y.is_graph_output() or any(user for user in y.uses()) for y in node.outputs[1:]
         ),
         "ignores its mean and deviation",
+    ),
+    (
+        "MaxPool",
+        lambda node, _: not _are_known(_dims(node.inputs[0])[1:]),
+        "needs all sizes of its input but the first",
     ),
     ("MaxPool", lambda node, _: node.attributes.get_int("storage_order", 0) == 1, "ignores storage_order"),
     ("Pad", lambda node, _: len(node.inputs) > 3 and node.inputs[3] is not None, "ignores axes"),
@@ -269,6 +291,10 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
             x in active and x.shape != node.outputs[0].shape for x in node.inputs[1:] if x
         ),
         "does not sum where it broadcasts",
+    ),
+    *(
+        (op_type, _broadcasts_unseen, "takes sizes of different names for equal ones")
+        for op_type in ("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "MatMul", "Gemm", "Expand")
     ),
 )
 

@@ -225,7 +225,7 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
             f"the gradient by {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, found "
             f"{gradient.shape}: the rule of what uses {x.name!r} is wrong"
         )
-    if any(_may_broadcast(h, w) for h, w in tails):
+    if any(may_broadcast(h, w) for h, w in tails):
         return like(_sum_to_dynamic(op, gradient, x), x)
     stretched = [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
     if lead and stretched:
@@ -238,7 +238,7 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return gradient
 
 
-def _may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
+def may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
     """Tell whether only the run shows if a dimension `want` was stretched to `have`."""
     if isinstance(want, int) or have == 1:
         return False
