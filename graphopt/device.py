@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import captured
 from graphopt.errors import GraphoptError
+from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -49,6 +50,12 @@ class Device:
                 disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
             )
         except Exception as error:
+            if model.metadata_props.get(RUNTIME) == TRAINING_RUNTIME and not self.trains:
+                raise GraphoptError(
+                    f"the graph needs {TRAINING_RUNTIME}, found onnxruntime {self.ort.__version__}: pip install "
+                    f"'graphopt[training]' in an environment of its own, or compile without OrtGradient and fused "
+                    f"kernels"
+                ) from error
             raise GraphoptError(
                 f"onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
             ) from error
@@ -57,6 +64,11 @@ class Device:
                 f"device 'cuda:{self.index}': the CUDA provider did not start: look for its libraries and a GPU"
             )
         return session
+
+    @property
+    def trains(self) -> bool:
+        """Whether the runtime is onnxruntime-training."""
+        return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
 
     def options(self) -> onnxruntime.SessionOptions:
         """Return options for a session of its own."""
