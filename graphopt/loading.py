@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -17,6 +17,8 @@ from graphopt.errors import GraphoptError
 
 # Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 2**31}
+# Those that onnxruntime-training has there alone: a copy with them elsewhere is checked.
+TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], 2**31)
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -36,9 +38,9 @@ def load(source: Source) -> ir.Model:
     name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
-    proto = _with_domains(proto)
+    proto = _with_domains(proto, RUNTIMES_OWN)
     try:
-        onnx.checker.check_model(proto)
+        onnx.checker.check_model(_with_domains(proto, TRAININGS_OWN))
     except onnx.checker.ValidationError as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {' '.join(str(error).split())}") from error
     except (
@@ -59,10 +61,10 @@ def load(source: Source) -> ir.Model:
     return _without(proto, {output.name: output.type for output in made_of_tensors})
 
 
-def _with_domains(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _with_domains(proto: onnx.ModelProto, added: Mapping[str, int]) -> onnx.ModelProto:
     """Return a model in which operators that ONNX Runtime adds to ONNX's domain stand in its own."""
     version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
-    own = [op_type for op_type, since in RUNTIMES_OWN.items() if version < since]
+    own = [op_type for op_type, since in added.items() if version < since]
     if not any(node.op_type in own and not node.domain for node in proto.graph.node):
         return proto
     copy = onnx.ModelProto()
