@@ -4,6 +4,7 @@ from passes.accumulate import *
 from passes.clipping import *
 from passes.differentiate import *
 from passes.gradients import Gradient as Gradient
+from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient
 from passes.losses import *
 from passes.normalize import *

@@ -91,6 +91,7 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
     families = {
         "loss": passes.Loss,
         "regularizer": passes.Regularizer,
+        "gradient": passes.GradientSource,
         "clip": passes.Clip,
         "schedule": passes.Schedule,
         "optimizer": passes.Optimizer,
@@ -107,16 +108,16 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
 
 def test_the_primary_config_has_the_standard_pipeline() -> None:
     config = OmegaConf.load(FOLDER / "graphopt.yaml")
+    chosen = {group: option for one in config.defaults if one != "_self_" for group, option in one.items()}
     steps = {
         name: step for name, step in OmegaConf.to_container(config.pipeline).items() if name != "_target_"
     }
     assert list(steps) == list(STANDARD)
     for name, target in STANDARD.items():
-        node = (
-            OmegaConf.to_container(config[name])
-            if steps[name] == f"${{{name}}}" and name in config
-            else steps[name]
-        )
+        node = steps[name]
+        if node == f"${{{name}}}":
+            path = FOLDER / name / f"{chosen.get(name)}.yaml"
+            node = OmegaConf.to_container(config[name] if name in config else OmegaConf.load(path))
         if target is None:
             assert steps[name] == f"${{{name}}}"
         else:
