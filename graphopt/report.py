@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
 from graphopt.pipeline import Pipeline
-from graphopt.roles import STATE, Role, role_of
+from graphopt.roles import RUNTIME, STATE, Role, role_of
 
 
 @dataclass
@@ -87,6 +87,8 @@ def _summary(found: Report) -> Iterator[str]:
     else:
         state = [value for value in final.graph.inputs if role_of(value) in STATE]
         yield "blocked    by nothing"
+        if RUNTIME in final.metadata_props:
+            yield f"needs      {final.metadata_props[RUNTIME]}"
         yield f"step       {size(final)} nodes, state {_counted(state)}"
         yield f"operators  {_operators(final)}"
     rows = [("passes", "nodes", "seconds", "")]
