@@ -6,6 +6,7 @@ from graphopt.forward_backward import ForwardBackward
 from graphopt.listing import listing
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, grad, standard
+from graphopt.trainer import Trainer
 from graphopt.plot import dot, mermaid, plot
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NonFiniteLoss",
     "GraphoptError",
     "Pipeline",
+    "Trainer",
     "compile",
     "dot",
     "grad",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
+from graphopt.data.loader import Shuffle, draw
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor
 from graphopt.metrics import metrics
@@ -37,9 +38,10 @@ def fit(
     *,
     epochs: int = 20,
     batch_size: int = 32,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     validation: float | Data | None = 0.2,
+    validation_every: int = 1,
     allow_nan: bool = False,
     observers: Sequence[Observer] = (),
 ) -> list[Record]:
@@ -50,8 +52,10 @@ def fit(
 
     Args:
         data: a data set, or arrays named like the model's inputs, and `target`.
-        shuffle: draw the rows to hold out and each epoch's order; otherwise rows stay in order, the last out.
+        shuffle: draw the rows to hold out and each epoch's order, or of batches of `consecutive` rows; otherwise
+            rows stay in order, the last out.
         validation: the share of rows to hold out, a data set of its own, or None.
+        validation_every: the number of epochs from one validation to the next; there is one after the last epoch.
         allow_nan: train on data with NaN in it.
         observers: what watches, such as a display.
 
@@ -61,6 +65,10 @@ def fit(
     """
     if epochs < 1:
         raise GraphoptError(f"fit.epochs: expected 1 or more, found {epochs}")
+    if shuffle not in (True, False, "consecutive"):
+        raise GraphoptError(f"fit.shuffle: expected true, false or 'consecutive', found {shuffle!r}")
+    if validation_every < 1:
+        raise GraphoptError(f"fit.validation_every: expected 1 or more, found {validation_every}")
     random = np.random.default_rng(seed)
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
@@ -83,11 +91,11 @@ def fit(
     records = []
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
-        order = random.permutation(rows) if shuffle else rows
-        record = _mean(_steps(executor, batches, order, batch_size, observers, epoch))
+        drawn = draw(rows, batch_size, shuffle, random)
+        record = _mean(_steps(executor, batches, drawn, observers, epoch))
         seconds = time.perf_counter() - start
         record = {"epoch": epoch, "step": executor.steps, **record}
-        if held_out is not None:
+        if held_out is not None and (epoch % validation_every == 0 or epoch == epochs):
             measured = held_out.measure(executor, batch_size)
             record |= {"validation_loss": measured.pop("data_loss", measured["loss"])}
             record |= {name: value for name, value in measured.items() if name not in record}
@@ -160,12 +168,11 @@ class _HeldOut:
 def _steps(
     executor: Executor,
     batches: Batches,
-    order: Rows,
-    batch_size: int,
+    order: Iterable[Rows],
     observers: Sequence[Observer],
     epoch: int,
 ) -> Iterator[tuple[int, Record]]:
-    for rows in Batches.split(order, batch_size):
+    for rows in order:
         if isinstance(rows, np.ndarray):
             rows.sort()  # memory-mapped rows are read in the file's order
         values = executor.step(batches.take(rows))

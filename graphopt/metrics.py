@@ -19,6 +19,8 @@ class Metric(Protocol):
 
     def result(self) -> dict[str, float]: ...
 
+    def predicted(self, prediction: np.ndarray) -> np.ndarray: ...
+
 
 class Accuracy:
     """The share of predicted classes that are the target's.
@@ -33,14 +35,12 @@ class Accuracy:
         self._right = self._count = 0
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
-        axis = self._options.get("axis", -1)
         if self._task == "binary":
-            target = target > sum(self._options["labels"]) / 2
-            prediction = prediction > self._options["threshold"]
-        else:
-            prediction = prediction.argmax(axis)
-            target = target.argmax(axis) if self._options.get("target_probabilities") else target
-        right = prediction == target
+            low, high = self._options["labels"]
+            target = np.where(target > (low + high) / 2, high, low)
+        elif self._options.get("target_probabilities"):
+            target = target.argmax(self._options["axis"])
+        right = self.predicted(prediction) == target
         if self._options.get("ignore_index") is not None:
             right = right[target != self._options["ignore_index"]]
         self._right += int(right.sum())
@@ -48,6 +48,13 @@ class Accuracy:
 
     def result(self) -> dict[str, float]:
         return {"accuracy": self._right / self._count} if self._count else {}
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the predicted labels or class numbers."""
+        if self._task == "binary":
+            low, high = self._options["labels"]
+            return np.where(prediction > self._options["threshold"], high, low)
+        return np.asarray(prediction.argmax(self._options["axis"]))
 
 
 class Regression:
@@ -79,6 +86,10 @@ class Regression:
         if np.any(spread <= 0):  # R2 compares with the mean, which is exact here
             return error
         return {"r2": float(np.mean(1 - self._squared / spread)), **error}
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the prediction."""
+        return prediction
 
 
 def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:

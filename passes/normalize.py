@@ -63,9 +63,7 @@ class Normalize(Pass):
             set_role(value, role_of(value) or Role.PREDICTION)
 
     def _prepare(self, model: ir.Model) -> None:
-        common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(
-            model
-        )
+        common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)

@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-
 @dataclass(frozen=True)
 class Schedule(Pass):
     """Compute the learning rate from the number of steps done, 0 in the first step.

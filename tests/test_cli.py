@@ -168,7 +168,7 @@ REFUSED = {
     "a value to set": (["data=csv", "data.path=???"], "data.path: missing: set data.path=..."),
     "a value that is gone": (["~data.path"], "data.path: missing: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
-    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: clip, data"),
+    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, clip"),
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),

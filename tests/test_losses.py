@@ -11,7 +11,7 @@ import onnxscript
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from builders import identity, model, run
+from builders import identity, linear, model, run
 from onnxscript import opset21
 from onnxscript.onnx_types import DOUBLE
 
@@ -220,7 +220,7 @@ def test_a_target_tells_its_metric():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean' or 'sum', found 'max'"),
+        (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean', 'sum' or 'none', found 'max'"),
         (lambda: passes.CrossEntropy(axis=5), "loss.axis=5: the prediction 'y' has 2 axes"),
         (lambda: passes.CrossEntropy(axis=0), "known number of classes along axis 0"),
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
@@ -233,3 +233,15 @@ def test_a_target_tells_its_metric():
 def test_a_loss_that_does_not_fit_is_refused(loss, message):
     with pytest.raises(graphopt.GraphoptError, match=message):
         of(loss(), P.shape)
+
+
+def test_a_batch_in_which_no_row_counts_changes_nothing():
+    step = graphopt.compile(
+        linear(), loss=passes.MeanSquaredError(sample_weight=True), optimizer=passes.SGD(0.1)
+    )
+    executor = graphopt.Executor(step)
+    before = executor.parameters
+    x = np.ones((4, 3), np.float32)
+    assert executor.step(x=x, target=x[:, :2], sample_weight=np.zeros(4, np.float32))["loss"] == 0
+    for name, value in executor.parameters.items():
+        np.testing.assert_array_equal(value, before[name])

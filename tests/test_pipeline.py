@@ -13,14 +13,14 @@ import passes
 from graphopt import roles
 from graphopt.pipeline import STANDARD, standard
 from graphopt.roles import Role
-from passes import gradient
+from passes import gradients
 
 X = np.random.default_rng(4).standard_normal((8, 4)).astype(np.float32)
 T = np.tanh(X[:, :3])
 FEEDS = {"x": X, "target": T}
 
 
-def full_pipeline():
+def full_pipeline(**steps):
     return standard(
         training=passes.TrainingMode(),
         loss=passes.CustomLoss(lambda op, p, t: op.Abs(p - t)),
@@ -28,6 +28,7 @@ def full_pipeline():
         clip=passes.ClipGlobalNorm(1.0),
         optimizer=passes.AdamW(0.01),
         schedule=passes.Cosine(steps=10, warmup=2),
+        **steps,
     )
 
 
@@ -37,7 +38,7 @@ def losses(step, count=5):
 
 @pytest.mark.parametrize("cut", [name for name in STANDARD if name != "simplify"])
 def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
-    pipeline = full_pipeline()
+    pipeline = full_pipeline(accumulate=passes.Accumulate(2))
     graphopt.save(pipeline.until(cut)(mlp()), tmp_path / "prefix.onnx")
     onnx.checker.check_model(tmp_path / "prefix.onnx", full_check=True)
     assert losses(pipeline.after(cut)(tmp_path / "prefix.onnx")) == losses(pipeline(mlp()))
@@ -124,7 +125,7 @@ def test_without_an_optimizer_gradients_are_reported():
     [
         (
             lambda: graphopt.compile(mlp(), optimiser=passes.SGD()),
-            "unknown step 'optimiser'; known: clip, gradient",
+            "unknown step 'optimiser'; known: accumulate, clip",
         ),
         (lambda: full_pipeline().until("nothing"), "unknown step 'nothing'"),
         (lambda: graphopt.Pipeline(loss="mse"), "pipeline.loss: expected a pass"),
@@ -373,7 +374,7 @@ def test_all_operators_without_a_rule_are_named_at_once_with_what_they_block():
         text.replace("Hidden", "LpNormalization"),
         **{name: np.ones(8) for name in ("first", "second", "third")},
     )
-    lacking = [name for name in ("LRN", "LpNormalization") if not gradient.has_rule("", name)]
+    lacking = [name for name in ("LRN", "LpNormalization") if not gradients.has_rule("", name)]
     if len(lacking) < 2:
         pytest.skip("both operators have rules now")
     with pytest.raises(graphopt.GraphoptError) as caught:

@@ -49,6 +49,11 @@ class GradientSource(Pass):
     @final
     def rewrite(self, model: ir.Model) -> None:
         loss = roles.the(model, Role.LOSS, "Gradient")
+        if loss.shape is None or len(loss.shape) > 0:
+            raise GraphoptError(
+                f"Gradient needs a loss that is one number, found shape {loss.shape}: set "
+                "loss.reduction to 'mean' or 'sum'"
+            )
         parameters = roles.with_role(model, Role.PARAMETER)
         if not parameters:
             raise GraphoptError(

@@ -24,7 +24,8 @@ class Loss(Pass):
 
     Args:
         output: the name of the output to compare, where the model has several floating ones.
-        reduction: `mean` over all elements (weighted, where there are weights) or `sum`.
+        reduction: `mean` over all elements (weighted, where there are weights) or `sum`; `none`: a loss a row, the
+            mean of its elements, which no gradient is taken of.
         sample_weight: add an input `sample_weight`, a weight a row: `mean` is then the weighted mean.
 
     Raises:
@@ -32,14 +33,14 @@ class Loss(Pass):
     """
 
     output: str | None = field(default=None, kw_only=True)
-    reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+    reduction: Literal["mean", "sum", "none"] = field(default="mean", kw_only=True)
     sample_weight: bool = field(default=False, kw_only=True)
 
     task: ClassVar[str] = "regression"
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise GraphoptError(f"reduction: expected 'mean' or 'sum', found {self.reduction!r}")
+        if self.reduction not in ("mean", "sum", "none"):
+            raise GraphoptError(f"reduction: expected 'mean', 'sum' or 'none', found {self.reduction!r}")
 
     @final
     def rewrite(self, model: ir.Model) -> None:
@@ -48,7 +49,7 @@ class Loss(Pass):
 
     @final
     def term(self, model: ir.Model, op: Emitter, target_name: str = "target") -> ir.Value:
-        """Add the target's input and emit the reduced loss, a scalar."""
+        """Add the target's input and emit the reduced loss, a scalar or one a row."""
         prediction = self._prediction(model)
         target = self._target(model, op, prediction, target_name)
         elements = self.compare(op, prediction, target)
@@ -57,6 +58,10 @@ class Loss(Pass):
             rows = _along_rows(op, _sample_weight(model, prediction), elements)
             elements = elements * rows
             weights = rows if weights is None else weights * rows
+        if self.reduction == "none":
+            assert elements.shape is not None
+            axes = [*range(1, len(elements.shape))]
+            return op.ReduceMean(elements, axes, keepdims=0) if axes else elements
         total = op.ReduceSum(elements, keepdims=0)
         if self.reduction == "sum":
             return total
@@ -64,7 +69,7 @@ class Loss(Pass):
             return op.ReduceMean(elements, keepdims=0)
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
-        return total / op.ReduceSum(weights, keepdims=0)
+        return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 where no row counts
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
@@ -135,6 +140,11 @@ def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
     assert elements.shape is not None
     rank = len(elements.shape)
     return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
+
+
+def _tiny(value: ir.Value) -> float:
+    assert value.dtype is not None
+    return float(np.finfo(value.dtype.numpy()).tiny)
 
 
 def epsilon(value: ir.Value) -> float:

@@ -1,0 +1,67 @@
+"""Batches of an epoch: every row once, in an order that is drawn anew each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from graphopt.data.batches import Batches, Rows
+from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.errors import GraphoptError
+
+Shuffle = bool | Literal["consecutive"]
+
+
+def draw(rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Generator) -> Iterator[Rows]:
+    """Yield the rows of each batch of an epoch.
+
+    Args:
+        shuffle: rows in random order; `consecutive`: random batches of neighbours, which are read from memory or a
+            file in one piece, the cuts between them drawn anew each epoch; or the order that rows have.
+    """
+    if shuffle is True:
+        yield from Batches.split(random.permutation(rows), batch_size)
+    elif shuffle == "consecutive":
+        batches = list(Batches.split(np.roll(rows, -random.integers(len(rows))), batch_size))
+        for i in random.permutation(len(batches)):
+            yield batches[i]
+    else:
+        yield from Batches.split(rows, batch_size)
+
+
+class Loader:
+    """Iterates over the batches of an epoch, arrays by name; each iteration is another epoch.
+
+    Args:
+        data: a data set, or arrays by name.
+        batch_size: the rows of a batch; the last may have fewer.
+        shuffle: as in `draw`.
+
+    Raises:
+        GraphoptError: the arrays have not as many rows each, or `batch_size` is less than 1.
+    """
+
+    def __init__(
+        self,
+        data: Dataset | Mapping[str, np.ndarray],
+        batch_size: int = 32,
+        *,
+        shuffle: Shuffle = True,
+        seed: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+        self._data = as_dataset(data)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._random = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._data) / self._batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for rows in draw(range(len(self._data)), self._batch_size, self._shuffle, self._random):
+            yield {name: np.asarray(array[np.asarray(rows)]) for name, array in self._data.arrays.items()}

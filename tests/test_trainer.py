@@ -1,0 +1,239 @@
+"""The trainer is an estimator: fit, predict, score, states, and scikit-learn's tools."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import onnx
+import pytest
+from builders import linear, mlp
+from onnx.reference import ReferenceEvaluator
+from skl2onnx import to_onnx
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes, make_regression
+from sklearn.linear_model import SGDRegressor
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.neural_network import MLPClassifier
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.data import Loader
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((103, 3))
+W = RNG.standard_normal((3, 2))
+Y = X @ W + 0.5
+LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0)
+
+
+def regression(**options):
+    options = {"optimizer": passes.SGD(0.1), "max_iter": 20, **options}
+    return graphopt.Trainer(linear(), **options)
+
+
+def classification(**options):
+    network = models.mlp([3], 3, hidden=[16])
+    return graphopt.Trainer(
+        network, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01), max_iter=20, **options
+    )
+
+
+def test_a_regression_is_learned():
+    trainer = regression().fit(X, Y)
+    assert trainer.score(X, Y) > 0.9999
+    assert trainer.n_iter_ == len(trainer.train_losses_) == 20
+    assert trainer.train_losses_[-1] < 1e-4 < trainer.train_losses_[0]
+    np.testing.assert_allclose(trainer.predict(X), Y, atol=0.05)
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in trainer.get_trained_onnx().graph.initializer}
+    np.testing.assert_allclose(weights["w"], W, atol=0.02)
+    (y,) = ReferenceEvaluator(trainer.get_trained_onnx()).run(None, {"x": X.astype(np.float32)})
+    np.testing.assert_allclose(trainer.predict(X), y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_classification_is_learned_and_predicts_classes():
+    trainer = classification().fit(X, LABELS)
+    assert trainer.predict(X).shape == (103,)
+    assert trainer.score(X, LABELS) == accuracy_score(LABELS, trainer.predict(X)) > 0.9
+
+
+def test_scores_are_scikit_learns():
+    weights = RNG.uniform(0, 1, 103)
+    trainer = regression(max_iter=2).fit(X, Y)
+    assert trainer.score(X, Y, weights) == pytest.approx(
+        r2_score(Y, trainer.predict(X), sample_weight=weights), rel=1e-9
+    )
+    trainer = classification().fit(X, LABELS)
+    expected = accuracy_score(LABELS, trainer.predict(X), sample_weight=weights)
+    assert trainer.score(X, LABELS, weights) == pytest.approx(expected)
+
+
+def test_losses_are_of_each_row():
+    trainer = regression(max_iter=1).fit(X, Y)
+    expected = ((trainer.predict(X) - Y) ** 2).mean(axis=1)
+    np.testing.assert_allclose(trainer.losses(X, Y), expected, rtol=1e-4)
+    weights = RNG.uniform(0, 1, 103)
+    np.testing.assert_allclose(trainer.losses(X, Y, weights), weights * expected, rtol=1e-4)
+    trainer = classification()
+    logits = graphopt.Executor(
+        graphopt.compile(trainer.model, loss=passes.CrossEntropy(), optimizer=passes.SGD())
+    ).predict(x=X.astype(np.float32))["y"]
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(trainer.losses(X, LABELS), -log_p[np.arange(103), LABELS], rtol=1e-4)
+
+
+def test_weights_of_rows_count():
+    noise = np.where(np.arange(103)[:, None] % 2, 100.0, 0.0)
+    weights = np.where(np.arange(103) % 2, 0.0, 1.0)
+    trainer = regression().fit(X, Y + noise, weights)
+    assert trainer.score(X, Y) > 0.999
+
+
+def test_validation_every_so_many_epochs():
+    trainer = regression(validation_every=4, max_iter=10).fit(X[:80], Y[:80], X_val=X[80:], y_val=Y[80:])
+    assert len(trainer.train_losses_) == 10
+    assert len(trainer.validation_losses_) == 3  # epochs 4, 8 and the last
+    mean = np.mean((trainer.predict(X[80:]) - Y[80:]) ** 2)
+    assert trainer.validation_losses_[-1] == pytest.approx(mean, rel=1e-4)
+
+
+def test_fit_starts_from_the_models_weights_unless_warm():
+    trainer = regression(max_iter=3)
+    first = trainer.fit(X, Y).train_losses_
+    assert trainer.fit(X, Y).train_losses_ == first
+    again = trainer.set_params(warm_start=True).fit(X, Y).train_losses_
+    assert again[0] < first[-1]
+    assert trainer.partial_fit(X, Y).train_losses_[0] < again[-1]
+    initial = regression().losses(X, Y).mean()
+    assert initial == pytest.approx(
+        ((X @ _weight(linear(), "w") + _weight(linear(), "b") - Y) ** 2).mean(), rel=1e-4
+    )
+
+
+def _weight(model: onnx.ModelProto, name: str) -> np.ndarray:
+    return next(onnx.numpy_helper.to_array(x) for x in model.graph.initializer if x.name == name)
+
+
+def test_states_are_read_and_set():
+    trainer = regression(optimizer=passes.SGD(0.1, momentum=0.9), max_iter=3, warm_start=True).fit(X, Y)
+    state = trainer.get_state()
+    assert set(state) == {"w", "b", "w.momentum", "b.momentum", "step"}
+    other = regression(optimizer=passes.SGD(0.1, momentum=0.9), max_iter=3, warm_start=True)
+    other.set_state(state)
+    assert other.fit(X, Y).train_losses_ == trainer.fit(X, Y).train_losses_
+    with pytest.raises(graphopt.GraphoptError, match="state 'z': unknown"):
+        other.set_state({"z": X})
+
+
+def test_weights_go_into_another_model_of_the_same_names():
+    trainer = regression().fit(X, Y)
+    other = linear(seed=5)
+    (y,) = ReferenceEvaluator(trainer.get_trained_onnx(other)).run(None, {"x": X.astype(np.float32)})
+    np.testing.assert_allclose(y, trainer.predict(X), rtol=1e-5, atol=1e-6)
+    with pytest.raises(graphopt.GraphoptError, match="no weight of the trained one's, "):
+        trainer.get_trained_onnx(mlp())
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"weight 'w': expected type 1 and shape \[3, 2\], found 1 and \[4, 2\]"
+    ):
+        trainer.get_trained_onnx(linear(features=4))
+
+
+def test_scikit_learns_tools_take_it():
+    trainer = classification()
+    search = GridSearchCV(trainer, {"optimizer__learning_rate": [1e-6, 0.03], "batch_size": [16]}, cv=2)
+    search.fit(X, LABELS)
+    assert search.best_params_["optimizer__learning_rate"] == 0.03
+    assert search.best_score_ > 0.7
+    copy = clone(trainer)
+    assert copy is not trainer
+    assert copy.get_params(deep=False).keys() == trainer.get_params(deep=False).keys()
+    assert len(cross_val_score(regression(), X, Y, cv=2)) == 2
+    assert "Trainer(" in repr(trainer)
+    assert "batch_size" not in repr(trainer)
+
+
+def test_a_pickle_goes_on_where_it_was():
+    trainer = regression(optimizer=passes.AdamW(0.01), max_iter=2, warm_start=True).fit(X, Y)
+    copy = pickle.loads(pickle.dumps(trainer))
+    assert copy.train_losses_ == trainer.train_losses_
+    assert copy.fit(X, Y).train_losses_ == trainer.fit(X, Y).train_losses_
+
+
+@pytest.mark.parametrize("schedule", ["constant", "invscaling", "optimal"])
+def test_schedules_are_scikit_learns(schedule):
+    x, y = make_regression(60, 4, random_state=0)
+    x, y, eta, alpha = 0.3 * x, y / 50, 0.01, 1.0
+    steps = {"constant": "constant", "invscaling": "invscaling", "optimal": passes.Optimal(alpha=alpha)}
+    theirs = SGDRegressor(
+        max_iter=3,
+        tol=None,
+        learning_rate=schedule,
+        eta0=eta,
+        alpha=alpha,
+        shuffle=False,
+        penalty="l2" if schedule == "optimal" else None,
+    ).fit(x, y)
+    model = linear(4, 1)
+    for weight in model.graph.initializer:
+        weight.CopyFrom(onnx.numpy_helper.from_array(np.zeros(weight.dims, np.float32), weight.name))
+    trainer = graphopt.Trainer(
+        model,
+        loss=passes.CustomLoss(lambda op, p, t: 0.5 * (p - t) * (p - t)),
+        regularizer=passes.L2(alpha / 2, parameters="w") if schedule == "optimal" else None,
+        optimizer=passes.SGD(eta),
+        schedule=steps[schedule],
+        batch_size=1,
+        shuffle=False,
+        max_iter=3,
+    ).fit(x, y)
+    state = trainer.get_state()
+    np.testing.assert_allclose(state["w"].ravel(), theirs.coef_, rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(state["b"].ravel(), theirs.intercept_, rtol=2e-3, atol=1e-4)
+
+
+def test_a_model_of_scikit_learn_is_trained_further():
+    x, y = load_diabetes(return_X_y=True)
+    labels = (y > np.median(y)).astype(int)
+    fitted = MLPClassifier((8,), max_iter=1, random_state=0)
+    with pytest.warns(UserWarning, match="Maximum iterations"):
+        fitted.fit(x, labels)
+    model = to_onnx(fitted, x[:1].astype(np.float32))
+    loss = passes.BinaryCrossEntropy(from_logits=False)
+    outputs = len(model.graph.output)
+    trainer = graphopt.Trainer(model, loss=loss, optimizer=passes.AdamW(0.01), max_iter=30)
+    try:
+        trainer.fit(x, labels)
+    except graphopt.GraphoptError:
+        trainer.set_params(loss=passes.CrossEntropy(from_logits=False)).fit(x, labels)
+    assert trainer.train_losses_[-1] < trainer.train_losses_[0]
+    assert len(trainer.get_trained_onnx().graph.output) == outputs
+
+
+@pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+def test_a_loader_reaches_every_row_in_each_epoch(shuffle):
+    loader = Loader({"x": np.arange(103)}, 10, shuffle=shuffle, seed=1)
+    epochs = [np.concatenate([batch["x"] for batch in loader]) for _ in range(2)]
+    assert len(loader) == 11
+    for rows in epochs:
+        np.testing.assert_array_equal(np.sort(rows), np.arange(103))
+    assert np.array_equal(*epochs) == (shuffle is False)
+    if shuffle == "consecutive":
+        batches = [batch["x"] for batch in loader]
+        assert all(np.isin(np.diff(batch), [1, -102]).all() for batch in batches)
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(graphopt.GraphoptError, match="unknown schedule 'cosine'"):
+        regression(schedule="cosine").fit(X, Y)
+    with pytest.raises(graphopt.GraphoptError, match="unknown option 'eta'"):
+        regression().set_params(eta=1)
+    with pytest.raises(graphopt.GraphoptError, match="expected as many rows in every array"):
+        regression().fit(X, Y[:5])
+    with pytest.raises(graphopt.GraphoptError, match=r"expected rows of shape \[3\], found \[2\]"):
+        regression().predict(X[:, :2])
+    with pytest.raises(graphopt.GraphoptError, match="expected true, false or 'consecutive', found 'rows'"):
+        regression(shuffle="rows").fit(X, Y)
+    with pytest.raises(graphopt.GraphoptError, match="reduction to 'mean' or 'sum'"):
+        graphopt.compile(linear(), loss=passes.MeanSquaredError(reduction="none"))
