@@ -89,4 +89,5 @@ class Simplify(Pass):
                 _rewrite(model)
                 common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
             common.OutputFixPass()(model)
+            common.RemoveUnusedNodesPass()(model)  # folding leaves initializers that nothing reads
             common.NameFixPass()(model)
