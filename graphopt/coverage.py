@@ -1,13 +1,16 @@
 """Which operators have gradients: ONNX's own node tests, each proved by finite differences.
 
 `python -m graphopt.coverage [--runtime] [OPERATOR ...]` prints the table: operator, cases, passed, and why others are
-refused; with `--runtime`, whether ONNX Runtime computes the same gradients in float32.
+refused; with `--runtime`, whether ONNX Runtime computes the same gradients in float32; with `--gradient onnxruntime`,
+whether onnxruntime-training's own gradients are the same, and who refuses the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -18,8 +21,9 @@ import onnx
 import onnx.backend.test.case.node
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, NoGradient
 from graphopt.executor import run as execute
+from graphopt.loading import Source
 from graphopt.testing import (
     Arrays,
     check_gradient,
@@ -55,6 +59,15 @@ FLOAT32_ALONE = {"Celu": 1e-2, "DequantizeLinear": 1e-2, "DynamicQuantizeLinear"
 
 # Operators that draw numbers: with a seed they draw the same ones each time.
 RANDOM = {"Bernoulli"}
+
+# Where the gradient pass comes from, by the name of its recipe.
+SOURCES = {"standard": "passes.Gradient", "onnxruntime": "passes.OrtGradient"}
+
+# How far two float32 gradients may be apart, relative to the largest element.
+SOURCE_TOLERANCE = 1e-5
+
+# Operators on which ONNX Runtime 1.19 ends the process.
+FATAL = {"RotaryEmbedding"}
 
 # How far a float32 gradient may be from the float64 one, relative to the largest element.
 RUNTIME_TOLERANCE = 1e-3
@@ -136,6 +149,13 @@ def runtime_refusal(case: Case) -> str:
     return attempt(lambda: check_runtime(case, proved(case, 0)))
 
 
+def source_refusal(case: Case, gradient: str = SOURCES["onnxruntime"]) -> str:
+    """Return who refuses a gradient of a case, and why, or how it differs from the rules'; nothing where it agrees."""
+    if case.op_type in FATAL:
+        return "runtime: onnxruntime 1.19 ends the process on it"
+    return attempt(lambda: check_sources(case.at_a_point()[0], case.at_a_point()[1], gradient, case.held))
+
+
 def attempt(check: Callable[[], object]) -> str:
     """Return the error that a check ends with, or nothing."""
     try:
@@ -174,6 +194,69 @@ def check_runtime(case: Case, gradients: Arrays) -> None:
             raise GraphoptError(f"ONNX Runtime's gradient differs by {error:.1e}")
 
 
+def check_sources(source: Source, point: Arrays, gradient: str, held: Collection[str] = ()) -> None:
+    """Compare the gradients that two passes give in float32, by each input apart, to 1e-5 of the largest.
+
+    Gradients on which float32 itself is that far from float64 are compared with those in float64.
+
+    Raises:
+        GraphoptError: they differ, or one who can be named refuses: a pass, or the runtime.
+    """
+    model = in_precision(normalized(source), ir.DataType.FLOAT)
+    point = in_types(model, point)
+    seeds = random_seeds(evaluate(model, point))
+    problems: dict[str, list[str]] = {}
+    for name in (str(x.name) for x in model.graph.inputs if x.name not in held):
+        if is_floating(point[name]):
+            problem = attempt(functools.partial(_check_source, model, point, seeds, gradient, name))
+            problems.setdefault(problem, []).append(repr(name))
+    by = "" if len(problems) == 1 else " (by {})"
+    lines = [line + by.format(", ".join(names)) for line, names in sorted(problems.items()) if line]
+    if lines:
+        raise GraphoptError("; ".join(lines))
+
+
+def _check_source(model: ir.Model, point: Arrays, seeds: Arrays, gradient: str, name: str) -> None:
+    with _said_by(gradient.removeprefix("passes.")):
+        theirs = gradient_model(model, gradient, [name])
+    with _said_by("Gradient"):
+        ours = gradient_model(model, by=[name])
+        precise = gradient_model(in_precision(model, ir.DataType.DOUBLE), by=[name])
+        exact = evaluate(precise, in_types(precise, point | seeds))
+    with _said_by("runtime"):
+        found = execute(theirs, point | seeds)
+    error = _apart(found, exact)
+    if error > SOURCE_TOLERANCE:
+        with _said_by("runtime"):
+            error = min(error, _apart(found, execute(ours, point | seeds)))
+    if error > SOURCE_TOLERANCE:
+        raise GraphoptError(f"differs by {error:.1e}")
+
+
+def _apart(found: Arrays, expected: Arrays) -> float:
+    """Return how far gradients are apart; one that is not there is zero."""
+    return max(
+        (
+            distance(finite(found.get(name, np.zeros_like(gradient))), finite(gradient), 1e-3)
+            for name, gradient in expected.items()
+        ),
+        default=0.0,
+    )
+
+
+@contextlib.contextmanager
+def _said_by(who: str) -> Iterator[None]:
+    """Let an error in the block tell who refuses."""
+    try:
+        yield
+    except NoGradient as error:
+        raise GraphoptError(
+            f"{who}: {'; '.join(f'{x.op_type}: {x.reason}' for x in error.lacking)}"
+        ) from error
+    except Exception as error:
+        raise GraphoptError(f"{who}: {' '.join(str(error).split()).removeprefix(f'{who}: ')}") from error
+
+
 def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
     """Return a case's inputs, off the round numbers that tests like, where many operators have kinks."""
     random = np.random.default_rng(0)
@@ -199,8 +282,16 @@ def main() -> None:
         action="store_true",
         help="compare with ONNX Runtime in float32, not with finite differences",
     )
+    parser.add_argument(
+        "--gradient",
+        choices=SOURCES,
+        default="standard",
+        help="compare this source of gradients with the rules",
+    )
     options = parser.parse_args()
     check = runtime_refusal if options.runtime else refusal
+    if options.gradient != "standard":
+        check = functools.partial(source_refusal, gradient=SOURCES[options.gradient])
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     found: dict[str, list[str]] = {}
     for case in cases(options.operator):

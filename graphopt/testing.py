@@ -85,16 +85,24 @@ def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
     return {name: as_precision(x, dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
 
 
-def gradient_model(source: Source) -> ir.Model:
-    """Return the model from inputs, and a seed `NAME.seed` a floating output, to gradients `NAME.grad`."""
+def gradient_model(
+    source: Source, gradient: str = "passes.Gradient", by: Collection[str] | None = None
+) -> ir.Model:
+    """Return the model from inputs, and a seed `NAME.seed` a floating output, to gradients `NAME.grad`.
+
+    Args:
+        gradient: the pass that the gradients come from.
+        by: the inputs to differentiate by; all floating ones by default.
+    """
     model = normalized(source)
     differentiable = pkgutil.resolve_name("passes.gradients.walk:is_differentiable")
-    wrt, seeds = [x for x in model.graph.inputs if differentiable(x)], {}
+    wrt = [x for x in model.graph.inputs if differentiable(x) and (by is None or x.name in by)]
+    seeds = {}
     for y in filter(differentiable, model.graph.outputs):
         seeds[y] = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
     model.graph.inputs.extend(seeds.values())
     with Emitter(model) as op:
-        gradients = pkgutil.resolve_name("passes.gradients:backward")(op, model.graph, seeds, wrt)
+        gradients = pkgutil.resolve_name(gradient)().backward(op, model, seeds, wrt)
         model.graph.outputs.clear()
         for x, gradient in gradients.items():
             output = op.Identity(gradient, _outputs=[f"{x.name}.grad"])
