@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from dataclasses import dataclass
 
@@ -171,7 +172,13 @@ def upgrade(model: ir.Model) -> None:
             model.functions
         )  # they have rules, and keep their opset: the converter inlines what it sees
         model.functions.clear()
-        onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+        converter = logging.getLogger(onnxscript.version_converter.__name__)
+        level = converter.level
+        converter.setLevel(logging.ERROR)  # it warns of every model that it leaves to onnx's converter
+        try:
+            onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+        finally:
+            converter.setLevel(level)
         model.functions.update(functions)
 
 

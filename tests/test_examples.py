@@ -41,6 +41,28 @@ def fine_tune_file_types(result):
     assert min(after for _, after in result.values()) > 0.8
 
 
+def by_hand(result):
+    np.testing.assert_allclose(result["by hand"], result["fused"], rtol=1e-5)
+    assert result["fused"][-1] < result["fused"][0] / 3
+
+
+def torch_layer(result):
+    np.testing.assert_allclose(result["with ONNX"], result["PyTorch alone"], rtol=1e-4)
+    assert result["with ONNX"][-1] < result["with ONNX"][0] / 1.5
+    assert result["apart"] < 1e-3
+
+
+def trainer_regression(result):
+    assert result["synthetic"]["after"] > 0.99 > result["synthetic"]["before"]
+    for r2 in result.values():
+        assert r2["after"] > max(r2["before"], r2["scikit-learn"] - 0.05)
+
+
+def trainer_classifier(result):
+    for accuracy in result.values():
+        assert accuracy["after"] > max(accuracy["before"], accuracy["scikit-learn"] - 0.05)
+
+
 NEEDS = {"fine_tune_file_types": "magika"}
 
 
