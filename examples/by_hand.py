@@ -54,7 +54,8 @@ def square_loss() -> Graph:
 def elastic_penalty(shape: tuple[int, ...]) -> Graph:
     """Return l1 sum |w| + l2 sum w^2 of a parameter, and its gradient."""
     penalty = parsed(
-        f"""penalty (float[{",".join(map(str, shape))}] w) => (float penalty) <float l1 = {{{L1}}}, float l2 = {{{L2}}}> {{
+        f"""penalty (float[{",".join(map(str, shape))}] w) => (float penalty)
+        <float l1 = {{{L1}}}, float l2 = {{{L2}}}> {{
             absolute = ReduceL1<keepdims=0>(w)
             square = ReduceSumSquare<keepdims=0>(w)
             first = Mul(l1, absolute)

@@ -1,0 +1,111 @@
+"""An ONNX model inside a PyTorch program: a layer between PyTorch's own, trained by a PyTorch optimizer.
+
+Nothing is copied between the two: tensors are handed over by DLPack, and the ONNX model's parameters are PyTorch's,
+at the same place in memory. The losses are those of the same network in PyTorch alone.
+
+Run it: python examples/torch_layer.py
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+import graphopt
+
+
+class OnnxFunction(torch.autograd.Function):
+    """A layer's forward pass, and its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: OnnxLayer, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.layer, ctx.passed = layer, layer.onnx.forward(x.detach().contiguous())
+        return torch.from_dlpack(ctx.passed.on_device["y"])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.passed.backward(dy.contiguous()).on_device
+        return None, *(torch.from_dlpack(gradients[name]) for name in ["x", *ctx.layer.names])
+
+
+class OnnxLayer(nn.Module):
+    """An ONNX model of one input `x` and one output `y`; its parameters are PyTorch's, in alphabetical order."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__()
+        self.onnx = graphopt.ForwardBackward(model)
+        self.names = list(self.onnx.parameters)
+        self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
+        self.onnx.set_parameters([weight.detach() for weight in self.weights])  # shared from now on
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return OnnxFunction.apply(self, x, *self.weights)
+        return torch.from_dlpack(self.onnx.forward(x.contiguous(), training=False).on_device["y"])
+
+
+class Block(nn.Module):
+    """x + down(tanh(up(norm(x)))), in PyTorch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def onnx_block(block: Block, width: int) -> onnx.ModelProto:
+    """Return the same block as an ONNX model, with the same weights."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        block (float[N,{width}] x) => (float[N,{width}] y) {{
+            n = LayerNormalization("x", "norm.weight", "norm.bias")
+            u = Gemm<transB=1>(n, "up.weight", "up.bias")
+            a = Tanh(u)
+            d = Gemm<transB=1>(a, "down.weight", "down.bias")
+            y = Add(x, d)
+        }}"""
+    )
+    for name, weight in block.state_dict().items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight.numpy(), name))
+    return model
+
+
+def losses(network: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    optimizer = torch.optim.Adam(network.parameters(), 5e-3)
+    found = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(network(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def main() -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
+    pytorch = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Block(16), nn.ReLU(), nn.Linear(16, 3))
+    mixed = copy.deepcopy(pytorch)
+    mixed[2] = OnnxLayer(onnx_block(pytorch[2], 16))
+
+    found = {"with ONNX": losses(mixed, x, labels), "PyTorch alone": losses(pytorch, x, labels)}
+    for name, series in found.items():
+        print(f"{name}: loss {series[0]:.6f} -> {series[-1]:.6f} in {len(series)} steps")
+    with torch.no_grad():
+        apart = (mixed(x) - pytorch(x)).abs().max().item()
+    print(f"largest difference of the trained networks' outputs: {apart:.2g}")
+    trained = mixed[2].onnx.trained()  # the block as an ONNX model again
+    onnx.checker.check_model(trained, full_check=True)
+    return {**found, "apart": apart}
+
+
+if __name__ == "__main__":
+    main()
