@@ -1,0 +1,171 @@
+"""The same network trained by graphopt, scikit-learn and PyTorch: times side by side, and the loss curves.
+
+make_regression(1000 x 100), hidden layers of 50 and 10, SGD with momentum, batches of 15, all in float32 and from
+the same weights; every one sees the same rows in the same order, so that the losses agree. Times are medians of
+rounds in which each trains in turn.
+
+Run it: python examples/benchmarks/scikit_learn.py [--threads 1] [--epochs 20] [--rounds 5]
+It prints a table and writes the curves to scikit_learn.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+from skl2onnx import to_onnx
+from sklearn.datasets import make_regression
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.neural_network import MLPRegressor
+from sklearn.preprocessing import scale
+
+import graphopt
+import passes
+
+BATCH, RATE, MOMENTUM, HIDDEN = 15, 1e-3, 0.9, (50, 10)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x, y = make_regression(1000, 100, bias=2, random_state=0)
+    return scale(x).astype(np.float32), scale(y).astype(np.float32)
+
+
+def by_scikit_learn(
+    x: np.ndarray, y: np.ndarray, epochs: int
+) -> tuple[MLPRegressor, Callable[[], list[float]]]:
+    def network() -> MLPRegressor:
+        return MLPRegressor(
+            hidden_layer_sizes=HIDDEN,
+            solver="sgd",
+            alpha=0,
+            batch_size=BATCH,
+            learning_rate_init=RATE,
+            momentum=MOMENTUM,
+            nesterovs_momentum=False,
+            shuffle=False,
+            max_iter=epochs,
+            tol=0,
+            n_iter_no_change=epochs + 1,
+            random_state=0,
+        )
+
+    def run() -> list[float]:
+        fresh = network()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return [2 * loss for loss in fresh.fit(x, y).loss_curve_]  # scikit-learn's is half the square
+
+    first = network()
+    first.set_params(max_iter=1, learning_rate_init=1e-30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        first.fit(x, y)
+    return first, run
+
+
+def by_graphopt(
+    first: MLPRegressor, x: np.ndarray, y: np.ndarray, epochs: int, threads: int
+) -> Callable[[], list[float]]:
+    trainer = graphopt.Trainer(
+        to_onnx(first, x[:1]),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(learning_rate=RATE / 2, momentum=MOMENTUM),  # of the whole square
+        batch_size=BATCH,
+        shuffle=False,
+        max_iter=epochs,
+        threads=threads,
+    )
+    trainer.get_state()  # compiles
+    return lambda: trainer.fit(x, y).train_losses_
+
+
+def by_pytorch(
+    first: MLPRegressor, x: np.ndarray, y: np.ndarray, epochs: int, threads: int
+) -> Callable[[], list[float]]:
+    import torch
+
+    torch.set_num_threads(threads)
+
+    def run() -> list[float]:
+        sizes = (x.shape[1], *HIDDEN, 1)
+        layers: list[torch.nn.Module] = []
+        for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+            layer = torch.nn.Linear(fan_in, fan_out)
+            layer.weight.data = torch.from_numpy(first.coefs_[i].T.astype(np.float32).copy())
+            layer.bias.data = torch.from_numpy(first.intercepts_[i].astype(np.float32))
+            layers += [layer, torch.nn.ReLU()]
+        network = torch.nn.Sequential(*layers[:-1])
+        optimizer = torch.optim.SGD(network.parameters(), RATE / 2, MOMENTUM)
+        inputs, targets = torch.from_numpy(x), torch.from_numpy(y)[:, None]
+        curve = []
+        for _ in range(epochs):
+            total = 0.0
+            for start in range(0, len(x), BATCH):
+                batch, wanted = inputs[start : start + BATCH], targets[start : start + BATCH]
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(network(batch), wanted)
+                loss.backward()
+                optimizer.step()
+                total += float(loss.detach()) * len(batch)
+            curve.append(total / len(x))
+        return curve
+
+    return run
+
+
+def picture(curves: dict[str, list[float]], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    styles = iter(("-", "--", ":"))
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    for name, curve in curves.items():
+        axes.semilogy(range(1, len(curve) + 1), curve, next(styles), label=name, linewidth=2)
+    axes.set(xlabel="epoch", ylabel="mean squared error", title="make_regression(1000, 100)")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(
+    epochs: int = 20, rounds: int = 5, threads: int = 1, path: str | None = None
+) -> dict[str, tuple[float, list[float]]]:
+    """Return the median seconds and the losses of each."""
+    x, y = data()
+    first, scikit_learn = by_scikit_learn(x, y, epochs)
+    runs = {"graphopt": by_graphopt(first, x, y, epochs, threads), "scikit-learn": scikit_learn}
+    if importlib.util.find_spec("torch"):
+        runs["PyTorch"] = by_pytorch(first, x, y, epochs, threads)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    curves: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            curves[name] = run()
+            times[name].append(time.perf_counter() - start)
+    steps = epochs * -(-len(x) // BATCH)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(
+        f"{epochs} epochs of {len(x)} rows in batches of {BATCH}, {threads} thread(s), median of {rounds} rounds"
+    )
+    print(f"{'':<14}{'seconds':>9}{'us a step':>11}{'times graphopt':>16}{'last loss':>12}")
+    for name, seconds in medians.items():
+        ratio = seconds / medians["graphopt"]
+        print(
+            f"{name:<14}{seconds:>9.3f}{1e6 * seconds / steps:>11.0f}{ratio:>16.2f}{curves[name][-1]:>12.5f}"
+        )
+    if path:
+        picture(curves, path)
+        print(f"loss curves: {path}")
+    return {name: (medians[name], curves[name]) for name in runs}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for option, default in (("--epochs", 20), ("--rounds", 5), ("--threads", 1)):
+        parser.add_argument(option, type=int, default=default)
+    parser.add_argument("--path", default="scikit_learn.svg")
+    main(**vars(parser.parse_args()))
