@@ -178,11 +178,15 @@ def test_several_in_flight_in_any_order(engine):
             np.testing.assert_array_equal(found[name], array)
 
 
-def test_a_backward_sees_its_own_forwards_parameters_inputs_and_outputs(engine):
+@pytest.mark.parametrize(
+    "end", ["y = Tanh(p)", "t = Tanh(p) y = Reshape(t, shape)", "t = Tanh(p) y = Identity(t)"]
+)
+def test_a_backward_sees_its_own_forwards_parameters_inputs_and_outputs(engine, end):
     proto = model(
-        "g (double[N,3] x) => (double[N,2] y) { p = MatMul(x, w)\n y = Tanh(p) }",
+        f"g (double[N,3] x) => (double[N,2] y) {{ p = MatMul(x, w) {end} }}",
         dtype=np.float64,
         w=RNG.standard_normal((3, 2)),
+        shape=np.array([-1, 2]),
     )
     layer = graphopt.ForwardBackward(proto, engine=engine)
     x, dy = RNG.standard_normal((4, 3)), RNG.standard_normal((4, 2))
