@@ -46,6 +46,7 @@ class OrtGradient(GradientSource):
         wrt = [x for x in wrt if any(user in path for user in x.consumers())]
         if not wrt:
             return {}
+        seeds = {y: seed for y, seed in seeds.items() if y.producer() in path}
         for node in path:
             _prepare(op, node)
         model.graph.sort()
