@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import statistics
 import time
 import warnings
@@ -94,7 +95,7 @@ def by_pytorch(
     def run() -> list[float]:
         sizes = (x.shape[1], *HIDDEN, 1)
         layers: list[torch.nn.Module] = []
-        for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
             layer = torch.nn.Linear(fan_in, fan_out)
             layer.weight.data = torch.from_numpy(first.coefs_[i].T.astype(np.float32).copy())
             layer.bias.data = torch.from_numpy(first.intercepts_[i].astype(np.float32))
