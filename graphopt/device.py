@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import captured
 from graphopt.errors import GraphoptError
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 
@@ -86,6 +85,10 @@ class Device:
         value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
         return value
 
+    def host(self, array: np.ndarray) -> onnxruntime.OrtValue:
+        """Return a buffer in the host's memory."""
+        return self.ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+
     def value(self, tensor: Any, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
         """Return a tensor of NumPy, ONNX Runtime, or any package that speaks DLPack, copied only if it lies elsewhere.
 
@@ -134,76 +137,6 @@ class Device:
             session.run_with_iobinding(binding)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
-
-
-class Agent:
-    """Runs a graph in which a YieldOp stands between forward and backward, by onnxruntime-training's TrainingAgent.
-
-    Args:
-        device: where it runs.
-        model: the graph; its inputs are those of the forward part, its outputs those of the backward part.
-
-    Raises:
-        GraphoptError: this ONNX Runtime has no TrainingAgent, or refuses the graph.
-    """
-
-    def __init__(self, device: Device, model: ir.Model) -> None:
-        self._ort = device.ort
-        refused = refuses_agent(device, model)
-        if refused:
-            raise GraphoptError(
-                f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
-            )
-        c = self._c = self._ort.capi._pybind_state
-        options = device.options()
-        options.enable_mem_pattern = options.enable_mem_reuse = False  # values live on between the two runs
-        options.execution_order = (
-            self._ort.ExecutionOrder.PRIORITY_BASED
-        )  # what only backward needs runs there
-        self._session = device.session(model, options)
-        kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
-        place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
-        fetched = next(len(node.inputs) for node in model.graph if node.op_type == "YieldOp")
-        names = [[str(value.name) for value in ends] for ends in (model.graph.inputs, model.graph.outputs)]
-        self._agent = c.TrainingAgent(
-            self._session._sess, names[0], [place] * fetched, names[1], [place] * len(names[1]), device.index
-        )
-
-    def forward(self, values: Iterable[onnxruntime.OrtValue]) -> tuple[list[onnxruntime.OrtValue], Any]:
-        """Run until the YieldOp on the graph's inputs, in order; return what it reads, and the state to go on from."""
-        state = self._c.PartialGraphExecutionState()
-        return self._run(self._agent.run_forward, values, state, self._c.OrtValueCache()), state
-
-    def backward(self, state: Any, values: Iterable[onnxruntime.OrtValue]) -> list[onnxruntime.OrtValue]:
-        """Go on from `state`, with what the YieldOp gives; return the graph's outputs. A state serves once."""
-        return self._run(self._agent.run_backward, values, state)
-
-    def _run(
-        self, run: Callable[..., None], values: Iterable[onnxruntime.OrtValue], *further: Any
-    ) -> list[onnxruntime.OrtValue]:
-        feeds, fetches = self._c.OrtValueVector(), self._c.OrtValueVector()
-        for value in values:
-            feeds.push_back(value._ortvalue)
-        try:
-            run(feeds, fetches, *further)
-        except RuntimeError as error:
-            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
-        return [self._ort.OrtValue(value) for value in fetches]
-
-
-def refuses_agent(device: Device, model: ir.Model) -> str | None:
-    """Return why no TrainingAgent runs a graph, or None.
-
-    onnxruntime-training 1.19.2 aborts the process where, beside a YieldOp, a body of If, Loop or Scan uses what a
-    node computes.
-    """
-    if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):
-        return f"onnxruntime {device.ort.__version__} has none: pip install 'graphopt[training]', which runs on Linux"
-    for node in model.graph:
-        for value in captured(node):
-            if value.producer() is not None:
-                return f"none takes {node.op_type} node {node.name!r}, whose body uses {value.name!r} from around it"
-    return None
 
 
 def _is_double(model: ir.Model) -> bool:

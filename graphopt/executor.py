@@ -90,8 +90,13 @@ class Executor:
             GraphoptError: an array is missing, unknown, or of another type or shape; nothing has run.
             NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
         """
-        feeds = {**(data or {}), **named}
-        self._check(feeds)
+        feeds = {**(data or {}), **named} if named else data or {}
+        signature = [
+            (name, getattr(array, "shape", None), getattr(array, "dtype", None)) for name, array in feeds.items()
+        ]
+        if signature != self._checked:
+            self._check(feeds)
+            self._checked = signature
         binding = self._bindings[self._current]
         for name, array in feeds.items():
             if name in self.hyperparameters:
@@ -101,8 +106,11 @@ class Executor:
         for name in self._arrays:
             binding.bind_output(name, "cpu")
         self._device.run(self._session, binding)
-        values = binding.get_outputs()
-        reported = {name: _python(values[i].numpy()) for name, i in self._reported.items()}
+        reported: Reported = {name: value.numpy().item() for name, value in self._numbers.items()}
+        if self._arrays:
+            values = binding.get_outputs()
+            reported |= {name: values[i].numpy() for name, i in self._arrays.items()}
+            reported = {name: reported[name] for name in self._reported}
         if self._accept(reported):
             self._current ^= 1
             self.steps += 1
@@ -302,11 +310,15 @@ class Executor:
             if name not in kept
         }
         names = [name for name in self.outputs if report is None or name in report or name == "loss"]
-        self._reported = {name: i for i, name in enumerate(names)}
-        ranks = {
-            str(v.name): len(v.shape) if v.shape is not None else None for v in self._model.graph.outputs
+        outputs = {str(value.name): value for value in self._model.graph.outputs}
+        self._reported = names
+        self._numbers = {
+            name: self._device.host(np.zeros((), outputs[name].dtype.numpy()))  # type: ignore[union-attr]
+            for name in names
+            if outputs[name].shape == ()
         }
-        self._arrays = [name for name in names if ranks[name] != 0]
+        self._arrays = {name: i for i, name in enumerate(names) if name not in self._numbers}
+        self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
         self._needed = list(self.inputs)
         self._shared = shared_dimensions(self.inputs.values())
         self._bind()
@@ -333,7 +345,10 @@ class Executor:
     def _bind_state(self, source: int, destination: int) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
         for name in self._reported:
-            binding.bind_output(name, "cpu")
+            if name in self._numbers:
+                binding.bind_ortvalue_output(name, self._numbers[name])
+            else:
+                binding.bind_output(name, "cpu")
         for name, value in {**self._state[source], **self._hyperparameters}.items():
             binding.bind_ortvalue_input(name, value)
         updated = {str(v.name) for v in with_role(self._model, Role.NEXT)}
