@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphopt import inference
-from graphopt.device import Agent, Device, refuses_agent
+from graphopt.device import Device
+from graphopt.engines import Agent, Engine, Graphs, names_of, refuses_agent
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input, check_shared, shared_dimensions
 from graphopt.loading import Source
@@ -92,64 +93,6 @@ class Forward(Values):
         return found
 
 
-class _Engine(Protocol):
-    """Runs a pass forward and its pass backward."""
-
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        """Return the forward pass's results, and what `backward` goes on from."""
-
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
-        """Return the gradients."""
-
-
-class _Graphs:
-    """Two graphs, on any ONNX Runtime; between them the saved values are values on the device."""
-
-    def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
-        self._device = device
-        self._forward, self._backward = device.session(forward), device.session(backward)
-        self._outputs, self._gradients = _names(forward.graph.outputs), _names(backward.graph.outputs)
-        self._reads = _names(backward.graph.inputs)
-
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        outputs = self._device.compute(self._forward, feeds, self._outputs)
-        there = {**feeds, **outputs}
-        return outputs, {name: there[name] for name in self._reads if name in there}
-
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
-        feeds = saved | {name: seed for name, seed in seeds.items() if name in self._reads}
-        return self._device.compute(self._backward, feeds, self._gradients)
-
-
-class _Agent:
-    """One graph that stops between forward and backward, on onnxruntime-training."""
-
-    def __init__(self, device: Device, model: ir.Model, results: Sequence[str], seeds: Sequence[str]) -> None:
-        self._agent = Agent(device, model)
-        self._inputs, self._gradients = _names(model.graph.inputs), _names(model.graph.outputs)
-        self._results, self._seeds = results, seeds
-
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        values, state = self._agent.forward(feeds[name] for name in self._inputs)
-        return dict(zip(self._results, values, strict=True)), state
-
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
-        values = self._agent.backward(saved, (seeds[name] for name in self._seeds))
-        return dict(zip(self._gradients, values, strict=True))
-
-
 class ForwardBackward:
     """A model's outputs, and the gradients by its inputs and parameters, in two calls.
 
@@ -184,12 +127,12 @@ class ForwardBackward:
         self._model = filled(STEPS, steps)(model)
         self.forward_model, self.backward_model = pkgutil.resolve_name("passes.split:split")(self._model)
         self._state_inputs = {str(v.name): Input(v, "state") for v in with_role(self._model, *STATE)}
-        self._parameters = sorted(_names(with_role(self._model, Role.PARAMETER)))
+        self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
         self._inputs = {str(v.name): Input(v) for v in with_role(self._model, Role.DATA)}
         self._outputs = {str(v.name): v for v in with_role(self._model, Role.PREDICTION)}
-        self._seeds = _names(with_role(self._model, Role.SEED))
+        self._seeds = names_of(with_role(self._model, Role.SEED))
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
-        self._read = set(_names(self.backward_model.graph.inputs))
+        self._read = set(names_of(self.backward_model.graph.inputs))
         self._state = {name: self._device.buffer(array) for name, array in take_initial(self._model).items()}
         self.engine = engine
         if engine == "auto":
@@ -327,22 +270,18 @@ class ForwardBackward:
     def _infer(self, feeds: Mapping[str, onnxruntime.OrtValue]) -> dict[str, onnxruntime.OrtValue]:
         if self._inference is None:
             model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
-            self._inference = self._device.session(model), _names(model.graph.inputs)
+            self._inference = self._device.session(model), names_of(model.graph.inputs)
         session, names = self._inference
         return self._device.compute(session, {name: feeds[name] for name in names}, list(self._outputs))
 
-    def _start(self) -> _Engine:
+    def _start(self) -> Engine:
         if self.engine != "agent":
             forward = self.forward_model.clone()
             take_initial(forward)
-            return _Graphs(self._device, forward, self.backward_model)
+            return Graphs(self._device, forward, self.backward_model)
         model = pkgutil.resolve_name("passes.split:yielding")(self._model)
-        results = _names(with_role(self._model, Role.PREDICTION, Role.NEXT))
-        return _Agent(self._device, model, results, self._seeds)
-
-
-def _names(values: Iterable[ir.Value]) -> list[str]:
-    return [str(value.name) for value in values]
+        results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+        return Agent(self._device, model, results, self._seeds)
 
 
 def _named(
