@@ -65,6 +65,12 @@ def held(value: ir.Value) -> ir.Value:
     return value
 
 
+def needs_training_runtime(model: ir.Model) -> None:
+    """Note that a model has operators of com.microsoft that onnxruntime-training alone runs."""
+    model.metadata_props[RUNTIME] = TRAINING_RUNTIME
+    model.opset_imports.setdefault("com.microsoft", 1)
+
+
 def clear_role(value: ir.Value) -> None:
     """Take the role of `value` away."""
     value.metadata_props.pop(_KEY, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, retire
 from graphopt.roles import Role
+from passes import fused
 
 __all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
 
@@ -52,11 +53,26 @@ class ClipGlobalNorm(Clip):
     """Scale all gradients together so that their norm is at most `max_norm`; reports `gradient_norm`.
 
     Pascanu, Mikolov, Bengio 2013. 16-bit gradients are summed in float32.
+
+    Args:
+        fused: one kernel of onnxruntime-training, which reports no norm; float32 alone.
     """
 
     max_norm: float = 1.0
+    fused: bool = field(default=False, kw_only=True)
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
+        if self.fused:
+            return fused.call(
+                op,
+                model,
+                "InplaceClipGradNorm",
+                [],
+                [gradients],
+                [gradients],
+                flag=False,
+                max_norm=self.max_norm,
+            )[0]
         wide = [_wide(op, gradient) for gradient in gradients]
         squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in wide]
         common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)

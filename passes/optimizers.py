@@ -7,8 +7,9 @@ the outputs; a leaf names its slots and is its mathematics, `update`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +19,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role, with_role
+from passes import fused
 
 __all__ = ["Group", "Optimizer", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion"]
 
@@ -43,14 +45,17 @@ class Optimizer(Pass):
         learning_rate: the rate of all parameters, fed to change it, unless a schedule computes it.
         weight_decay: what multiplies a parameter and is added to its gradient (decoupled from it in AdamW and Lion).
         groups: other rates and weight decays by name; the first group that matches holds.
+        fused: one kernel of onnxruntime-training for all parameters, in AdamW and in SGD without momentum; float32
+            and 16 bit.
 
     Raises:
-        GraphoptError: there are no gradients, or a group matches no parameter.
+        GraphoptError: there are no gradients, a group matches no parameter, or there is no such kernel.
     """
 
     learning_rate: float = 1e-3
     weight_decay: float = field(default=0.0, kw_only=True)
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
+    fused: bool = field(default=False, kw_only=True)
 
     decoupled: ClassVar[bool] = False
 
@@ -64,11 +69,20 @@ class Optimizer(Pass):
     ) -> tuple[ir.Value, ...]:
         """Emit the new parameter and its new slots; `t` is the step's number, 1 in the first."""
 
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        """Return the fused kernel and its attributes, or None; it takes the rate, with slots the step, and tensors."""
+        return None
+
     @final
     def rewrite(self, model: ir.Model) -> None:
         gradients = with_role(model, Role.GRADIENT)
         if not gradients:
             raise GraphoptError("an optimizer needs gradients, found none: run Gradient first")
+        if self.fused and self.kernel(0.0) is None:
+            raise GraphoptError(
+                f"optimizer.fused: onnxruntime-training has no kernel for {self}, only for AdamW and for SGD without "
+                f"momentum: set it to false"
+            )
         parameters = {f"{p.name}.grad": p for p in with_role(model, Role.PARAMETER)}
         self._check_groups([str(p.name) for p in parameters.values()])
         for gradient in gradients:
@@ -79,34 +93,71 @@ class Optimizer(Pass):
             model, LEARNING_RATE, np.array(self.learning_rate, rate_type.numpy()), Role.HYPERPARAMETER
         )
         counter = state.counter(model)
+        updates: dict[tuple[float, float], list[tuple[ir.Value, ...]]] = {}
+        for gradient in gradients:
+            w = parameters[str(gradient.name)]
+            group = next((group for group in self.groups if matches(w.name, group.pattern)), Group(None))
+            decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+            update = w, gradient, *self._declare_slots(model, w)
+            updates.setdefault((group.learning_rate, decay), []).append(update)
         with Emitter(model) as op:
-            following = op.Add(counter, 1)
-            for gradient in gradients:
-                self._emit(model, op, parameters[str(gradient.name)], gradient, rate, following)
+            t = op.Add(counter, 1)
+            for (factor, decay), together in updates.items():
+                scaled = rate if factor == 1 else rate * factor
+                if self.fused:
+                    self._emit_fused(model, op, together, scaled, t, decay)
+                else:
+                    for update in together:
+                        self._emit(model, op, update, scaled, t, decay)
 
-    def _emit(
-        self, model: ir.Model, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, step: ir.Value
-    ) -> None:
-        dtype = _wide(w.dtype)
-        group = next((group for group in self.groups if matches(w.name, group.pattern)), Group(None))
-        decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+    def _declare_slots(self, model: ir.Model, w: ir.Value) -> list[ir.Value]:
         assert w.shape is not None
-        slots = [
-            state.declare(model, f"{w.name}.{slot}", np.full(w.shape.numpy(), fill, dtype.numpy()), Role.SLOT)
+        dims, dtype = w.shape.numpy(), _wide(w.dtype).numpy()
+        return [
+            state.declare(model, f"{w.name}.{slot}", np.full(dims, fill, dtype), Role.SLOT)
             for slot, fill in self.slots().items()
         ]
-        old, g, rate, t = (_cast(op, value, dtype) for value in (w, g, rate, step))
-        if group.learning_rate != 1:
-            rate = rate * group.learning_rate
+
+    def _emit(
+        self,
+        model: ir.Model,
+        op: Emitter,
+        update: tuple[ir.Value, ...],
+        rate: ir.Value,
+        step: ir.Value,
+        decay: float,
+    ) -> None:
+        w, g, *slots = update
+        old, g, rate, t = (_cast(op, value, _wide(w.dtype)) for value in (w, g, rate, step))
         if decay and self.decoupled:
             old = old * (1 - rate * decay)
         elif decay:
             g = g + decay * old
-        new, *new_slots = self.update(op, old, g, rate, t, *slots)
-        assert w.dtype is not None
-        state.set_next(model, w, op.Identity(_cast(op, new, w.dtype)))
-        for slot, new_slot in zip(slots, new_slots, strict=True):
-            state.set_next(model, slot, op.Identity(new_slot))
+        new = self.update(op, old, g, rate, t, *slots)
+        _set_next(model, op, [w, *slots], new)
+
+    def _emit_fused(
+        self,
+        model: ir.Model,
+        op: Emitter,
+        updates: list[tuple[ir.Value, ...]],
+        rate: ir.Value,
+        step: ir.Value,
+        decay: float,
+    ) -> None:
+        rows = []
+        for w, g, *slots in updates:
+            old, g = (_cast(op, value, _wide(w.dtype)) for value in (w, g))
+            rows.append((old, g + decay * old if decay and not self.decoupled else g, *slots))
+        columns = list(zip(*rows, strict=True))
+        updated = [column for i, column in enumerate(columns) if i != 1]  # all but the gradients
+        kernel = self.kernel(decay)
+        assert kernel is not None
+        op_type, attributes = kernel
+        scalars = [rate, step] if self.slots() else [rate]
+        results = fused.call(op, model, op_type, scalars, columns, updated, flag=True, **attributes)
+        for (w, _, *slots), new in zip(updates, zip(*results, strict=True), strict=True):
+            _set_next(model, op, [w, *slots], new)
 
     def _check_groups(self, names: list[str]) -> None:
         for group in self.groups:
@@ -117,10 +168,22 @@ class Optimizer(Pass):
                 )
 
 
+def _set_next(model: ir.Model, op: Emitter, states: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:
+    for x, value in zip(states, new, strict=True):
+        assert x.dtype is not None
+        state.set_next(model, x, op.Identity(_cast(op, value, x.dtype)))
+
+
 def _wide(dtype: ir.DataType | None) -> ir.DataType:
     """Return the type in which a parameter is updated."""
     assert dtype is not None
     return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
+
+
+def _rounded(number: float, like: ir.Value) -> float:
+    """Return a number as it is in the type of `like`: 1 - 0.999 is then what corrects the bias of a float32 moment."""
+    assert like.dtype is not None
+    return float(like.dtype.numpy().type(number))
 
 
 def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -140,6 +203,9 @@ class SGD(Optimizer):
 
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
+
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        return None if self.momentum else ("SGDOptimizerV2", {})
 
     def update(
         self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
@@ -170,8 +236,8 @@ class Adam(Optimizer):
         self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
     ) -> tuple[ir.Value, ...]:
         m, v = slots
-        m = self.beta1 * m + (1 - self.beta1) * g
-        v = self.beta2 * v + (1 - self.beta2) * (g * g)
+        m = self.beta1 * m + (1 - _rounded(self.beta1, g)) * g
+        v = self.beta2 * v + (1 - _rounded(self.beta2, g)) * (g * g)
         rate = rate / (1 - op.Pow(op.constant(self.beta1, like=t), t))
         scale = op.Sqrt(1 - op.Pow(op.constant(self.beta2, like=t), t))
         return w - rate * m / (op.Sqrt(v) / scale + self.epsilon), m, v
@@ -184,6 +250,10 @@ class AdamW(Adam):
     weight_decay: float = field(default=0.01, kw_only=True)
 
     decoupled: ClassVar[bool] = True
+
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        moments = {"alpha": self.beta1, "beta": self.beta2, "epsilon": self.epsilon}
+        return "AdamWOptimizer", {**moments, "weight_decay": decay, "adam_mode": 0}  # 0: as in PyTorch
 
 
 @dataclass(frozen=True)

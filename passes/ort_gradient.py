@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
-from graphopt.roles import RUNTIME, TRAINING_RUNTIME
+from graphopt.roles import TRAINING_RUNTIME, needs_training_runtime
 from passes.gradients import GradientSource
 from passes.gradients.walk import between, constant_of, further_output, may_broadcast, reaches, reads
 
@@ -58,7 +58,7 @@ class OrtGradient(GradientSource):
             built = builder.build(part, wrt)
         except RuntimeError as error:
             raise builder.refusal(path, active, error) from error
-        model.metadata_props[RUNTIME] = TRAINING_RUNTIME
+        needs_training_runtime(model)
         return _graft(model, part, built, seeds, wrt)
 
 
