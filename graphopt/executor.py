@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import pkgutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,15 +17,14 @@ from graphopt import inference
 from graphopt.checkpoint import Property, load_state, save_state
 from graphopt.device import Device
 from graphopt.errors import GraphoptError, known
-from graphopt.feeds import Input, check_shared, shared_dimensions
+from graphopt.feeds import Input
 from graphopt.loading import Source, load
+from graphopt.program import FED, Pace, Program, Reported
 from graphopt.roles import STATE, UNTRAINED, Role, role_of, with_role
 from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP, take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
-
-Reported = dict[str, Any]
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -53,6 +53,7 @@ class Executor:
         deterministic: ask the runtime for kernels that give the same numbers each run.
         on_nonfinite: what a loss that is not finite does: `raise` an error, `warn` and go on, or `skip` the step;
             with `raise` and `skip` the state stays as it was.
+        steps_per_call: how many steps `run` does in one call of the runtime; None chooses by the time they take.
         report: the outputs to return from each step; all but the state by default.
 
     Raises:
@@ -67,8 +68,10 @@ class Executor:
         threads: int | None = None,
         deterministic: bool = False,
         on_nonfinite: Literal["raise", "warn", "skip"] = "raise",
+        steps_per_call: int | None = None,
         report: Sequence[str] | None = None,
     ) -> None:
+        self.steps_per_call = _checked_count(steps_per_call)
         if on_nonfinite not in ("raise", "warn", "skip"):
             raise GraphoptError(f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {on_nonfinite!r}")
         self._on_nonfinite = on_nonfinite
@@ -91,30 +94,69 @@ class Executor:
             NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
-        signature = [
-            (name, getattr(array, "shape", None), getattr(array, "dtype", None)) for name, array in feeds.items()
-        ]
-        if signature != self._checked:
-            self._check(feeds)
-            self._checked = signature
-        binding = self._bindings[self._current]
-        for name, array in feeds.items():
-            if name in self.hyperparameters:
-                self._feed_hyperparameter(name, array)
-            else:
-                self._device.bind(binding, name, array)
-        for name in self._arrays:
-            binding.bind_output(name, "cpu")
-        self._device.run(self._session, binding)
-        reported: Reported = {name: value.numpy().item() for name, value in self._numbers.items()}
-        if self._arrays:
-            values = binding.get_outputs()
-            reported |= {name: values[i].numpy() for name, i in self._arrays.items()}
-            reported = {name: reported[name] for name in self._reported}
+        if not self.hyperparameters.keys().isdisjoint(feeds):
+            fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
+            feeds = {name: array for name, array in feeds.items() if name not in fed}
+            self._program.check(feeds)
+            self.set_hyperparameters(**fed)
+        self._program.check(feeds)
+        reported = self._program.run(self._current, feeds)
         if self._accept(reported):
             self._current ^= 1
             self.steps += 1
         return reported
+
+    def run(
+        self, batches: Iterable[Mapping[str, np.ndarray]], *, steps_per_call: int | None = None
+    ) -> Iterator[Reported]:
+        """Run a step on each batch and yield what it reports, several in one call of the runtime.
+
+        A call takes the batches stacked, and a graph in which a Scan goes through them: the same numbers as of single
+        steps. Batches of another shape, the last of an epoch, have calls of their own.
+
+        Args:
+            steps_per_call: how many; by default as many as the executor was told.
+
+        Raises:
+            GraphoptError: an array does not fit; no step of its call has run.
+            NonFiniteLoss: a loss is infinite or not a number: the state is that before the first step of the call,
+                with `on_nonfinite=skip` also.
+        """
+        chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
+        waiting: list[Mapping[str, np.ndarray]] = []
+        shapes = None
+        for batch in batches:
+            found = [(name, getattr(array, "shape", None)) for name, array in batch.items()]
+            if waiting and found != shapes:
+                yield from self._call(waiting)
+                waiting = []
+            shapes = found
+            waiting.append(batch)
+            if len(waiting) >= (chosen or self._pace.steps):
+                yield from self._call(waiting)
+                waiting = []
+        yield from self._call(waiting)
+
+    def _call(self, batches: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Reported]:
+        """Run a step on each of some batches of one shape, in one call."""
+        if len(batches) < 2:
+            for batch in batches:
+                with self._pace.timed():
+                    reported = self.step(batch)
+                yield reported
+            return
+        if self._several is None:
+            model = self._model.clone()
+            pkgutil.resolve_name("passes:Unroll")()(model)
+            self._several = self._compiled(model)
+        stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        self._several.check(stacked)
+        reported = self._several.run(self._current, stacked)
+        if self._accept(reported):
+            self._current ^= 1
+            self.steps += len(batches)
+        for i in range(len(batches)):
+            yield {name: _python(array[i]) for name, array in reported.items()}
 
     def evaluate(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
         """Return the losses and the model's outputs on some data; the state stays as it is."""
@@ -195,8 +237,7 @@ class Executor:
             value = self._model.graph.initializers[name]
             value.const_value = ir.tensor(np.array(array), name=name)
         if fixed:  # they are constants of the sessions
-            self._session = self._device.session(self._model)
-            self._bind()
+            self._open()
 
     def reset_gradients(self) -> None:
         """Forget the gradients that `passes.Accumulate` has added up since the last update."""
@@ -259,8 +300,7 @@ class Executor:
     @property
     def inputs(self) -> dict[str, ir.Value]:
         """The inputs to feed each step, by name: data, targets and sample weights."""
-        roles = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
-        return {str(value.name): value for value in with_role(self._model, *roles) if value.is_graph_input()}
+        return {str(value.name): value for value in with_role(self._model, *FED)}
 
     @property
     def outputs(self) -> list[str]:
@@ -294,7 +334,6 @@ class Executor:
             raise GraphoptError(
                 f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
             )
-        self._session = self._device.session(self._model)
         first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
         updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
         second = {
@@ -309,24 +348,18 @@ class Executor:
             for name, array in initial.items()
             if name not in kept
         }
-        names = [name for name in self.outputs if report is None or name in report or name == "loss"]
-        outputs = {str(value.name): value for value in self._model.graph.outputs}
-        self._reported = names
-        self._numbers = {
-            name: self._device.host(np.zeros((), outputs[name].dtype.numpy()))  # type: ignore[union-attr]
-            for name in names
-            if outputs[name].shape == ()
-        }
-        self._arrays = {name: i for i, name in enumerate(names) if name not in self._numbers}
-        self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
-        self._needed = list(self.inputs)
-        self._shared = shared_dimensions(self.inputs.values())
-        self._bind()
+        self._report = [name for name in self.outputs if report is None or name in report or name == "loss"]
+        self._open()
 
-    def _bind(self) -> None:
-        """Bind the buffers to the session of a step, and forget the sessions of its parts."""
-        self._bindings = [self._bind_state(source, 1 - source) for source in range(2)]
+    def _open(self) -> None:
+        """Make the session of a step, and forget those of several steps and of parts of one."""
+        self._program = self._compiled(self._model)
+        self._several: Program | None = None
+        self._pace = Pace()
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
+
+    def _compiled(self, model: ir.Model) -> Program:
+        return Program(self._device, model, self._state, self._hyperparameters, self._report)
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs of some roles."""
@@ -342,31 +375,6 @@ class Executor:
         }
         return dict(sorted({**self.parameters, **fixed}.items()))
 
-    def _bind_state(self, source: int, destination: int) -> onnxruntime.IOBinding:
-        binding = self._session.io_binding()
-        for name in self._reported:
-            if name in self._numbers:
-                binding.bind_ortvalue_output(name, self._numbers[name])
-            else:
-                binding.bind_output(name, "cpu")
-        for name, value in {**self._state[source], **self._hyperparameters}.items():
-            binding.bind_ortvalue_input(name, value)
-        updated = {str(v.name) for v in with_role(self._model, Role.NEXT)}
-        for name, value in self._state[destination].items():
-            if f"{name}.next" in updated:
-                binding.bind_ortvalue_output(f"{name}.next", value)
-        return binding
-
-    def _check(self, feeds: Mapping[str, np.ndarray]) -> None:
-        for name, array in feeds.items():
-            if name not in self._inputs or name in self._state[0]:
-                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
-            self._inputs[name].check(np.asarray(array) if name in self.hyperparameters else array)
-        for name in self._needed:
-            if name not in feeds:
-                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
-        check_shared(self._shared, {name: feeds[name].shape for name in self._needed})
-
     def _feed_hyperparameter(self, name: str, array: Any) -> None:
         if self.hyperparameters[name] is not array:
             buffer = np.asarray(array, self._inputs[name].dtype)
@@ -375,9 +383,10 @@ class Executor:
 
     def _accept(self, reported: Reported) -> bool:
         loss = reported.get("loss", 0.0)
-        if math.isfinite(loss):
+        if math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all():
             return True
-        message = f"step {self.steps}: expected a finite loss, found {loss}"
+        wrong = 0 if isinstance(loss, float) else int(np.argmin(np.isfinite(loss)))
+        message = f"step {self.steps + wrong}: expected a finite loss, found {np.ravel(loss)[wrong]}"
         if self._on_nonfinite == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
@@ -410,6 +419,12 @@ class Executor:
         self._device.run(session, binding)
         values = binding.get_outputs()
         return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
+
+
+def _checked_count(steps_per_call: int | None) -> int | None:
+    if steps_per_call is not None and steps_per_call < 1:
+        raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {steps_per_call}")
+    return steps_per_call
 
 
 def _python(array: np.ndarray) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -172,14 +173,23 @@ def _steps(
     observers: Sequence[Observer],
     epoch: int,
 ) -> Iterator[tuple[int, Record]]:
-    for rows in order:
-        if isinstance(rows, np.ndarray):
-            rows.sort()  # memory-mapped rows are read in the file's order
-        values = executor.step(batches.take(rows))
+    drawn: deque[int] = deque()  # the sizes of batches whose steps have not come back yet
+
+    def feeds() -> Iterator[dict[str, np.ndarray]]:
+        for rows in order:
+            if isinstance(rows, np.ndarray):
+                rows.sort()  # memory-mapped rows are read in the file's order
+            drawn.append(len(rows))
+            yield batches.take(rows)
+
+    step = executor.steps
+    for values in executor.run(feeds()):
+        step += 1
+        rows = drawn.popleft()
         values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
         for observer in observers:
-            observer.step({"epoch": epoch, "step": executor.steps, "rows": len(rows), **values})
-        yield len(rows), values
+            observer.step({"epoch": epoch, "step": step, "rows": rows, **values})
+        yield rows, values
 
 
 def _mean(measured: Iterator[tuple[int, Record]]) -> Record:

@@ -18,3 +18,4 @@ from passes.simplify import *
 from passes.split import *
 from passes.stop_gradient import *
 from passes.training_mode import *
+from passes.unroll import *

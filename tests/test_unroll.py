@@ -1,0 +1,156 @@
+"""Several steps in one call are the same steps: bit-equal state, all losses, any number of batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import linear, mlp, run
+
+import graphopt
+import passes
+from graphopt.fit import fit
+from graphopt.roles import Role, with_role
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((50, 8, 4)).astype(np.float32)
+T = np.tanh(X[..., :3])
+BATCHES = [{"x": x, "target": t} for x, t in zip(X, T, strict=True)]
+STEPS = {
+    "plain": {"optimizer": passes.SGD(0.1)},
+    "adamw": {
+        "optimizer": passes.AdamW(0.01),
+        "clip": passes.ClipGlobalNorm(0.5),
+        "schedule": passes.Cosine(steps=60, warmup=5),
+        "regularizer": passes.L2(1e-3),
+    },
+    "accumulate": {"optimizer": passes.SGD(0.1, momentum=0.9), "accumulate": passes.Accumulate(3)},
+}
+
+
+def compiled(**steps):
+    return graphopt.compile(mlp(), loss=passes.MeanSquaredError(), **steps)
+
+
+def equal(first, second):
+    for name, value in first.state.items():
+        np.testing.assert_array_equal(second.state[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("count", [1, 7, 50, 64])
+def test_calls_of_several_steps_are_single_steps(name, count):
+    step = compiled(**STEPS[name])
+    single, several = graphopt.Executor(step, threads=1), graphopt.Executor(step, threads=1)
+    expected = [single.step(batch) for batch in BATCHES]
+    found = list(several.run(BATCHES, steps_per_call=count))
+    assert len(found) == 50
+    for one, other in zip(expected, found, strict=True):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            assert type(other[key]) is type(value)
+            np.testing.assert_array_equal(other[key], value)
+    equal(single, several)
+    assert several.steps == single.steps == 50
+    single.step(BATCHES[0])
+    several.step(BATCHES[0])
+    equal(single, several)
+
+
+def test_a_ragged_last_batch_has_a_call_of_its_own():
+    step = compiled(optimizer=passes.AdamW(0.01))
+    single, several = graphopt.Executor(step), graphopt.Executor(step)
+    batches = [*BATCHES[:9], {"x": X[9, :3], "target": T[9, :3]}]
+    expected = [single.step(batch)["loss"] for batch in batches]
+    assert [one["loss"] for one in several.run(iter(batches), steps_per_call=4)] == expected
+    equal(single, several)
+
+
+def test_how_many_is_chosen_by_the_time_of_a_step():
+    executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
+    assert len(list(executor.run(BATCHES))) == 50
+    assert executor.steps == 50
+    assert executor._pace.steps > 1
+    executor._pace._seconds[:] = [0.1] * 5
+    assert executor._pace.steps == 1
+
+
+def test_the_graph_stands_by_itself():
+    step = compiled(**STEPS["adamw"])
+    passes.Unroll(steps=5)(step)
+    onnx.checker.check_model(ir.to_proto(step), full_check=True)
+    assert [str(x.shape) for x in with_role(step, Role.DATA, Role.TARGET)] == ["[5,N,4]", "[5,N,3]"]
+    executor = graphopt.Executor(compiled(**STEPS["adamw"]))
+    losses = [executor.step(batch)["loss"] for batch in BATCHES[:10]]
+    found = run(step, 2, {"x": X[:5], "target": T[:5]})
+    np.testing.assert_allclose(found[0]["loss"], losses[:5], rtol=1e-5)
+    whole = graphopt.Executor(step)
+    for i in (0, 5):
+        np.testing.assert_allclose(
+            whole.step(x=X[i : i + 5], target=T[i : i + 5])["loss"], losses[i : i + 5], rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+def test_a_loss_that_is_not_finite_leaves_the_state_before_the_call(policy):
+    step = graphopt.compile(linear(4, 3), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, on_nonfinite=policy)
+    batches = [dict(batch) for batch in BATCHES[:8]]
+    batches[6]["x"] = np.full_like(X[6], np.nan)
+    steps = executor.run(batches, steps_per_call=4)
+    for _ in range(4):
+        next(steps)
+    before = executor.state
+    if policy == "raise":
+        with pytest.raises(graphopt.NonFiniteLoss, match="step 6: expected a finite loss, found nan"):
+            list(steps)
+    else:
+        with pytest.warns(UserWarning, match="step 6: expected a finite loss"):
+            list(steps)
+    changed = any(not np.array_equal(executor.state[name], value) for name, value in before.items())
+    assert changed == (policy == "warn")
+
+
+def test_fit_is_the_same_with_calls_of_several_steps():
+    data = {"x": X.reshape(-1, 4), "target": T.reshape(-1, 3)}
+    records = []
+    for count in (1, 16):
+        executor = graphopt.Executor(
+            compiled(optimizer=passes.AdamW(0.01)), steps_per_call=count, report=["loss"]
+        )
+        seen: list[int] = []
+        records.append(fit(executor, data, epochs=2, batch_size=30, validation=None, observers=[Rows(seen)]))
+        assert sum(seen) == 800
+    for one, other in zip(*records, strict=True):
+        assert one["loss"] == other["loss"]
+
+
+class Rows:
+    """Notes how many rows each step had."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def start(self, **_):
+        pass
+
+    def step(self, record):
+        self.seen.append(record["rows"])
+
+    def epoch(self, record):
+        pass
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(graphopt.GraphoptError, match="unroll.steps: expected 1 or more, or null, found 0"):
+        passes.Unroll(0)
+    with pytest.raises(graphopt.GraphoptError, match="Unroll needs a training graph"):
+        passes.Unroll()(graphopt.compile(mlp(), loss=passes.MeanSquaredError()))
+    executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
+    with pytest.raises(graphopt.GraphoptError, match="steps_per_call: expected 1 or more, or None, found 0"):
+        list(executor.run(BATCHES, steps_per_call=0))
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"input 'x': expected shape \[steps,N,4\], found \[2, 8, 3\]"
+    ):
+        list(executor.run([{"x": X[0, :, :3], "target": T[0]}] * 2, steps_per_call=2))
