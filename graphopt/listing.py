@@ -107,9 +107,9 @@ def inline(value: ir.Value, anywhere: bool = False) -> str | None:
     return numbers(tensor.numpy())
 
 
-def numbers(array: np.ndarray) -> str:
+def numbers(array: np.ndarray, digits: int = 6) -> str:
     """Return up to four numbers as they are, of more the element type and the shape."""
     if array.size > 4:
         return f"{array.dtype}{list(array.shape)}"
-    texts = [f"{x:.6g}" if array.dtype.kind == "f" else str(x) for x in array.flat]
+    texts = [f"{x:.{digits}g}" if array.dtype.kind == "f" else str(x) for x in array.flat]
     return f"[{','.join(texts)}]" if array.ndim else texts[0]

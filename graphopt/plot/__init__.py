@@ -12,6 +12,7 @@ from graphopt.plot import text
 from graphopt.plot.drawing import Drawing
 
 PICTURES = (".svg", ".png", ".pdf")
+MOST_BOXES = 5000  # which take minutes
 TEXTS = {".dot": text.dot, ".gv": text.dot, ".mmd": text.mermaid, ".mermaid": text.mermaid}
 
 
@@ -33,19 +34,20 @@ def plot(
     """Draw graphs side by side, into a file or, without `path`, as SVG, which notebooks show.
 
     Values are coloured by their roles, nodes by what needs them: the model, the loss, gradients, updates. Constants of
-    at most four numbers stand in the nodes that read them. Bodies of If, Loop and Scan are frames.
+    at most four numbers stand in the nodes that read them. Bodies of If, Loop and Scan are frames. Graphviz takes 0.6 s
+    for 300 nodes, 3 s for 1000, half a minute for 2000.
 
     Args:
         model, more: paths, onnx.ModelProtos or onnx_ir.Models.
         path: what to write: .svg, .png and .pdf are drawn by Graphviz, from the package pygraphviz of the extra `plot`;
             .dot and .gv are Graphviz's language, .mmd and .mermaid a Mermaid flowchart, and need no package.
         titles: one for each graph, which stands above it.
-        names: write the names of values on the edges.
-        types: write the element types and shapes of values on the edges.
+        names: write the names of values on the edges between nodes.
+        types: write the element types and shapes of values on the edges between nodes.
 
     Raises:
         GraphoptError: a model cannot be read; the ending of `path` is another one; pygraphviz is not installed; there
-            are titles, but not one for each graph.
+            are too many boxes for a picture; there are titles, but not one for each graph.
     """
     ending = ".svg" if path is None else Path(path).suffix.lower()
     if ending not in (*PICTURES, *TEXTS):
@@ -53,7 +55,7 @@ def plot(
             f"{path}: expected {', '.join((*PICTURES, *TEXTS))}, found {ending or 'no ending'!r}"
         )
     drawing = _drawing([model, *more], titles, names, types)
-    written = TEXTS[ending](drawing).encode() if ending in TEXTS else _picture(text.dot(drawing), ending)
+    written = TEXTS[ending](drawing).encode() if ending in TEXTS else _picture(drawing, ending)
     if path is None:
         return Svg(written.decode())
     with replacing(path) as temporary:
@@ -84,13 +86,19 @@ def _drawing(models: Sequence[Source], titles: Sequence[str], names: bool, types
     return drawing
 
 
-def _picture(source: str, ending: str) -> bytes:
-    """Lay a graph in Graphviz's language out, and draw it."""
+def _picture(drawing: Drawing, ending: str) -> bytes:
+    """Have Graphviz lay a drawing out and draw it."""
     try:
         import pygraphviz
     except ImportError as error:
         raise GraphoptError(
             f"a picture ({ending}) needs the package pygraphviz, which is not installed: "
-            f"pip install 'graphopt[plot]', or write {' or '.join(TEXTS)}"
+            f"pip install 'graphopt[plot]', or write {', '.join(TEXTS)}"
         ) from error
-    return pygraphviz.AGraph(string=source).draw(format=ending[1:], prog="dot")
+    boxes = len(drawing.boxes())
+    if boxes > MOST_BOXES:
+        raise GraphoptError(
+            f"a picture ({ending}): expected at most {MOST_BOXES} boxes, found {boxes}: draw a part, by "
+            f"onnx_ir.convenience.extract, or write {', '.join(TEXTS)}"
+        )
+    return pygraphviz.AGraph(string=text.dot(drawing)).draw(format=ending[1:], prog="dot")

@@ -32,15 +32,16 @@ TARGET = Kind("target", "#d3f9d8", "#2f9e44")
 PARAMETER = Kind("parameter", "#ffd8a8", "#e8590c")
 STATE_BESIDE = Kind("other state", "#ffec99", "#e67700")
 HYPERPARAMETER = Kind("hyperparameter", "#eebefa", "#9c36b5")
-CONSTANT = Kind("constant", "#e9ecef", "#868e96")
+INITIALIZER = Kind("initializer", "#e9ecef", "#868e96")
 LOSS = Kind("loss", "#ffa8a8", "#c92a2a")
 OUTPUT = Kind("output", "#99e9f2", "#0c8599")
+BODY = Kind("of a body", "#f8f9fa", "#868e96")
 MODEL_NODE = Kind("model", "#ffffff", "#495057", is_node=True)
 LOSS_NODE = Kind("loss", "#fff0f0", "#c92a2a", is_node=True)
 GRADIENT_NODE = Kind("gradient", "#e5dbff", "#6741d9", is_node=True)
 UPDATE_NODE = Kind("update", "#fff9db", "#e67700", is_node=True)
 KINDS = (
-    *(DATA, TARGET, PARAMETER, STATE_BESIDE, HYPERPARAMETER, CONSTANT, LOSS, OUTPUT),
+    *(DATA, TARGET, PARAMETER, STATE_BESIDE, HYPERPARAMETER, INITIALIZER, LOSS, OUTPUT, BODY),
     *(MODEL_NODE, LOSS_NODE, GRADIENT_NODE, UPDATE_NODE),
 )
 
@@ -85,17 +86,19 @@ class Frame:
     boxes: list[Box] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
 
-    def kinds(self) -> set[Kind]:
-        """Return the kinds of the boxes in this frame and in those inside."""
-        return {box.kind for box in self.boxes}.union(*(frame.kinds() for frame in self.frames))
+    def all_boxes(self) -> Iterator[Box]:
+        """Return the boxes of this frame and of those inside."""
+        yield from self.boxes
+        for frame in self.frames:
+            yield from frame.all_boxes()
 
 
 class Drawing:
     """Graphs beside each other.
 
     Args:
-        names: write the names of values on the edges.
-        types: write the element types and shapes of values on the edges.
+        names: write the names of values on the edges between nodes.
+        types: write the element types and shapes of values on the edges between nodes.
     """
 
     def __init__(self, *, names: bool = False, types: bool = False) -> None:
@@ -110,9 +113,13 @@ class Drawing:
         self._versions = graph.opset_imports
         self.frames.append(self._frame(f"g{len(self.frames)}", title, graph, _kinds_of_nodes(graph)))
 
+    def boxes(self) -> list[Box]:
+        """Return the boxes of all graphs."""
+        return [box for frame in self.frames for box in frame.all_boxes()]
+
     def kinds(self) -> list[Kind]:
         """Return the kinds of boxes that there are: a legend."""
-        found = set[Kind]().union(*(frame.kinds() for frame in self.frames))
+        found = {box.kind for box in self.boxes()}
         return [kind for kind in KINDS if kind in found]
 
     def _frame(
@@ -120,16 +127,16 @@ class Drawing:
     ) -> Frame:
         frame = Frame(id, title)
         for value in graph.inputs:
-            self._boxes[value] = _value(frame, _kind_of_input(value), value)
+            self._boxes[value] = _value(frame, BODY if owner else _kind_of_input(value), value)
         for value in graph.initializers.values():
             if not value.is_graph_input() and _inside(value) is None:
-                self._boxes[value] = _value(frame, CONSTANT, value)
+                self._boxes[value] = _value(frame, INITIALIZER, value)
         for node in graph:
             self._node(frame, node, kinds)
-        following = {f"{value.name}.next": _kind_of_input(value) for value in graph.inputs}
+        kinds_of_next = {f"{value.name}.next": _kind_of_input(value) for value in graph.inputs}
         for value in graph.outputs:
-            kind = LOSS if role_of(value) is Role.LOSS else following.get(str(value.name), OUTPUT)
-            box = _box(frame, kind, str(value.name), [type_of(value)])
+            kind = LOSS if role_of(value) is Role.LOSS else kinds_of_next.get(str(value.name), OUTPUT)
+            box = _box(frame, BODY if owner else kind, str(value.name), [type_of(value)])
             self._edge(value, box)
             if owner is not None:
                 self.edges.append(Edge(box.id, owner.id, returned=True))
@@ -138,7 +145,7 @@ class Drawing:
     def _node(self, frame: Frame, node: ir.Node, kinds: Mapping[ir.Node, Kind]) -> None:
         if node.op_type == "Constant" and ir.convenience.get_const_tensor(node.outputs[0]) is not None:
             if _inside(node.outputs[0]) is None:
-                self._boxes[node.outputs[0]] = _value(frame, CONSTANT, node.outputs[0])
+                self._boxes[node.outputs[0]] = _value(frame, INITIALIZER, node.outputs[0])
             return
         box = _box(frame, kinds[node], operator_of(node), self._details(node))
         for x in node.inputs:
@@ -163,9 +170,12 @@ class Drawing:
                 yield f"{name}={text}"
 
     def _edge(self, value: ir.Value | None, end: Box) -> None:
-        if value is not None and value in self._boxes:
-            label = [str(value.name)] * self._names + [type_of(value)] * self._types
-            self.edges.append(Edge(self._boxes[value].id, end.id, _clipped(" ".join(label))))
+        if value is None or value not in self._boxes:
+            return
+        start, label = self._boxes[value], ""
+        if start.kind.is_node and end.kind.is_node:  # a box of the value itself says the same
+            label = " ".join([str(value.name)] * self._names + [type_of(value)] * self._types)
+        self.edges.append(Edge(start.id, end.id, _clipped(label)))
 
 
 def _box(frame: Frame, kind: Kind, title: str, lines: Iterable[str]) -> Box:
@@ -181,9 +191,8 @@ def _value(frame: Frame, kind: Kind, value: ir.Value) -> Box:
 
 
 def _numbers(array: np.ndarray) -> str:
-    few = array.size <= MOST
-    shown = numbers(array if few else array.reshape(-1)[:MOST])
-    return shown if few else f"{shown[:-1]},...]"
+    shown = numbers(array.reshape(-1)[:MOST] if array.size > MOST else array, digits=3 if array.ndim else 6)
+    return f"{shown[:-1]},...]" if array.size > MOST else shown
 
 
 def _inside(value: ir.Value) -> str | None:
@@ -201,7 +210,7 @@ def _clipped(text: str) -> str:
 def _kind_of_input(value: ir.Value) -> Kind:
     role = role_of(value)
     if role is None:
-        return CONSTANT if value.is_initializer() else DATA
+        return INITIALIZER if value.is_initializer() else DATA
     return _KIND_OF_ROLE.get(role, DATA)
 
 
@@ -230,6 +239,20 @@ def _kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
         else:
             kinds[node] = UPDATE_NODE
             updating.update(node.outputs)
+    place = {node: i for i, node in enumerate(graph)}
+    for value in by_role.get(Role.NEXT, []):
+        behind = _behind(graph, [value])
+        front = {
+            x
+            for node in behind
+            if kinds[node] is UPDATE_NODE
+            for x in node.predecessors()
+            if kinds[x] is GRADIENT_NODE
+        }
+        while len(front) > 1:
+            last = max(front, key=place.__getitem__)
+            kinds[last] = UPDATE_NODE
+            front = front - {last} | {x for x in last.predecessors() if kinds[x] is GRADIENT_NODE}
     return kinds
 
 
