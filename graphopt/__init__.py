@@ -1,5 +1,6 @@
 """graphopt: a compiler from ONNX inference models to self-contained ONNX training graphs."""
 
+from graphopt.artifacts import export_artifacts, from_checkpoint, load_artifacts
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor, NonFiniteLoss
 from graphopt.forward_backward import ForwardBackward
@@ -18,9 +19,12 @@ __all__ = [
     "Trainer",
     "compile",
     "dot",
+    "export_artifacts",
+    "from_checkpoint",
     "grad",
     "listing",
     "load",
+    "load_artifacts",
     "mermaid",
     "plot",
     "save",
