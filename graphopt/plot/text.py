@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping
 
-from graphopt.plot.drawing import Box, Drawing, Frame, Kind
+from graphopt.plot.drawing import Box, Drawing, Frame
+from graphopt.plot.kinds import Kind
 
 _FONT = "Helvetica,Arial,sans-serif"
 _HEAD = f"""\
