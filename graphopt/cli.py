@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from graphopt.artifacts import FILES, export_artifacts
 from graphopt.data import Dataset
 from graphopt.display import Display, Header, counted, measures, say
 from graphopt.errors import GraphoptError, known
@@ -79,7 +80,7 @@ def _run(config: DictConfig) -> float | None:
     """Do what a recipe says; return the validation loss, or the training loss where no rows are held out."""
     try:
         recipe = _Recipe(config)
-        runs = {"train": _train, "compile": _compile, "report": _report}
+        runs = {"train": _train, "compile": _compile, "artifacts": _artifacts, "report": _report}
         if config.run not in runs:
             raise GraphoptError(known("run", config.run, runs))
         return runs[config.run](recipe)
@@ -157,6 +158,12 @@ def _compile(recipe: _Recipe) -> None:
     write(recipe.folder / "config.yaml", recipe.text())
     say(console, "model", f"{recipe.config.model}, {_parameters(step)}")
     say(console, "written", f"{recipe.folder}/step.onnx, {size(step)} nodes")
+
+
+def _artifacts(recipe: _Recipe) -> None:
+    export_artifacts(recipe.model(), recipe.pipeline, recipe.folder)
+    write(recipe.folder / "config.yaml", recipe.text())
+    say(Console(), "written", f"{recipe.folder}: {', '.join(FILES)}")
 
 
 def _report(recipe: _Recipe) -> None:

@@ -86,6 +86,22 @@ def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch)
     assert not Path("out/trained.onnx").exists()
 
 
+def test_artifacts_have_the_recipe_s_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model=my.onnx", "run=artifacts", "folder=out"]
+    assert cli.main([*arguments, "optimizer=sgd", "optimizer.momentum=0.9", "clip=global_norm"]) == 0
+    assert "optimizer_model.onnx, checkpoint" in capsys.readouterr().out
+    operators = {node.op_type for node in onnx.load("out/optimizer_model.onnx").graph.node}
+    assert {"InplaceClipGradNorm", "SGDOptimizerV2"} <= operators
+    assert sorted(graphopt.artifacts.parameters("out")) == [
+        "fc0.bias",
+        "fc0.weight",
+        "fc1.bias",
+        "fc1.weight",
+    ]
+    assert cli.main([*arguments, "schedule=linear", "schedule.steps=10"]) == 1
+    assert "expected none on a device, whose program sets the rate" in capsys.readouterr().err
+
+
 def test_a_schedule_lasts_as_long_as_the_run() -> None:
     assert cli.main([*MINE, "schedule=cosine"]) == 0
     config = yaml.safe_load(Path("out/config.yaml").read_text())
@@ -178,7 +194,7 @@ REFUSED = {
     ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "fit.validation: expected a share of the rows"),
-    "run": (["run=fly"], "unknown run 'fly'; known: compile, report, train"),
+    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, report, train"),
     "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
     "code": (
