@@ -172,7 +172,10 @@ def _report(recipe: _Recipe) -> None:
     write(recipe.folder / "config.yaml", recipe.text())
     console = Console()
     console.print(found.summary(), markup=False, highlight=False, soft_wrap=True, end="")
-    say(console, "written", f"{recipe.folder}/report.txt, with the graph after each pass")
+    files = "report.txt, with the graph after each pass"
+    if found.picture(recipe.folder / "graph.svg"):
+        files += "; graph.svg, before the first pass and after the last"
+    say(console, "written", f"{recipe.folder}/{files}")
 
 
 class _Recipe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 import pkgutil
 import time
 from collections import Counter
@@ -15,7 +17,10 @@ from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
 from graphopt.pipeline import Pipeline
+from graphopt.plot import plot
 from graphopt.roles import RUNTIME, STATE, Role, role_of
+
+MOST_DRAWN = 100  # nodes of a graph that a report draws
 
 
 @dataclass
@@ -41,6 +46,14 @@ class Report:
         parts = [("before the first pass", self.model)]
         parts += [(f"after {step}: {text}", model) for step, text, model, _ in self.stages]
         return "\n".join(f"== {title} ==\n{listing(model)}" for title, model in parts)
+
+    def picture(self, path: str | os.PathLike[str]) -> bool:
+        """Draw the graph before the first pass and after the last; tell whether pygraphviz and its size allow it."""
+        final = self.stages[-1][2] if self.stages else self.model
+        if importlib.util.find_spec("pygraphviz") is None or size(final) > MOST_DRAWN:
+            return False
+        plot(self.model, final, titles=["before the first pass", "after the last"], path=path)
+        return True
 
 
 def report(source: Source, pipeline: Pipeline) -> Report:
@@ -103,7 +116,9 @@ def _why(found: Report, value: ir.Value) -> str:
     chosen = next((model for step, _, model, _ in found.stages if step == "parameters"), None)
     if chosen is None or (value.name or "") not in chosen.graph.initializers:
         return ""
-    ends = pkgutil.resolve_name("passes.gradients.walk:dead_ends")(chosen.graph.initializers[value.name or ""])
+    ends = pkgutil.resolve_name("passes.gradients.walk:dead_ends")(
+        chosen.graph.initializers[value.name or ""]
+    )
     through = [f"{node.op_type} {node.name!r}" for node in ends]
     return f"no gradient passes {_some(through)}" if through else "frozen, or no weight"
 
