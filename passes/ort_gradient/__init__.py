@@ -1,0 +1,96 @@
+"""Gradients from onnxruntime-training's GradientGraphBuilder, in its own fused operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter, like
+from graphopt.roles import needs_training_runtime
+from passes.gradients import GradientSource
+from passes.gradients.walk import between
+from passes.ort_gradient.builder import Builder, seeded
+from passes.ort_gradient.forms import prepare, wrong
+
+__all__ = ["OrtGradient"]
+
+
+@dataclass(frozen=True)
+class OrtGradient(GradientSource):
+    """Differentiate the loss by every parameter, as onnxruntime-training does: an output `NAME.grad` each.
+
+    The graph has operators of com.microsoft that onnxruntime-training alone runs; its metadata say so.
+
+    Raises:
+        GraphoptError: onnxruntime-training is not installed; the model's opset is newer than it; there is no loss or
+            no parameter; operators without a gradient there block a parameter; or the loss does not depend on one.
+    """
+
+    def backward(
+        self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        builder = Builder(model)
+        path = between(model.graph, seeds, wrt)
+        wrt = [x for x in wrt if any(user in path for user in x.consumers())]
+        if not wrt:
+            return {}
+        seeds = {y: seed for y, seed in seeds.items() if y.producer() in path}
+        for node in path:
+            prepare(op, node)
+        model.graph.sort()
+        active = frozenset(wrt).union(*(node.outputs for node in path))
+        if any(wrong(node, active) for node in path):
+            raise builder.refusal(path, active)
+        part = builder.part(path, list(seeds))
+        try:
+            built = builder.build(part, wrt)
+        except RuntimeError as error:
+            raise builder.refusal(path, active, error) from error
+        needs_training_runtime(model)
+        return _graft(model, part, built, seeds, wrt)
+
+
+def _graft(
+    model: ir.Model,
+    part: ir.Model,
+    built: onnx.ModelProto,
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Sequence[ir.Value],
+) -> dict[ir.Value, ir.Value]:
+    """Add to `model` what `built` has and `part` has not; return the gradients of `wrt`."""
+    built.graph.input.extend(onnx.ValueInfoProto(name=f"{seeded(y)}_grad") for y in seeds)
+    graph = ir.from_proto(built).graph
+    ours = ir.convenience.create_value_mapping(model.graph)
+    theirs = ir.convenience.create_value_mapping(graph)
+    known = set(ir.convenience.create_value_mapping(part.graph))
+    same = {theirs[name]: ours[name] for name in known & ours.keys()}
+    same |= {theirs[f"{seeded(y)}_grad"]: seed for y, seed in seeds.items()}
+    added = [node for node in graph if any(y.name not in known for y in node.outputs if y.name)]
+    for y in (y for node in added for y in node.outputs):
+        if y in same:  # the builder has put another operator in the place of ours
+            _replace(model, same.pop(y), y)
+        elif y.name in ours:
+            y.name = None
+    for twin, value in same.items():
+        ir.convenience.replace_all_uses_with(twin, value)
+    graph.outputs.clear()
+    graph.remove(added)
+    model.graph.extend(added)
+    for value in [value for name, value in graph.initializers.items() if name not in known]:
+        del graph.initializers[str(value.name)]
+        value.name = f"{value.name}.{len(model.graph)}" if value.name in ours else value.name
+        model.graph.register_initializer(value)
+    for domain in {node.domain for node in added}:
+        model.opset_imports.setdefault(domain, 1)
+    return {x: like(theirs[f"{x.name}_grad"], x) for x in wrt}
+
+
+def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    like(new, old).metadata_props.update(old.metadata_props)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    node = old.producer()
+    if node is not None and node.graph is model.graph:
+        model.graph.remove(node)

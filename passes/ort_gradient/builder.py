@@ -1,0 +1,120 @@
+"""onnxruntime-training's builder of gradient graphs: the one module of passes that imports onnxruntime.
+
+It is given the part of the graph between the parameters and the loss alone, so that it holds constant what `Gradient`
+holds constant. Weights are inputs there: it folds none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.roles import TRAINING_RUNTIME
+from passes.gradients.walk import reaches, reads
+from passes.ort_gradient.forms import wrong
+
+OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
+SMALL = 100  # numbers in a constant that the builder is shown: axes, exponents
+UNREGISTERED = "has not been registered"
+LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
+
+
+class Builder:
+    """onnxruntime-training's builder of gradient graphs, for parts of one model."""
+
+    def __init__(self, model: ir.Model) -> None:
+        try:
+            from onnxruntime.capi import onnxruntime_pybind11_state as runtime
+
+            self._builder, self._options = runtime.GradientGraphBuilder, runtime.SessionOptions()
+        except (ImportError, AttributeError) as error:
+            raise GraphoptError(
+                "OrtGradient needs onnxruntime-training, which is not installed: pip install 'graphopt[training]' in "
+                "an environment without another onnxruntime, or use Gradient"
+            ) from error
+        version = model.opset_imports[""]
+        if version > OPSET or model.ir_version > IR_VERSION:
+            raise GraphoptError(
+                f"OrtGradient: expected a model of opset {OPSET} and IR version {IR_VERSION} or older, found "
+                f"{version} and {model.ir_version}: use Gradient"
+            )
+        self._options.log_severity_level = 4  # what goes wrong is raised
+        self._model = model
+
+    def part(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
+        """Return the graph of `nodes`, its `outputs` behind an Identity each; other values are inputs."""
+        made = {y for node in nodes for y in node.outputs}
+        needed = dict.fromkeys(x for node in nodes for x in reads(node) if x is not None and x not in made)
+        inputs = [x for x in needed if not _is_small(x)]
+        graph = ir.convenience.extract(self._model.graph, inputs, outputs)
+        for x in graph.inputs:
+            if x.is_initializer():
+                del graph.initializers[str(x.name)]
+                x.const_value = None
+        for i, y in enumerate(graph.outputs):  # the gradient of what others use too is a sum
+            output = ir.Value(name=seeded(y), type=y.type, shape=y.shape)
+            graph.append(ir.node("Identity", [y], outputs=[output]))
+            graph.outputs[i] = output
+        functions = list(self._model.functions.values())
+        return ir.Model(graph, ir_version=self._model.ir_version, functions=functions)
+
+    def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
+        """Return `part` with its gradients: of a value NAME it is NAME_grad, which of outputs is left undefined."""
+        names = {str(y.name) for y in part.graph.outputs}
+        text = ir.to_proto(part).SerializeToString()
+        builder = self._builder(text, names, {str(x.name) for x in wrt}, "", self._options)
+        builder.build()
+        return onnx.load_from_string(builder.get_model())
+
+    def refusal(
+        self, path: Sequence[ir.Node], active: frozenset[ir.Value], error: RuntimeError | None = None
+    ) -> GraphoptError:
+        """Return the error that names every operator of `path` that the builder by itself refuses, or has wrong."""
+        refused: dict[tuple[str, str], dict[ir.Node, str]] = {}
+        for node in path:
+            reason = wrong(node, active) or self._complaint(node, path, active)
+            if reason:
+                refused.setdefault((node.domain, node.op_type), {})[node] = f"{TRAINING_RUNTIME} {reason}"
+        if not refused:
+            return GraphoptError(f"{TRAINING_RUNTIME} refuses the model, {_said(error)}: use Gradient")
+        lacking = []
+        wrt = [x for x in active if x.producer() not in path]
+        for (domain, op_type), nodes in sorted(refused.items()):
+            blocks = tuple(sorted(str(x.name) for x in wrt if reaches(x, list(nodes))))
+            names = tuple(str(node.name) for node in nodes)
+            lacking.append(Lacking(domain, op_type, names, blocks, next(iter(nodes.values()))))
+        return NoGradient(lacking, "use Gradient")
+
+    def _complaint(self, node: ir.Node, path: Sequence[ir.Node], active: frozenset[ir.Value]) -> str:
+        """Return what the builder says of one node, or nothing."""
+        used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
+        try:
+            self.build(self.part([node], used), [x for x in reads(node) if x is not None and x in active])
+        except RuntimeError as error:
+            return _said(error)
+        return ""
+
+
+def seeded(y: ir.Value) -> str:
+    """Return the name of the Identity of an output."""
+    return f"{y.name}.seeded"
+
+
+def _is_small(x: ir.Value) -> bool:
+    tensor = ir.convenience.get_const_tensor(x)
+    return tensor is not None and tensor.size <= SMALL
+
+
+def _said(error: RuntimeError | None) -> str:
+    """Return what the builder says of an operator, without where in its source."""
+    text = " ".join(str(error).split())
+    if UNREGISTERED in text:
+        return "has none"
+    missing = re.search(r"NodeArg by name: (.*)_grad|partial derivative for '(.*)' as", text)
+    if missing:
+        return f"has none by {missing[1] or missing[2]!r}"
+    return f"says: {re.sub(LOCATION, '', text)}"
