@@ -20,7 +20,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.plot import plot
 from graphopt.roles import RUNTIME, STATE, Role, role_of
 
-MOST_DRAWN = 100  # nodes of a graph that a report draws
+MOST_DRAWN = 200  # nodes of a graph that a report draws
 
 
 @dataclass

@@ -63,6 +63,11 @@ def trainer_classifier(result):
         assert accuracy["after"] > max(accuracy["before"], accuracy["scikit-learn"] - 0.05)
 
 
+def plot_graphs(result):
+    assert result["svg"].lstrip().startswith("<?xml")
+    assert all("its training graph" in text and "learning_rate" in text for text in result.values())
+
+
 NEEDS = {"fine_tune_file_types": "magika"}
 
 

@@ -86,20 +86,25 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
             kinds[node] = UPDATE_NODE
             updating.update(node.outputs)
     order = {node: i for i, node in enumerate(graph)}
-    for value in _outputs(graph, Role.NEXT):
-        front = {
-            before
-            for node in _behind(graph, [value])
-            for before in _gradients_before(node, kinds)
-            if kinds[node] is UPDATE_NODE
-        }
-        while (
-            len(front) > 1
-        ):  # an update computes with its gradient in several places: that is where they meet
+    for values in _next_by_owner(graph):
+        updates = [node for node in _behind(graph, values) if kinds[node] is UPDATE_NODE]
+        front = {before for node in updates for before in _gradients_before(node, kinds)}
+        # An update may compute with a parameter's gradient in several places: the gradient is where they meet.
+        while len(front) > 1:
             last = max(front, key=order.__getitem__)
             front = front - {last} | _gradients_before(last, kinds)
             kinds[last] = UPDATE_NODE
     return kinds
+
+
+def _next_by_owner(graph: ir.Graph) -> Iterable[list[ir.Value]]:
+    """Return what replaces each parameter and its slots; other state is its own owner."""
+    slots = {value.name for value in graph.inputs if role_of(value) is Role.SLOT}
+    by_owner: dict[str, list[ir.Value]] = {}
+    for value in _outputs(graph, Role.NEXT):
+        state = str(value.name).removesuffix(".next")
+        by_owner.setdefault(state.rpartition(".")[0] if state in slots else state, []).append(value)
+    return by_owner.values()
 
 
 def _outputs(graph: ir.Graph, *roles: Role | None) -> list[ir.Value]:
