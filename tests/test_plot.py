@@ -30,7 +30,6 @@ from graphopt.plot.kinds import (
 )
 from graphopt.report import report
 
-
 plotting = importlib.import_module("graphopt.plot")  # the name in graphopt is the function's
 
 
