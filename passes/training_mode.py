@@ -18,7 +18,9 @@ from passes.shapes import ensure_typed
 
 __all__ = ["TrainingMode"]
 
-PRIME = 2**31 - 1
+LARGEST = 2**31 - 1
+GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # Wellons, https://github.com/skeeto/hash-prospector
 SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
 
@@ -121,12 +123,15 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {given.name!r}")
     ratio = 0.5 if tensor is None else float(tensor.numpy().item())
     with Emitter(model) as op:
-        drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
-        kept = op.Not(op.Less(drawn, round(ratio * PRIME)))
-        dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
+        if ratio == 0 and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:]):
+            dropped = op.Identity(x)
+        else:
+            drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
+            kept = op.Not(op.Less(drawn, _int32(op, round(ratio * LARGEST))))
+            dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
+            if len(node.outputs) > 1:
+                ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
         like(dropped, y)
-        if len(node.outputs) > 1:
-            ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
     name = y.name
     y.name = f"{name}/replaced"
     ir.convenience.replace_all_uses_with(y, dropped, replace_graph_outputs=True)
@@ -139,20 +144,27 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
 
 
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
-    """Emit int64 numbers from 0 to 2^31 - 2, uniform, of a counter (seed, number, step, position).
+    """Emit int32 numbers from 0 to 2^31 - 1, uniform, of a counter (seed, number, step, position).
 
-    With p = 2^31 - 1, x -> x^5 is a permutation of the integers modulo p, as 5 does not divide p - 1 (Lidl,
-    Niederreiter, Finite Fields, theorem 7.8); all products stay below 2^62. A key that (seed, number, step) give
-    that way is added to the positions, spread by a primitive root of p (Park, Miller 1988), and permuted again.
+    Positions are spread by the golden ratio's multiples and mixed by two rounds of x -> (x ^ x >> 16) k, an integer
+    hash (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195), modulo 2^31. The key that is added to them comes of
+    (seed, number, step) by x -> x^5, a permutation of the integers modulo the prime p = 2^31 - 1, as 5 does not divide
+    p - 1 (Lidl, Niederreiter, Finite Fields, theorem 7.8).
     """
     random = np.random.default_rng([seed, number])
-    factor, offset, salt = (int(value) for value in random.integers(1, PRIME, 3))
+    factor, offset = (int(value) for value in random.integers(1, LARGEST, 2))
+    x = op.Mod(op.Mod(step, LARGEST) * factor + offset, LARGEST)
+    square = op.Mod(x * x, LARGEST)
+    key = op.Mod(op.Mod(square * square, LARGEST) * x, LARGEST)
+    int32, largest = ir.DataType.INT32, _int32(op, LARGEST)
+    count = op.Cast(op.ReduceProd(shape, keepdims=0), to=int32)
+    positions = op.Range(_int32(op, 0), count, _int32(op, 1))
+    mixed = op.BitwiseAnd(positions * _int32(op, GOLDEN) + op.Cast(key, to=int32), largest)
+    for multiplier in MULTIPLIERS:
+        folded = op.BitwiseXor(mixed, mixed / _int32(op, 1 << 16))
+        mixed = op.BitwiseAnd(folded * _int32(op, multiplier), largest)
+    return op.Reshape(mixed, shape)
 
-    def permute(x: ir.Value) -> ir.Value:
-        square = op.Mod(x * x, PRIME)
-        return op.Mod(op.Mod(square * square, PRIME) * x, PRIME)
 
-    key = permute(op.Mod(op.Mod(step, PRIME) * factor + offset, PRIME))
-    positions = op.Range(0, op.ReduceProd(shape, keepdims=0), 1)
-    spread = op.Mod(op.Mod(positions, PRIME) * 16807 + (key + salt), PRIME)
-    return op.Reshape(permute(spread), shape)
+def _int32(op: Emitter, number: int) -> ir.Value:
+    return op.constant(np.array(number, np.int32))

@@ -15,8 +15,10 @@ from torch import nn
 import graphopt
 import passes
 from graphopt import roles
+from graphopt.emitter import Emitter
 from graphopt.reference import evaluator
 from graphopt.roles import Role
+from passes.training_mode import uniform
 
 RNG = np.random.default_rng(6)
 
@@ -122,6 +124,39 @@ def test_dropout_drops_its_share_another_each_step_and_the_same_when_resumed(tmp
     np.testing.assert_array_equal(executor.predict(x=x)["y"], x)
     names = [node.op_type for node in executor.trained().graph.node]
     assert names == ["Mul"]
+
+
+def test_masks_have_no_pattern():
+    """The spectrum of white noise of 2^18 numbers has no line above 20 times its mean, but once in 2000."""
+    inputs = [ir.Value(name="step", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))]
+    drawing = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    with Emitter(drawing) as op:
+        shape = op.constant(np.array([512, 512]))
+        drawing.graph.outputs.append(uniform(op, shape, inputs[0], seed=0, number=1))
+    noise = evaluator(drawing)
+    previous = None
+    for step in (0, 1, 2, 1000, 2**40):
+        drawn = noise.run(None, {"step": np.array(step)})[0]
+        assert drawn.dtype == np.int32
+        assert 0 <= drawn.min() < drawn.max() < 2**31
+        for share in (0.1, 0.5):
+            kept = (drawn < share * 2**31) - share
+            assert abs(kept.mean()) < 4 * np.sqrt(share * (1 - share) / kept.size)
+            for axes in ((0,), (1,), (0, 1)):
+                spectrum = np.abs(np.fft.fftn(kept - kept.mean(), axes=axes)) ** 2
+                if len(axes) == 1:
+                    spectrum = spectrum.mean(axis=1 - axes[0])
+                assert spectrum.max() < 20 * spectrum.mean()
+            if previous is not None:
+                assert abs(np.corrcoef(kept.ravel(), (previous < share * 2**31).ravel())[0, 1]) < 4 / 512
+        previous = drawn
+
+
+def test_dropout_of_nothing_is_nothing():
+    proto = dropout(ratio="zero")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0), "zero"))
+    step = graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError())
+    assert "BitwiseXor" not in {node.op_type for node in step.graph}
 
 
 def test_the_gradient_of_dropout_is_that_of_what_it_kept():
