@@ -23,7 +23,7 @@ from graphopt import inference
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load, replacing
 from graphopt.pipeline import Pipeline
-from graphopt.roles import STATE, TRAINING_RUNTIME, role_of
+from graphopt.roles import ORIGINAL_NAME, TRAINING_RUNTIME, Role, with_role
 from graphopt.state import LEARNING_RATE
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
@@ -32,6 +32,8 @@ FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
 VERSION = 2  # of the checkpoint's format, that of onnxruntime-training 1.19.2
 LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
 COUNTERS = "graphopt."  # how names start that are no weight's
+
+WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
 
 PathLike = str | os.PathLike[str]
 
@@ -82,7 +84,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
         from onnxruntime.training import api
     except ImportError as error:
         raise GraphoptError(
-            f"training artifacts needs {TRAINING_RUNTIME} and torch, found none ({error}): pip install "
+            f"training artifacts needs {TRAINING_RUNTIME}, and torch, which it imports, found: {error}: pip install "
             f"'graphopt[training]' torch in an environment without another onnxruntime"
         ) from error
     try:
@@ -142,14 +144,14 @@ def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
     Raises:
         GraphoptError: the checkpoint cannot be read, or is another model's: a name, a shape or a type differs.
     """
-    arrays = parameters(checkpoint)
+    read = parameters(checkpoint)
+    arrays = {name: array for name, array in read.items() if not name.startswith(COUNTERS)}
     loaded = load(model)
-    inputs = {str(x.name): x for x in loaded.graph.inputs if role_of(x) in STATE}
-    if inputs:
-        _check(checkpoint, arrays, inputs, set(inputs) ^ set(arrays))
-        return inference.trained(loaded, arrays)
+    state = {x.metadata_props.get(ORIGINAL_NAME, str(x.name)): x for x in with_role(loaded, *WEIGHTS)}
+    if state:
+        _check(checkpoint, arrays, state, set(state) ^ set(arrays))
+        return inference.trained(loaded, {str(x.name): arrays[name] for name, x in state.items()})
     weights = dict(loaded.graph.initializers)
-    arrays = {name: array for name, array in arrays.items() if not name.startswith(COUNTERS)}
     _check(checkpoint, arrays, weights, set(arrays) - set(weights))
     for name, array in arrays.items():
         weights[name].const_value = ir.tensor(array, name=name)
@@ -238,9 +240,11 @@ def _written(
 
 
 def _tensor(builder: Any, schema: Any, name: str, array: np.ndarray) -> int:
-    text = builder.CreateString(name)
+    data = builder.CreateByteVector(
+        array.tobytes()
+    )  # first, at the end of the file: a part of it is too short
     dims = builder.CreateNumpyVector(np.array(array.shape, np.int64))
-    data = builder.CreateByteVector(array.tobytes())
+    text = builder.CreateString(name)
     schema.TensorStart(builder)
     schema.TensorAddName(builder, text)
     schema.TensorAddDims(builder, dims)

@@ -68,7 +68,12 @@ def plot_graphs(result):
     assert all("its training graph" in text and "learning_rate" in text for text in result.values())
 
 
-NEEDS = {"fine_tune_file_types": "magika"}
+def on_device(result):
+    assert result["difference"] < 1e-4
+    assert result["accuracy"] > 0.95
+
+
+NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

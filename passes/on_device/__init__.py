@@ -131,7 +131,7 @@ def _refuse(steps: Sequence[Step]) -> None:
         if isinstance(one, Schedule):
             raise GraphoptError(
                 f"schedule={one}: expected none on a device, whose program sets the rate: leave it out, and call "
-                f"Optimizer.set_learning_rate, or LinearLRScheduler.step, each step"
+                f"Optimizer.set_learning_rate each step"
             )
         if isinstance(one, Accumulate):
             raise GraphoptError(
@@ -190,10 +190,9 @@ def _evaluation(model: ir.Model) -> ir.Model:
     part = inference.extract(model, outputs)
     part.metadata_props.update(model.metadata_props)
     part.metadata_props.pop(RUNTIME, None)
-    there = {x.name: x for x in part.graph.inputs}
-    part.graph.inputs[:] = [
-        there.get(x.name) or _twin(x) for x in model.graph.inputs if x.name in there or role_of(x) in STATE
-    ]
+    read = {x.name: x for x in part.graph.inputs}
+    data = [x for x in part.graph.inputs if role_of(x) not in STATE]
+    part.graph.inputs[:] = data + [read.get(x.name) or _twin(x) for x in with_role(model, *STATE)]
     return part
 
 
