@@ -71,17 +71,21 @@ def test_mermaid():
         graphopt.mermaid(small(), titles=['a "small" one'])
         == """\
 flowchart TB
+subgraph legend["legend"]
+direction LR
+legend_value_data("<b>data</b>"):::value_data
+legend_value_output("<b>output</b>"):::value_output
+legend_node_model["<b>model</b>"]:::node_model
+end
+style legend fill:none,stroke:#adb5bd
 subgraph g0["a #34;small#34; one"]
+direction TB
 g0_0("<b>x</b><br/>float[N,2]"):::value_data
 g0_1["<b>Mul</b><br/>B=2"]:::node_model
 g0_2["<b>ReduceSum</b><br/>axes=[1]<br/>keepdims=0"]:::node_model
 g0_3("<b>y</b><br/>float[N]"):::value_output
 end
-subgraph legend["legend"]
-legend_value_data("<b>data</b>"):::value_data
-legend_value_output("<b>output</b>"):::value_output
-legend_node_model["<b>model</b>"]:::node_model
-end
+style g0 fill:none,stroke:#adb5bd
 g0_0 --> g0_1
 g0_1 --> g0_2
 g0_2 --> g0_3
@@ -115,7 +119,7 @@ g0_3 [label=<<table border="0" cellborder="0" cellspacing="0" cellpadding="1"><t
 fillcolor="#99e9f2", color="#0c8599"]
 }
 g0_0 -> g0_1 [style=solid]
-g0_1 -> g0_2 [style=solid, label="a ?"]
+g0_1 -> g0_2 [style=solid, label="a"]
 g0_2 -> g0_3 [style=solid]
 }
 """
@@ -169,7 +173,7 @@ def test_nodes_have_the_colours_of_what_they_compute(steps):
 def test_large_initializers_are_abbreviated():
     weights = np.arange(2000.0).reshape(100, 20) / 7
     text = graphopt.dot(model("g (float[N,100] x) => (float[N,20] y) { y = MatMul(x, w) }", w=weights))
-    assert "float[100,20]<br/>[0,0.143,0.286,0.429,...]" in box(text, "w")
+    assert "float[100,20]<br/>[0,0.143,0.286,...]" in box(text, "w")
     assert len(text) < 3000
     assert "float[2]<br/>[1,2]" in box(graphopt.dot(branches()), "w")
 
@@ -178,22 +182,24 @@ def test_long_and_odd_names_stay_in_their_boxes():
     name = "/model/layers.0/" + "block/" * 20 + 'end<&>\t`"'
     proto = model("g (float[2] x) => (float[2] y) { y = Relu(x) }")
     proto.graph.input[0].name = proto.graph.node[0].input[0] = name
-    assert box(graphopt.dot(proto), "/model/layers.0..block/end&lt;&amp;&gt;\\?`&quot;".replace("\\", ""))
-    assert '"<b>/model/layers.0..block/end#60;#38;#62;?#96;#34;</b><br/>float[2]"' in graphopt.mermaid(proto)
+    assert box(graphopt.dot(proto), "/model/layers.0/b..k/block/end&lt;&amp;&gt;?`&quot;")
+    assert '"<b>/model/layers.0/b..k/block/end#60;#38;#62;?#96;#34;</b><br/>float[2]"' in graphopt.mermaid(
+        proto
+    )
     ET.fromstring(graphopt.plot(proto))
 
 
 def test_bodies_are_frames_that_lead_to_their_node():
     text = graphopt.dot(branches())
-    assert "<b>then_branch of If</b>" in text
-    assert "<b>else_branch of If</b>" in text
+    assert "<b>then_branch</b>" in text
+    assert "<b>else_branch</b>" in text
     owner, inner = box(text, "If").split()[0], box(text, "b").split()[0]
     assert f"{inner} -> {owner} [style=dashed]" in text
     assert f"{box(text, 'Neg').split()[0]} -> {inner} [style=solid]" in text
     outer = next(line for line in text.splitlines() if line.startswith("g0_3 "))
     assert "<b>Mul</b>" in outer
     assert f"g0_3 -> {box(text, 'Neg').split()[0]} " in text  # what a body reads of the graph around it
-    assert 'subgraph g0_4_else_branch["else_branch of If"]' in graphopt.mermaid(branches())
+    assert 'subgraph g0_4_else_branch["else_branch"]' in graphopt.mermaid(branches())
 
 
 def test_svg(tmp_path):

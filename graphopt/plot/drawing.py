@@ -12,8 +12,9 @@ from graphopt.listing import inline, numbers, operator_of, shown_attributes, typ
 from graphopt.plot.kinds import BODY, INITIALIZER, KINDS, Kind, kind_of_input, kind_of_output, kinds_of_nodes
 from graphopt.schemas import input_name
 
-MOST = 4  # numbers shown of a tensor
-LONGEST = 32  # characters of a line
+MOST = 4  # numbers of a tensor that is shown whole
+FEW = 3  # numbers shown of a larger one
+LONGEST = 36  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class Drawing:
             self._edge(x, box)
         for name, attribute in node.attributes.items():
             if attribute.type == ir.AttributeType.GRAPH:
-                body, title = attribute.as_graph(), f"{name} of {node.op_type}"
+                body = attribute.as_graph()
                 inner = dict.fromkeys(body, kinds[node])
-                frame.frames.append(self._frame(f"{box.id}_{name}", title, body, inner, box))
+                frame.frames.append(self._frame(f"{box.id}_{name}", name, body, inner, box))
         self._boxes.update(dict.fromkeys(node.outputs, box))
 
     def _details(self, node: ir.Node) -> Iterator[str]:
@@ -133,7 +134,8 @@ class Drawing:
             return
         start, label = self._boxes[value], ""
         if start.kind.is_node and end.kind.is_node:  # a box of the value itself says the same
-            label = " ".join([str(value.name)] * self._names + [type_of(value)] * self._types)
+            types = self._types and value.type is not None
+            label = " ".join([str(value.name)] * self._names + [type_of(value)] * types)
         self.edges.append(Edge(start.id, end.id, _clipped(label)))
 
 
@@ -150,8 +152,9 @@ def _value(frame: Frame, kind: Kind, value: ir.Value) -> Box:
 
 
 def _numbers(array: np.ndarray) -> str:
-    shown = numbers(array.reshape(-1)[:MOST] if array.size > MOST else array, digits=3 if array.ndim else 6)
-    return f"{shown[:-1]},...]" if array.size > MOST else shown
+    if array.size > MOST:
+        return f"{numbers(array.reshape(-1)[:FEW], digits=3)[:-1]},...]"
+    return numbers(array, digits=3 if array.ndim else 6)
 
 
 def _inside(value: ir.Value) -> str | None:

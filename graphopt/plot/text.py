@@ -93,11 +93,10 @@ def _mermaid(drawing: Drawing) -> Iterator[str]:
         for kind in drawing.kinds()
     }
     yield "flowchart TB"
-    for frame in drawing.frames:
+    legend = [Box(f"legend_{id}", kind, kind.name) for kind, id in kinds.items()]
+    yield from _subgraph(Frame("legend", "legend", legend), kinds, "LR")
+    for frame in reversed(drawing.frames):  # which are drawn from right to left
         yield from _subgraph(frame, kinds)
-    yield from _subgraph(
-        Frame("legend", "legend", [Box(f"legend_{id}", kind, kind.name) for kind, id in kinds.items()]), kinds
-    )
     for edge in drawing.edges:
         label = f'|"{_entities(edge.label)}"|' if edge.label else ""
         yield f"{edge.start} {'-.->' if edge.returned else '-->'}{label} {edge.end}"
@@ -105,8 +104,9 @@ def _mermaid(drawing: Drawing) -> Iterator[str]:
         yield f"classDef {id} fill:{kind.fill},stroke:{kind.line},color:#000"
 
 
-def _subgraph(frame: Frame, kinds: Mapping[Kind, str]) -> Iterator[str]:
+def _subgraph(frame: Frame, kinds: Mapping[Kind, str], direction: str = "TB") -> Iterator[str]:
     yield f'subgraph {frame.id}["{_entities(frame.title) or " "}"]'
+    yield f"direction {direction}"
     for box in frame.boxes:
         text = "<br/>".join([f"<b>{_entities(box.title)}</b>", *map(_entities, box.lines)])
         start, end = ("[", "]") if box.kind.is_node else ("(", ")")
@@ -114,6 +114,7 @@ def _subgraph(frame: Frame, kinds: Mapping[Kind, str]) -> Iterator[str]:
     for inner in frame.frames:
         yield from _subgraph(inner, kinds)
     yield "end"
+    yield f"style {frame.id} fill:none,stroke:#adb5bd"
 
 
 def _entities(text: str) -> str:
