@@ -223,24 +223,30 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """w - rate m' / (sqrt(v') + epsilon), of bias-corrected moments of g (Kingma, Ba 2015)."""
+    """w - rate m' / (sqrt(v') + epsilon), of bias-corrected moments of g (Kingma, Ba 2015).
+
+    The slots are sums, decayed by beta each step: exp_avg is (1 - beta1) exp_sum, exp_avg_sq is (1 - beta2)
+    exp_sum_sq. What is left of the formula is in two numbers a step. The fused kernel keeps averages.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
 
     def slots(self) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+        moment = "exp_avg" if self.fused else "exp_sum"
+        return {moment: 0.0, f"{moment}_sq": 0.0}
 
     def update(
         self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
     ) -> tuple[ir.Value, ...]:
         m, v = slots
-        m = self.beta1 * m + (1 - _rounded(self.beta1, g)) * g
-        v = self.beta2 * v + (1 - _rounded(self.beta2, g)) * (g * g)
-        rate = rate / (1 - op.Pow(op.constant(self.beta1, like=t), t))
-        scale = op.Sqrt(1 - op.Pow(op.constant(self.beta2, like=t), t))
-        return w - rate * m / (op.Sqrt(v) / scale + self.epsilon), m, v
+        m = self.beta1 * m + g
+        v = self.beta2 * v + g * g
+        corrected1 = (1 - _rounded(self.beta1, g)) / (1 - op.Pow(op.constant(self.beta1, like=t), t))
+        corrected2 = (1 - _rounded(self.beta2, g)) / (1 - op.Pow(op.constant(self.beta2, like=t), t))
+        scale = op.Sqrt(corrected2)
+        return w - (rate * corrected1 / scale) * (m / (op.Sqrt(v) + self.epsilon / scale)), m, v
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_state_is_copied_never_shared():
 def test_state_can_be_read_and_put_back(executor):
     executor.step(x=X, target=T)
     saved = executor.state
-    assert {"fc0.weight", "fc0.weight.exp_avg", "step"} <= set(saved)
+    assert {"fc0.weight", "fc0.weight.exp_sum", "step"} <= set(saved)
     losses = [executor.step(x=X, target=T)["loss"] for _ in range(3)]
     executor.state = saved
     assert [executor.step(x=X, target=T)["loss"] for _ in range(3)] == losses

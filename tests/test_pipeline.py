@@ -76,7 +76,7 @@ def test_the_contract_of_a_training_graph():
         f"fc{i}.{kind}{slot}"
         for i in (0, 1)
         for kind in ("weight", "bias")
-        for slot in ("", ".exp_avg", ".exp_avg_sq")
+        for slot in ("", ".exp_sum", ".exp_sum_sq")
     }
     reported = [name for name in outputs if not name.endswith(".next")]
     assert reported == ["loss", "data_loss", "penalty", "y", "gradient_norm", "learning_rate"]
