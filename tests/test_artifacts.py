@@ -357,6 +357,7 @@ def test_statistics_that_nodes_share_are_apart(tmp_path):
 REFUSED = {
     "schedule": ({"schedule": passes.Linear(10)}, r"schedule=Linear.*call Optimizer.set_learning_rate"),
     "accumulate": ({"accumulate": passes.Accumulate(2)}, r"accumulate=Accumulate.*call Optimizer.step less"),
+    "unroll": ({"accumulate": passes.Unroll(2)}, r"unroll=Unroll.*: leave it out"),
     "groups": (
         {"optimizer": passes.SGD(groups=(passes.Group("*.bias", 2.0),))},
         r"optimizer.groups: expected none .*: leave them out",
@@ -421,6 +422,13 @@ def test_an_opset_that_is_too_new(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_parameters_that_a_checkpoint_has_no_room_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "LIMIT", 100)
+    with pytest.raises(GraphoptError, match=r"expected parameters of less than 2 GB.*: freeze some"):
+        graphopt.export_artifacts(mlp(), PIPELINE, tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(GraphoptError, match="out: expected a folder to write to"):
@@ -436,7 +444,9 @@ def test_a_file_is_missing(name, written):
 
 @stock
 def test_another_runtime_does_not_train_them(written):
-    with pytest.raises(GraphoptError, match=r"needs onnxruntime-training, and torch.*No module.*graphopt\[training\]"):
+    with pytest.raises(
+        GraphoptError, match=r"needs onnxruntime-training, and torch.*No module.*graphopt\[training\]"
+    ):
         graphopt.load_artifacts(written)
 
 

@@ -41,6 +41,7 @@ from passes.fused import DOMAIN
 from passes.on_device.update import IR_VERSION, OPSET, update_model
 from passes.optimizers import Optimizer
 from passes.schedules import Schedule
+from passes.unroll import Unroll
 
 RESET = "lazy_reset_grad"
 RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
@@ -137,6 +138,10 @@ def _refuse(steps: Sequence[Step]) -> None:
             raise GraphoptError(
                 f"accumulate={one}: expected none on a device, where Module adds gradients up until "
                 f"lazy_reset_grad(): leave it out, and call Optimizer.step less often"
+            )
+        if isinstance(one, Unroll):
+            raise GraphoptError(
+                f"unroll={one}: expected none on a device, whose program calls Module for each step: leave it out"
             )
 
 
