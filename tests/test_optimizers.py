@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from builders import mlp, run
 
 import graphopt
 import passes
+from graphopt.roles import RUNTIME, TRAINING_RUNTIME, Role, with_role
+from graphopt.testing import distance
 
 X = np.random.default_rng(1).standard_normal((16, 4))
 T = np.tanh(X[:, :3])
@@ -214,3 +217,110 @@ def test_half_precision_parameters_are_updated_in_single(optimizer):
     ]
     assert losses[-1] < losses[0]
     assert losses[0].dtype == np.float16
+
+
+TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
+training = pytest.mark.skipif(not TRAINS, reason="onnxruntime-training is not installed")
+GROUPS = (passes.Group("*.bias", weight_decay=0.0), passes.Group("fc1.*", learning_rate=0.1))
+FUSED = {
+    "SGD": lambda fused: {"optimizer": passes.SGD(0.1, fused=fused)},
+    "SGD of groups": lambda fused: {
+        "optimizer": passes.SGD(0.1, weight_decay=0.1, groups=GROUPS, fused=fused)
+    },
+    "AdamW": lambda fused: {"optimizer": passes.AdamW(0.01, fused=fused)},
+    "AdamW of groups": lambda fused: {
+        "optimizer": passes.AdamW(0.01, beta1=0.8, weight_decay=0.3, groups=GROUPS, fused=fused)
+    },
+    "clip": lambda fused: {
+        "optimizer": passes.SGD(0.1),
+        "clip": passes.ClipGlobalNorm(0.1, fused=fused),
+    },
+    "all": lambda fused: {
+        "optimizer": passes.AdamW(0.01, fused=fused),
+        "clip": passes.ClipGlobalNorm(0.1, fused=fused),
+        "schedule": passes.Cosine(steps=20),
+    },
+}
+FEEDS = {"x": X.astype(np.float32), "target": T.astype(np.float32)}
+
+
+def trained(steps: int = 20, **passes_: passes.Optimizer) -> graphopt.Executor:
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), **passes_)
+    executor = graphopt.Executor(step, threads=1, on_nonfinite="skip")
+    for _ in range(steps):
+        executor.step(FEEDS)
+    return executor
+
+
+def check_parameters(plain, fused):
+    names = [str(value.name) for value in with_role(plain.model, Role.PARAMETER)]
+    assert names == [value.name for value in with_role(fused.model, Role.PARAMETER)]
+    for name in names:
+        assert distance(fused.state[name], plain.state[name]) <= 1e-5, name
+
+
+@training
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_take_the_plain_steps(name, tmp_path):
+    plain, fused = trained(**FUSED[name](False)), trained(**FUSED[name](True))
+    check_parameters(plain, fused)
+    assert plain.hyperparameters.keys() == fused.hyperparameters.keys()
+    graphopt.save(fused.model, tmp_path / "step.onnx")
+    assert graphopt.load(tmp_path / "step.onnx").metadata_props[RUNTIME] == TRAINING_RUNTIME
+    assert RUNTIME not in plain.model.metadata_props
+
+
+@training
+def test_a_skipped_step_leaves_the_state_that_a_fused_kernel_updates_as_it_was():
+    executor = trained(5, **FUSED["all"](True))
+    before = executor.state
+    with pytest.warns(UserWarning, match="step skipped"):
+        executor.step(x=FEEDS["x"] * np.nan, target=FEEDS["target"])
+    assert all((executor.state[name] == array).all() for name, array in before.items())
+    executor.step(FEEDS)
+    again = trained(6, **FUSED["all"](True)).state
+    assert all((executor.state[name] == array).all() for name, array in again.items())
+
+
+@training
+def test_a_fused_kernel_in_the_branch_of_an_accumulated_step():
+    plain, fused = (
+        trained(6, **FUSED["AdamW"](fused), accumulate=passes.Accumulate(steps=2)) for fused in (False, True)
+    )
+    check_parameters(plain, fused)
+
+
+def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
+    step = graphopt.compile(
+        mlp(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)
+    )
+    dtypes = {value.name: value.dtype for value in step.graph.outputs}
+    assert dtypes["fc0.weight.next"] == ir.DataType.FLOAT16
+    assert dtypes["fc0.weight.exp_avg.next"] == ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        passes.SGD(momentum=0.9, fused=True),
+        passes.Adam(fused=True),
+        passes.Adagrad(fused=True),
+        passes.RMSprop(fused=True),
+        passes.Lion(fused=True),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_an_optimizer_without_a_kernel_says_so(optimizer):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^optimizer.fused: onnxruntime-training has no kernel for"
+    ):
+        graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=optimizer)
+
+
+def test_fused_kernels_take_no_double():
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^fused: AdamWOptimizer .* takes float32, found 'fc0.bias'"
+    ):
+        graphopt.compile(
+            mlp(dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)
+        )

@@ -93,6 +93,7 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
         ),
         "ignores its mean and deviation",
     ),
+    ("MatMul", lambda node, _: any(len(_dims(x)) == 1 for x in node.inputs), "takes matrices alone"),
     (
         "MaxPool",
         lambda node, _: not _are_known(_dims(node.inputs[0])[1:]),
