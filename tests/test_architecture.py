@@ -46,6 +46,7 @@ def test_imports_go_one_way(path):
         ("onnxruntime", {"graphopt/artifacts.py", "graphopt/device.py", "passes/ort_gradient/builder.py"}),
         ("hydra", {"graphopt/cli.py"}),
         ("omegaconf", {"graphopt/cli.py"}),
+        ("pygraphviz", {"graphopt/plot/__init__.py"}),
     ],
 )
 def test_a_package_is_imported_in_its_room_alone(package, rooms):
