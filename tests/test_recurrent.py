@@ -144,6 +144,14 @@ def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool) ->
         assert testing.distance(found[f"{name}.grad"], expected) <= 2e-5, name
 
 
+@pytest.mark.parametrize("op_type", GATES)
+def test_an_output_that_nothing_uses_has_no_gradient(op_type: str) -> None:
+    variant = Variant(op_type, {})
+    model = model_of(variant, np.float64, dynamic=True)
+    del model.graph.output[0]
+    testing.check_gradient(model, inputs(variant, np.float64))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()

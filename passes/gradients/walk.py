@@ -114,7 +114,8 @@ def reads(node: ir.Node) -> list[ir.Value | None]:
 
 
 def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
-    return zeros(op, y) if dy is None and is_differentiable(y) else dy
+    left_out = not y.name  # an optional output
+    return dy if dy is not None or left_out or not is_differentiable(y) else zeros(op, y)
 
 
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:

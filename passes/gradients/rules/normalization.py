@@ -33,7 +33,7 @@ def layer_normalization(
     scale: Value,
     bias: Value | None = None,
     *,
-    dys: list[Value],
+    dys: list[Value | None],
     node: Node,
     axis: int,
     epsilon: float,
@@ -41,6 +41,7 @@ def layer_normalization(
 ) -> Gradients:
     """Take the mean and deviation from the node's further outputs where they have the precision of `x`."""
     dy, *further = dys
+    assert dy is not None
     axes = list(range(axis % rank(x), rank(x)))
     if x.dtype == stash_type:
         shape = ir.Shape([*dims_of(x)[: axes[0]], *[1] * len(axes)])
@@ -50,6 +51,8 @@ def layer_normalization(
         z, inverse = standardize(op, x, axes, epsilon)
     dx = standardized(op, dy * scale, z, inverse, axes)
     for i, dstatistic in enumerate(further):
+        if dstatistic is None:  # the output is left out
+            continue
         share = op.Cast(dstatistic, to=x.dtype) / op.count(x, axes)
         dx = dx - share * inverse * inverse * z if i else dx + share
     return [dx, dy * z, dy]
