@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,27 @@ def test_what_a_device_cannot_do(steps, line, tmp_path):
         graphopt.export_artifacts(mlp(), graphopt.standard(**steps), tmp_path / "out")
     assert "\n" not in str(raised.value)
     assert not os.listdir(tmp_path)
+
+
+# What the optimizer model does, or what changes no number.
+TRANSLATED = {
+    "learning_rate",
+    "weight_decay",
+    "groups",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "beta1",
+    "beta2",
+}
+TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat"}
+
+
+@pytest.mark.parametrize(
+    "kind", [passes.SGD, passes.Adam, passes.AdamW, passes.ClipGlobalNorm, passes.ClipValue]
+)
+def test_every_option_is_translated(kind):
+    assert {field.name for field in dataclasses.fields(kind)} <= TRANSLATED
 
 
 PIPELINE = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD())
