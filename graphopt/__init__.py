@@ -7,8 +7,8 @@ from graphopt.forward_backward import ForwardBackward
 from graphopt.listing import listing
 from graphopt.loading import load, save
 from graphopt.pipeline import Pipeline, compile, grad, standard
-from graphopt.trainer import Trainer
 from graphopt.plot import dot, mermaid, plot
+from graphopt.trainer import Trainer
 
 __all__ = [
     "Executor",
