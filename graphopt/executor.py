@@ -60,6 +60,8 @@ class Executor:
         GraphoptError: no ONNX Runtime is installed, the device is not available, or the graph trains nothing.
     """
 
+    _several: Program | None  # of several steps a call, made when it is first needed
+
     def __init__(
         self,
         step: Source,
@@ -354,7 +356,7 @@ class Executor:
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
         self._program = self._compiled(self._model)
-        self._several: Program | None = None
+        self._several = None
         self._pace = Pace()
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 

@@ -31,6 +31,7 @@ STANDARD: dict[str, str | None] = {
     "schedule": None,
     "accumulate": None,
     "simplify": "passes.Simplify",
+    "fuse": "passes.Fuse",
 }
 
 

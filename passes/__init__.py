@@ -3,6 +3,7 @@
 from passes.accumulate import *
 from passes.clipping import *
 from passes.differentiate import *
+from passes.fusion import Fuse as Fuse
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient

@@ -19,11 +19,12 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role, with_role
+from graphopt.state import LEARNING_RATE
 from passes import fused
 
 __all__ = ["Group", "Optimizer", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Lion"]
 
-LEARNING_RATE = "learning_rate"
+SMALL = 4096  # numbers
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Optimizer(Pass):
         learning_rate: the rate of all parameters, fed to change it, unless a schedule computes it.
         weight_decay: what multiplies a parameter and is added to its gradient (decoupled from it in AdamW and Lion).
         groups: other rates and weight decays by name; the first group that matches holds.
+        flat: update vectors of up to 4096 numbers, biases and scales, end to end as one: the same numbers.
         fused: one kernel of onnxruntime-training for all parameters, in AdamW and in SGD without momentum; float32
             and 16 bit.
 
@@ -55,6 +57,7 @@ class Optimizer(Pass):
     learning_rate: float = 1e-3
     weight_decay: float = field(default=0.0, kw_only=True)
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
+    flat: bool = field(default=True, kw_only=True)
     fused: bool = field(default=False, kw_only=True)
 
     decoupled: ClassVar[bool] = False
@@ -107,8 +110,12 @@ class Optimizer(Pass):
                 if self.fused:
                     self._emit_fused(model, op, together, scaled, t, decay)
                 else:
+                    small = [update for update in together if self.flat and _is_small(update[0])]
+                    if len(small) > 1:
+                        self._emit_flat(model, op, small, scaled, t, decay)
                     for update in together:
-                        self._emit(model, op, update, scaled, t, decay)
+                        if len(small) < 2 or update not in small:
+                            self._emit(model, op, update, scaled, t, decay)
 
     def _declare_slots(self, model: ir.Model, w: ir.Value) -> list[ir.Value]:
         assert w.shape is not None
@@ -127,14 +134,39 @@ class Optimizer(Pass):
         step: ir.Value,
         decay: float,
     ) -> None:
+        w, _, *slots = update
+        _set_next(model, op, [w, *slots], self._updated(op, update, rate, step, decay))
+
+    def _emit_flat(
+        self,
+        model: ir.Model,
+        op: Emitter,
+        updates: list[tuple[ir.Value, ...]],
+        rate: ir.Value,
+        step: ir.Value,
+        decay: float,
+    ) -> None:
+        """Update several vectors end to end, as one."""
+        ends = [op.Concat(*column, axis=0) for column in zip(*updates, strict=True)]
+        sizes = op.constant(np.array([w.shape[0] for w, *_ in updates]))  # type: ignore[index]
+        columns = [
+            op.Split(value, sizes, axis=0, _outputs=len(updates))
+            for value in self._updated(op, tuple(ends), rate, step, decay)
+        ]
+        for (w, _, *slots), new in zip(updates, zip(*columns, strict=True), strict=True):
+            _set_next(model, op, [w, *slots], new)
+
+    def _updated(
+        self, op: Emitter, update: tuple[ir.Value, ...], rate: ir.Value, step: ir.Value, decay: float
+    ) -> tuple[ir.Value, ...]:
+        """Emit what follows a parameter and its slots."""
         w, g, *slots = update
         old, g, rate, t = (_cast(op, value, _wide(w.dtype)) for value in (w, g, rate, step))
         if decay and self.decoupled:
             old = old * (1 - rate * decay)
         elif decay:
             g = g + decay * old
-        new = self.update(op, old, g, rate, t, *slots)
-        _set_next(model, op, [w, *slots], new)
+        return self.update(op, old, g, rate, t, *slots)
 
     def _emit_fused(
         self,
@@ -166,6 +198,11 @@ class Optimizer(Pass):
                     f"optimizer.groups: pattern {group.pattern!r} matches no parameter; the model trains: "
                     f"{', '.join(names)}"
                 )
+
+
+def _is_small(w: ir.Value) -> bool:
+    """Tell whether a parameter is a vector so short that operators take longer to start than to compute."""
+    return w.shape is not None and len(w.shape) == 1 and w.shape.numpy()[0] <= SMALL
 
 
 def _set_next(model: ir.Model, op: Emitter, states: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:

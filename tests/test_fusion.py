@@ -1,0 +1,133 @@
+"""Fusions change how numbers are computed, not the numbers: losses of 50 steps agree with the unfused graph's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import model, run
+
+import graphopt
+import passes
+from graphopt import models
+from passes.fusion import FUSIONS
+
+RNG = np.random.default_rng(0)
+
+
+def batches(shape, classes, count=50):
+    return [
+        {"x": RNG.standard_normal(shape, np.float32), "target": RNG.integers(0, classes, shape[0])}
+        for _ in range(count)
+    ]
+
+
+NETWORKS = {
+    "mlp": (lambda: models.mlp([6], 3, hidden=[16, 8]), (20, 6), 3),
+    "cnn": (lambda: models.cnn([3, 10, 12], 3, channels=[4, 20], hidden=8), (6, 3, 10, 12), 3),
+}
+OPTIMIZERS = {
+    "descent": passes.SGD(0.02),
+    "momentum": passes.SGD(0.02, momentum=0.9),
+    "nesterov": passes.SGD(0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": passes.AdamW(0.002),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_losses_are_those_of_the_unfused_graph(network, optimizer):
+    made, shape, classes = NETWORKS[network]
+    steps = {"loss": passes.CrossEntropy(), "optimizer": OPTIMIZERS[optimizer]}
+    proto = made()
+    plain = graphopt.Executor(graphopt.compile(proto, **steps, fuse=None), threads=1)
+    fused = graphopt.Executor(graphopt.compile(proto, **steps), threads=1)
+    for batch in batches(shape, classes):
+        assert fused.step(batch)["loss"] == pytest.approx(plain.step(batch)["loss"], rel=1e-5)
+    for name, value in plain.state.items():
+        np.testing.assert_allclose(fused.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_each_fusion_is_seen_and_can_be_left_out():
+    marks = {
+        "convolution_weights": lambda step: sum(node.op_type == "Conv" for node in step.graph) == 2,
+        "descent": lambda step: any(
+            node.op_type == "Gemm" and len(node.inputs) == 3 for node in _updates(step)
+        ),
+        "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
+    }
+    assert marks.keys() == FUSIONS.keys()
+    proto = NETWORKS["cnn"][0]()
+    for name, mark in marks.items():
+        optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
+        steps = {"loss": passes.CrossEntropy(), "optimizer": optimizer}
+        assert mark(graphopt.compile(proto, **steps))
+        assert not mark(graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[name])))
+    with pytest.raises(graphopt.GraphoptError, match="unknown fusion 'adam'"):
+        passes.Fuse(leave_out=["adam"])
+
+
+def _updates(step):
+    return [y.producer() for y in step.graph.outputs if str(y.name).endswith(".next")]
+
+
+WINDOWS = [
+    ((3, 2, 29), (4, 2, 3), {"pads": [1, 1]}),
+    ((3, 20, 60), (4, 20, 5), {"strides": [2], "pads": [2, 1]}),
+    ((2, 3, 8, 9), (5, 3, 3, 3), {"pads": [1, 1, 1, 1]}),
+    ((2, 20, 8, 9), (5, 20, 3, 3), {"pads": [1, 1, 1, 1]}),
+    ((2, 20, 11, 9), (5, 20, 3, 2), {"strides": [2, 1], "pads": [0, 1, 2, 0]}),
+    ((2, 3, 12, 13), (5, 3, 2, 3), {"strides": [2, 3]}),
+    ((2, 20, 14, 13), (5, 20, 3, 3), {"dilations": [2, 3], "pads": [2, 3, 2, 3]}),
+    ((2, 3, 14, 13), (5, 3, 3, 3), {"dilations": [2, 1], "strides": [1, 2]}),
+    ((2, 18, 6, 7, 6), (3, 18, 2, 3, 2), {"pads": [0, 1, 0, 1, 1, 0]}),
+    ((2, 3, 6, 7, 6), (3, 3, 2, 3, 2), {"strides": [1, 2, 1]}),
+    ((2, 18, 9, 9), (3, 18, 1, 1), {"strides": [2, 2]}),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "attributes"), WINDOWS)
+@pytest.mark.parametrize("batch", ["N", 2])
+def test_weight_gradients_of_any_window(x, w, attributes, batch):
+    text = " ".join(f"{name} = {value}" for name, value in attributes.items()).replace("] ", "], ")
+    proto = model(
+        f"""g (float[{batch},{",".join(map(str, x[1:]))}] x) => (float[{batch},k] y) {{
+            c = Conv<{text}>(x, w)
+            s = Mul(c, c)
+            y = Flatten(s)
+        }}""",
+        w=RNG.standard_normal(w),
+    )
+    steps = {"loss": passes.CustomLoss(lambda op, p, t: p * t)}
+    plain, fused = graphopt.compile(proto, **steps, fuse=None), graphopt.compile(proto, **steps)
+    assert len(fused.graph) != len(plain.graph)
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    assert all(y.dtype is not None and y.shape is not None for node in fused.graph for y in node.outputs)
+    data = {"x": RNG.standard_normal((2, *x[1:]), np.float32)}
+    columns = run(graphopt.compile(proto, gradient=None, loss=None), 1, data)[0]["y"].shape[1]
+    data["target"] = RNG.standard_normal((2, columns), np.float32)
+    expected, found = run(plain, 1, data)[0]["w.grad"], run(fused, 1, data)[0]["w.grad"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
+    proto = models.mlp([6], 3, hidden=[16, 8])
+    executors = [
+        graphopt.Executor(
+            graphopt.compile(
+                proto,
+                loss=passes.CrossEntropy(),
+                optimizer=replace(OPTIMIZERS[optimizer], flat=one),
+                fuse=None,
+            )
+        )
+        for one in (False, True)
+    ]
+    for batch in batches((20, 6), 3, 10):
+        assert len({executor.step(batch)["loss"] for executor in executors}) == 1
+    for name, value in executors[0].state.items():
+        np.testing.assert_array_equal(executors[1].state[name], value)
