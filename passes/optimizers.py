@@ -154,6 +154,8 @@ class Optimizer(Pass):
             for value in self._updated(op, tuple(ends), rate, step, decay)
         ]
         for (w, _, *slots), new in zip(updates, zip(*columns, strict=True), strict=True):
+            for part in new:
+                part.shape = w.shape  # where the gradient's was unknown
             _set_next(model, op, [w, *slots], new)
 
     def _updated(
