@@ -105,7 +105,7 @@ class Trainer:
         Args:
             X: the model's input, or its inputs by name.
             y: targets: numbers, or class numbers from 0 on.
-            sample_weight: a weight a row.
+            sample_weight: a weight a row; those of validation are 1 unless given.
 
         Raises:
             GraphoptError: an option or an array does not fit; says which, what was expected and what found.
@@ -113,6 +113,8 @@ class Trainer:
         """
         validation = None
         if X_val is not None:
+            if sample_weight is not None and sample_weight_val is None and y_val is not None:
+                sample_weight_val = np.ones(len(y_val))
             validation = _named(X_val, **{TARGET: y_val, WEIGHT: sample_weight_val})
         data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
         return self._fit(data, validation, self.max_iter, self.warm_start)

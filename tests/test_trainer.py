@@ -87,8 +87,9 @@ def test_losses_are_of_each_row():
 def test_weights_of_rows_count():
     noise = np.where(np.arange(103)[:, None] % 2, 100.0, 0.0)
     weights = np.where(np.arange(103) % 2, 0.0, 1.0)
-    trainer = regression().fit(X, Y + noise, weights)
+    trainer = regression().fit(X, Y + noise, weights, X_val=X, y_val=Y)
     assert trainer.score(X, Y) > 0.999
+    assert trainer.validation_losses_[-1] == pytest.approx(trainer.losses(X, Y).mean(), rel=1e-3)
 
 
 def test_validation_every_so_many_epochs():
