@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples/benchmarks"
 
@@ -33,3 +34,88 @@ def test_compiling_is_timed(monkeypatch):
     ((before, after, seconds),) = rows.values()
     assert 0 < before < after
     assert seconds > 0
+
+
+def test_gradients_of_convolutions_are_timed(monkeypatch):
+    module = benchmark("convolution", monkeypatch)
+    ((_, times),) = module.main([module.Shape(2, 3, 8, 4, 3)], rounds=1).items()
+    assert set(times) == {"limit", "forward", "by input", "by weights", "fused"}
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Import a script of the benchmark against peers, as they import each other."""
+    monkeypatch.syspath_prepend(FOLDER / "peers")
+    known = {path.stem for path in (FOLDER / "peers").glob("*.py")}
+    yield importlib.import_module
+    for name in known & set(sys.modules):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("workload", "optimizer"), [("linear", "sgd"), ("mlp-small", "adamw"), ("mlp-small", "momentum")]
+)
+def test_peers_train_the_same(peers, tmp_path, workload, optimizer):
+    protocol = peers("protocol")
+    peers("workloads").write(tmp_path, workload)
+    job = protocol.Job(tmp_path, workload, optimizer)
+    runs = {name: protocol.losses(peers(f"{name}_peer").build, job) for name in ("graphopt", "torch")}
+    several = protocol.losses(
+        peers("graphopt_peer").build, protocol.Job(tmp_path, workload, optimizer, 1, "run")
+    )
+    curve = runs["torch"][1]
+    assert len(curve) == 20 and np.ptp(curve) > 0.1 * curve[0]
+    for _, losses, seconds in (*runs.values(), several):
+        np.testing.assert_allclose(losses, curve, rtol=1e-4)
+        assert seconds > 0
+    times = protocol.measure(runs["graphopt"][0], len(job.data), seconds=0)
+    assert len(times) == 3 and min(times) > 0
+
+
+def test_a_peer_that_trains_something_else_is_not_timed(peers):
+    run = peers("run")
+    curve = [2.0, 1.5, 1.0]
+    results = [
+        run.Result("linear", "sgd", 1, name, losses=list(curve))
+        for name in ("graphopt", "torch", "jax", "onnxsim")
+    ]
+    results[2].losses[2] += 0.01
+    results[3].losses[0] = float("nan")
+    run.check(results)
+    assert [bool(result.error) for result in results] == [False, False, True, True]
+    constant = [run.Result("linear", "sgd", 1, "torch", losses=[1.0, 1.0])]
+    run.check(constant)
+    assert "do not change" in constant[0].error
+    assert (
+        run.reason("Traceback\n  File\nmodule.OddError: what\n\nset A=1 for more", 1)
+        == "module.OddError: what"
+    )
+
+
+def test_the_limit_counts_what_a_step_multiplies(peers, tmp_path):
+    work, limit, protocol = (peers(name) for name in ("workloads", "limit", "protocol"))
+    model, _ = work.model(work.workload("mlp-small"))
+    flops = sum(2 * np.prod(a) * b[-1] * n for (_, a, b, _), n in limit.operations(model, 32))
+    layers = [(64, 256), (256, 256), (256, 10)]
+    assert flops == 2 * 32 * (3 * sum(a * b for a, b in layers) - 64 * 256)  # none by the data
+    convolutions = {
+        a: n
+        for (kind, a, *_), n in limit.operations(work.model(work.workload("cnn"))[0], 64)
+        if kind == "Conv"
+    }
+    assert convolutions == {(64, 1, 28, 28): 2, (64, 32, 14, 14): 3}
+    work.write(tmp_path, "linear")
+    assert min(limit.Limit(protocol.Job(tmp_path, "linear", "sgd")).measure(0)) > 0
+
+
+def test_results_are_written_with_what_is_missing(peers):
+    run, report = peers("run"), peers("report")
+    results = [
+        run.Result("linear", "sgd", 1, "graphopt", 10, rounds=[10.0, 12.0], apart=0.0, compile=0.1, peak=100),
+        run.Result("linear", "sgd", 1, "torch", 10, rounds=[110.0, 110.0], apart=0.0, compile=1, peak=300),
+        run.Result("linear", "sgd", 1, "onnxsim", error="has no such operator"),
+    ]
+    page = report.markdown(results, {"linear": "linear regression"}, "a machine", {"torch": "torch 2"}, 2)
+    assert "| linear regression | sgd | 11.0 | **10.00** (110) | (1) |" in page
+    assert "(1) onnxsim: has no such operator" in page
+    assert "909,091" in page  # samples a second

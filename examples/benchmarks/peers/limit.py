@@ -1,0 +1,144 @@
+"""The limit of a step: its matrix products and convolutions alone, and one pass over parameters and state.
+
+Each product, of the forward pass and of both gradients, costs what a bare MatMul of its shape costs on the same
+runtime; each convolution, and each of its two gradients, what a bare Conv of its shape does. Their operands are inputs,
+as in training. The pass reads and writes as many numbers as parameters and optimizer slots have. A gradient by the data
+is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper
+from protocol import Job, arguments, say
+
+SLOTS = {"sgd": 0, "momentum": 1, "adamw": 2}
+
+Shape = tuple[int, ...]
+Operation = tuple[str, Shape, Shape, tuple[tuple[str, Any], ...]]
+
+
+def product(rows: int, inner: int, columns: int, stack: Shape = ()) -> Operation:
+    return "MatMul", (*stack, rows, inner), (*stack, inner, columns), ()
+
+
+def products(
+    rows: int, inner: int, columns: int, stack: Shape, left: bool, right: bool
+) -> Iterator[Operation]:
+    """Yield a product of two matrices, and those of its gradients by the left and the right one."""
+    yield product(rows, inner, columns, stack)
+    if left:
+        yield product(rows, columns, inner, stack)
+    if right:
+        yield product(inner, rows, columns, stack)
+
+
+def operations(model: onnx.ModelProto, batch: int) -> Iterator[tuple[Operation, int]]:
+    """Yield what a training step multiplies and convolves, and how often.
+
+    Models have Gemm, MatMul, Conv and LSTM; other operators cost nothing here.
+    """
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = batch
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    shapes: dict[str, Shape] = {array.name: tuple(array.dims) for array in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        shapes[value.name] = tuple(d.dim_value for d in value.type.tensor_type.shape.dim)
+    trained = {
+        array.name for array in graph.initializer if array.data_type == TensorProto.FLOAT and array.dims
+    }
+    for node in graph.node:
+        a, b = (shapes.get(name, ()) for name in (*node.input, "")[:2])
+        left, right = (name in trained for name in (*node.input, "")[:2])
+        if trained.intersection(node.input):
+            trained.update(node.output)
+        if node.op_type in ("Gemm", "MatMul"):
+            flat = len(b) == 2  # one matrix for all rows
+            rows, stack = (math.prod(a[:-1]), ()) if flat else (a[-2], a[:-2])
+            for found in products(rows, a[-1], b[-1], stack, left, right):
+                yield found, 1
+        elif node.op_type == "Conv":
+            attributes = ((x.name, tuple(helper.get_attribute_value(x))) for x in node.attribute)
+            yield ("Conv", a, b, tuple(attributes)), 1 + left + right
+        elif node.op_type == "LSTM":
+            length, rows, size = a
+            gates, hidden = shapes[node.input[2]][1:]
+            for found in products(length * rows, size, gates, (), left, right):
+                yield found, 1
+            yield product(rows, hidden, gates), length
+            yield product(rows, gates, hidden), length
+            yield product(hidden, length * rows, gates), 1
+
+
+def session(operation: Operation, threads: int) -> tuple[onnxruntime.InferenceSession, dict[str, Any], int]:
+    """Return a session of the operation, repeated while it takes less than 200 us, so that the call costs little."""
+    operator, a, b, attributes = operation
+    random = np.random.default_rng(0)
+    feeds = {"a": random.standard_normal(a, np.float32), "b": random.standard_normal(b, np.float32)}
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.graph_optimization_level = (
+        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    )  # merges no repetition
+    count = 1
+    while True:
+        names = [f"y{i}" for i in range(count)]
+        graph = helper.make_graph(
+            [helper.make_node(operator, ["a", "b"], [name], **dict(attributes)) for name in names],
+            "bare",
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in feeds.items()],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names],
+        )
+        proto = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+        found = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+        found.run(None, feeds)
+        start = time.perf_counter()
+        found.run(None, feeds)
+        if time.perf_counter() - start > 200e-6 or count >= 256:
+            return found, feeds, count
+        count *= 4
+
+
+class Limit:
+    def __init__(self, job: Job) -> None:
+        model = onnx.load(job.model)
+        counts: Counter[Operation] = Counter()
+        for operation, times in operations(model, len(job.data[0][0])):
+            counts[operation] += times
+        size = sum(w.size for name, w in job.weights.items() if "running" not in name)
+        counts["Mul", (size * (1 + SLOTS[job.optimizer]),), (1,), ()] += 1
+        self.parts = [(*session(operation, job.threads), times) for operation, times in counts.items()]
+
+    def measure(self, seconds: float) -> list[float]:
+        """Return microseconds of all, several times, each part of it the median of three."""
+        found: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(found) < 3 or time.perf_counter() < end:
+            found.append(1e6 * sum(self._time(*part) for part in self.parts))
+        return found
+
+    @staticmethod
+    def _time(bare: onnxruntime.InferenceSession, feeds: dict[str, Any], repeated: int, times: int) -> float:
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            bare.run(None, feeds)
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken) / repeated * times
+
+
+if __name__ == "__main__":
+    job = arguments()
+    limit = Limit(job)
+    say(losses=None, compile=None, samples=len(job.data[0][0]))
+    for line in sys.stdin:
+        say(times=limit.measure(float(line)), peak=None)

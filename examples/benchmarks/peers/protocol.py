@@ -1,0 +1,124 @@
+"""What every peer says: one JSON line when it is ready, and one of times for each line on its standard input.
+
+A peer gives `serve` a function that takes a job and returns `step(i)`, which trains on batch i and returns the loss as
+a Python number. The first line holds the losses of 20 steps, the seconds until the end of the first one, and the rows
+of a batch; the others microseconds a step, one number for each stretch of about 20 ms, and the most memory the process
+had, in MB. A line of the input is how many seconds to go on for.
+
+Alone: echo 1 | python torch_peer.py FOLDER mlp-small adamw --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+RATES = {"sgd": 0.02, "momentum": 3e-3, "adamw": 3e-4}  # momentum 0.9; AdamW as in PyTorch, weight decay 0.01
+STRETCH = 0.02
+
+Step = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, with what: the files of a workload, `sgd`, `momentum` or `adamw`, and a variant of the peer."""
+
+    folder: Path
+    workload: str
+    optimizer: str
+    threads: int = 1
+    variant: str = ""
+
+    @property
+    def family(self) -> str:
+        return self.workload.split("-")[0]
+
+    @property
+    def rate(self) -> float:
+        return RATES[self.optimizer]
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / f"{self.workload}.onnx")
+
+    @cached_property
+    def weights(self) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / f"{self.workload}.weights.npz"))
+
+    @cached_property
+    def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The batches: x, and targets, integers for classes and floats otherwise."""
+        arrays = np.load(self.folder / f"{self.workload}.data.npz")
+        return list(zip(arrays["x"], arrays["target"], strict=True))
+
+    @property
+    def classifies(self) -> bool:
+        return self.data[0][1].dtype == np.int64
+
+    @property
+    def depth(self) -> int:
+        """How many layers a perceptron has."""
+        return sum(name.endswith(".weight") for name in self.weights)
+
+
+def run(step: Step, first: int, count: int) -> float:
+    """Return the seconds that some steps take."""
+    start = time.perf_counter()
+    for i in range(first, first + count):
+        step(i)
+    return time.perf_counter() - start
+
+
+def measure(step: Step, batches: int, seconds: float) -> list[float]:
+    """Return microseconds a step of stretches of steps, the first of which only warms up."""
+    count = 1
+    while count < 1 << 14 and (taken := run(lambda i: step(i % batches), 0, count)) < STRETCH:
+        count = min(max(2 * count, int(count * STRETCH / taken)), 1 << 14)
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < 3 or time.perf_counter() < end:
+        found.append(1e6 * run(lambda i: step(i % batches), 0, count) / count)
+    return found
+
+
+def losses(build: Callable[[Job], Step], job: Job) -> tuple[Step, list[float], float]:
+    """Return what `build` does, the losses of a step on each batch, and the seconds until the first is known."""
+    batches = len(job.data)
+    start = time.perf_counter()
+    step = build(job)
+    curve = [step(0)]
+    seconds = time.perf_counter() - start
+    return step, curve + [step(i) for i in range(1, batches)], seconds
+
+
+def say(**said: object) -> None:
+    print(json.dumps(said), flush=True)
+
+
+def arguments() -> Job:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("workload")
+    parser.add_argument("optimizer", choices=RATES)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--variant", default="")
+    return Job(**vars(parser.parse_args()))
+
+
+def serve(build: Callable[[Job], Step]) -> None:
+    """Do what the command line and the standard input ask for."""
+    job = arguments()
+    step, curve, seconds = losses(build, job)
+    say(losses=curve, compile=seconds, samples=len(job.data[0][0]))
+    for line in sys.stdin:
+        times = measure(step, len(job.data), float(line))
+        say(times=times, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

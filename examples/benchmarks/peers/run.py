@@ -1,0 +1,348 @@
+"""graphopt beside its peers: step time, samples a second, memory and compile time of the same training steps.
+
+Every peer is a process in an environment of its own, which this script makes. Losses of 20 steps are compared first:
+who trains something else is not timed. Then peers take turns, round by round, so that the machine treats them alike;
+ratios are those of medians over rounds, a peer's time by graphopt's: above 1 graphopt is faster. Every process may use
+as many cores as threads. The limit is what limit.py says.
+
+Run it: python examples/benchmarks/peers/run.py
+    [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling]
+It prints tables, writes them to RESULTS.md, and draws cost against batch size, width and depth, and compile time
+against the number of nodes. Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import environments
+from environments import CACHE, ROOT, Missing
+from report import markdown
+
+HERE = Path(__file__).resolve().parent
+BASE, REFERENCE = "graphopt", "torch"
+TOLERANCE = 1e-3
+PATIENCE = 900  # seconds that a peer may take to compile, or for a round
+
+# A peer: its script, its environment, its variant.
+PEERS = {
+    "graphopt": ("graphopt_peer", "graphopt", ""),
+    "graphopt-run": ("graphopt_peer", "graphopt", "run"),
+    "graphopt-1.19": ("graphopt_peer", "graphopt-training", ""),
+    "graphopt-1.19-fused": ("graphopt_peer", "graphopt-training", "fused"),
+    "torch": ("torch_peer", "torch", ""),
+    "torch-compile": ("torch_peer", "torch", "compile"),
+    "jax": ("jax_peer", "jax", ""),
+    "onnxruntime-training": ("onnxruntime_training_peer", "onnxruntime-training", ""),
+    "onnxsim": ("onnxsim_peer", "onnxsim", ""),
+    "limit": ("limit", "graphopt", ""),
+}
+TABLE = (
+    ("linear", "sgd"),
+    ("mlp-small", "sgd"),
+    ("mlp-small", "momentum"),
+    ("mlp-small", "adamw"),
+    ("mlp-wide", "adamw"),
+    ("cnn", "adamw"),
+    ("resnet", "momentum"),
+    ("transformer", "adamw"),
+    ("lstm", "adamw"),
+)
+SCALING = {
+    "batch": [f"mlp-{batch}x256x2" for batch in (1, 4, 16, 64, 256, 1024)],
+    "width": [f"mlp-32x{width}x2" for width in (16, 32, 64, 128, 256, 512, 1024)],
+    "depth": [f"mlp-32x64x{depth}" for depth in (1, 2, 4, 8, 16, 32, 64, 128)],
+}
+SCALED = ("graphopt", "graphopt-run", "torch", "torch-compile", "jax", "onnxruntime-training")
+
+
+class Failure(Exception):
+    """A peer ended; says why."""
+
+
+@dataclass
+class Result:
+    """What is known of a peer on a workload; `rounds` are median microseconds a step."""
+
+    workload: str
+    optimizer: str
+    threads: int
+    peer: str
+    samples: int = 0
+    compile: float | None = None
+    losses: list[float] | None = None
+    apart: float | None = None
+    peak: float | None = None
+    rounds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.rounds) if self.rounds else None
+
+
+class Process:
+    """A running peer: `say` writes it a line, `hear` returns what it says."""
+
+    def __init__(self, python: Path, peer: str, folder: Path, result: Result) -> None:
+        script, _, variant = PEERS[peer]
+        threads = str(result.threads)
+        command = [str(python), str(HERE / f"{script}.py"), str(folder), result.workload, result.optimizer]
+        self._log = folder / f"{peer}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--threads", threads, "--variant", variant],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+                preexec_fn=confined(result.threads),
+            )
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Return the next JSON line.
+
+        Raises:
+            Failure: the process ended, or took too long.
+        """
+        assert self._process.stdout is not None
+        timer = threading.Timer(PATIENCE, self._process.kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        finally:
+            timer.cancel()
+        code = self._process.wait()
+        raise Failure(reason(self._log.read_text(), code))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def confined(cores: int) -> Callable[[], None] | None:
+    """Return what a new process calls to run on some cores alone, where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    chosen = sorted(os.sched_getaffinity(0))[:cores]
+    return lambda: os.sched_setaffinity(0, chosen)
+
+
+def reason(errors: str, code: int) -> str:
+    """Return the line of a traceback that tells what went wrong."""
+    if code < 0:
+        return f"ended by signal {-code}" + (f": out of memory, or over {PATIENCE} s" if code == -9 else "")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Fail)\b.*: ", line)]
+    return (named or lines or [f"ended with {code}"])[-1][:250]
+
+
+def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves."""
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max(x if math.isfinite(x) else math.inf for x in apart)
+
+
+def check(results: Sequence[Result]) -> None:
+    """Compare curves with PyTorch's, or with the first's; who is not equal gets an error."""
+    trained = [result for result in results if result.losses and not result.error]
+    if not trained:
+        return
+    reference = next((result for result in trained if result.peer == REFERENCE), trained[0])
+    assert reference.losses is not None
+    if max(reference.losses) - min(reference.losses) < 10 * TOLERANCE * abs(reference.losses[0]):
+        reference.error = "its losses do not change: nothing to compare"
+    for result in trained:
+        assert result.losses is not None
+        result.apart = disagreement(result.losses, reference.losses)
+        if not result.apart <= TOLERANCE:
+            result.error = (
+                f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
+            )
+
+
+def compare(
+    workload: str,
+    optimizer: str,
+    threads: int,
+    pythons: dict[str, Path | Missing],
+    options: argparse.Namespace,
+) -> list[Result]:
+    """Start the peers one after the other, compare their losses, and time them in turns."""
+    running: dict[str, Process] = {}
+    results = {}
+    for peer in pythons:
+        result = results[peer] = Result(workload, optimizer, threads, peer)
+        python = pythons[peer]
+        if isinstance(python, Missing):
+            result.error = f"no environment: {python}"
+            continue
+        process = Process(python, peer, options.work, result)
+        try:
+            said = process.hear()
+        except Failure as failure:
+            result.error = str(failure)
+            continue
+        running[peer] = process
+        result.losses, result.compile, result.samples = said["losses"], said["compile"], said["samples"]
+    check(list(results.values()))
+    for i in range(options.rounds):
+        turn = [peer for peer in running if not results[peer].error]
+        for peer in turn[i % len(turn) :] + turn[: i % len(turn)] if turn else ():
+            time.sleep(0.05)  # until the threads of the one before sleep
+            try:
+                running[peer].say(str(options.seconds))
+                said = running[peer].hear()
+            except (Failure, BrokenPipeError) as failure:
+                results[peer].error = str(failure)
+                continue
+            results[peer].rounds.append(statistics.median(said["times"]))
+            results[peer].peak = said["peak"]
+    for process in running.values():
+        process.close()
+    return list(results.values())
+
+
+def lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yield what to print of the peers on one workload."""
+    first = results[0]
+    yield f"{first.workload}, {first.optimizer}, {first.threads} thread(s)"
+    base = next((result.median for result in results if result.peer == BASE), None)
+    for result in results:
+        median = result.median
+        if result.error or median is None:
+            yield f"  {result.peer:<22}{result.error or 'not timed'}"
+            continue
+        ratio = f"{median / base:8.2f}" if base else " " * 8
+        compiled = "" if result.compile is None else f"{result.compile:9.2f} s to compile"
+        peak = "" if result.peak is None else f"{result.peak:7.0f} MB"
+        yield f"  {result.peer:<22}{median:12.1f} us{ratio}{compiled}{peak}"
+
+
+def machine() -> str:
+    """Return the processor's name, its cores, the system and how busy it is."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    name = found.group(1) if found else platform.processor() or platform.machine()
+    load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}{load}"
+
+
+Cell = tuple[str, str, int, Sequence[str]]  # a workload, an optimizer, threads, and the peers that do it
+
+
+def table_cells(options: argparse.Namespace) -> list[Cell]:
+    pairs = [pair for pair in TABLE if pair[0] in options.workloads]
+    if options.optimizers:
+        pairs = [(name, kind) for name in dict(pairs) for kind in options.optimizers]
+    return [(*pair, threads, options.peers) for pair in pairs for threads in options.threads]
+
+
+def scaling_cells(options: argparse.Namespace) -> list[Cell]:
+    peers = [peer for peer in options.peers if peer in SCALED]
+    names = dict.fromkeys(name for swept in SCALING.values() for name in swept)
+    return [(name, "sgd", 1, peers) for name in names]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = sorted({workload for workload, _ in TABLE})
+    parser.add_argument("--parts", nargs="+", choices=("table", "scaling"), default=["table", "scaling"])
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each one's own"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.5, help="that a peer is timed in a round")
+    parser.add_argument("--environments", type=Path, default=CACHE, help="where they are made and kept")
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="ENVIRONMENT=PYTHON",
+        help="an interpreter in the place of one that is made",
+    )
+    parser.add_argument("--write", type=Path, default=HERE.parent / "RESULTS.md")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "examples" / "pictures")
+    options = parser.parse_args()
+    options.work = options.environments / "work"
+    options.work.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
+    """Return an interpreter for each peer, or why there is none."""
+    given = dict(pair.split("=", 1) for pair in options.python)
+    found: dict[str, Path | Missing] = {name: Path(path) for name, path in given.items()}
+    for name in dict.fromkeys(["graphopt", *(PEERS[peer][1] for peer in options.peers)]):
+        if name not in found:
+            try:
+                found[name] = environments.python_of(name, options.environments)
+            except Missing as missing:
+                print(f"{name}: {missing}")
+                found[name] = missing
+    return found
+
+
+def main() -> None:
+    options = arguments()
+    pythons = prepare(options)
+    if isinstance(pythons["graphopt"], Missing):
+        raise SystemExit(f"graphopt has no environment: {pythons['graphopt']}")
+    own = str(pythons["graphopt"])
+    cells: dict[str, list[Cell]] = {"table": table_cells(options), "scaling": scaling_cells(options)}
+    workloads = {cell[0] for part in options.parts for cell in cells[part]}
+    environments.call(own, str(HERE / "workloads.py"), str(options.work), *sorted(workloads))
+    titles = {name: (options.work / f"{name}.txt").read_text() for name in workloads}
+    results: dict[str, list[Result]] = {"table": [], "scaling": []}
+    for part in options.parts:
+        for workload, optimizer, threads, peers in cells[part]:
+            chosen = {peer: pythons[PEERS[peer][1]] for peer in peers}
+            found = compare(workload, optimizer, threads, chosen, options)
+            print("\n".join(lines(found)), flush=True)
+            results[part] += found
+    record: dict[str, Any] = {name: [asdict(result) for result in found] for name, found in results.items()}
+    path = options.work / "results.json"
+    path.write_text(json.dumps(record | {"machine": machine(), "swept": SCALING}))
+    if results["table"]:
+        used = {
+            name: environments.versions(python)
+            for name, python in pythons.items()
+            if isinstance(python, Path)
+        }
+        options.write.write_text(markdown(results["table"], titles, machine(), used, options.rounds))
+        print(f"written to {options.write}")
+    if results["scaling"]:
+        environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))
+        print(f"drawn in {options.pictures}")
+
+
+if __name__ == "__main__":
+    main()
