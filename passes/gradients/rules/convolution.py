@@ -128,13 +128,18 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
         moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
         data = op.Reshape(moved, op.Concat([dims_of(w)[1], -1], sizes_of(op, x, 2), axis=0))
     end, exact = list(window.end), True
+    reached = {}  # what windows reach of an axis, where it is not all
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         stride, dilation = window.strides[i], window.dilations[i]
-        unreached = stride - 1
         if isinstance(size, int) and isinstance(windows, int):
             unreached = size + window.begin[i] + end[i] - (windows - 1) * stride - window.extent[i]
             end[i], unreached = max(end[i] - unreached, 0), max(unreached - end[i], 0)
-        exact = exact and unreached < dilation
+            if unreached >= dilation:
+                reached[i + 2] = size - unreached
+        else:
+            exact = exact and stride - 1 < dilation
+    if reached:
+        data = op.Slice(data, [0] * len(reached), list(reached.values()), list(reached))
     dw = op.Conv(
         data,
         op.Transpose(dy, perm=swap),
