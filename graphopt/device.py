@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,41 @@ from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 if TYPE_CHECKING:
     import onnxruntime
 
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+SUFFIX = "ExecutionProvider"
+THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+PLACEMENT = "session.record_ep_graph_assignment_info"
+
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
 class Device:
-    """A device of ONNX Runtime: `cpu`, `cuda` or `cuda:N`."""
+    """Where memory is, and the execution provider that computes.
 
-    def __init__(self, device: str, threads: int | None, deterministic: bool) -> None:
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+        threads: threads an operator may use; the runtime's choice by default.
+        deterministic: ask the runtime for kernels that give the same numbers each run.
+        provider: an execution provider of the installed ONNX Runtime, its whole name or as in `openvino`; the device's
+            by default. What it has no kernel for runs on the CPU.
+        provider_options: the provider's own options.
+        cuda_graph: capture what a step does on the GPU once, and replay it.
+
+    Raises:
+        GraphoptError: no ONNX Runtime is installed, or it lacks the device or the provider.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        threads: int | None = None,
+        deterministic: bool = False,
+        *,
+        provider: str | None = None,
+        provider_options: Mapping[str, Any] | None = None,
+        cuda_graph: bool = False,
+    ) -> None:
         self.kind, _, index = device.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
@@ -29,24 +57,63 @@ class Device:
         self.ort = _runtime()
         self._threads, self._deterministic = threads or 0, deterministic
         self._options = self.options()
-        if self.kind == "cuda" and "CUDAExecutionProvider" not in self.ort.get_available_providers():
+        available = self.ort.get_available_providers()
+        if provider is None and self.kind == "cuda" and CUDA not in available:
             raise GraphoptError(
-                f"device {device!r}: expected CUDAExecutionProvider, this onnxruntime has "
-                f"{', '.join(self.ort.get_available_providers())}: pip install 'graphopt[gpu]'"
+                f"device {device!r}: expected {CUDA}, this onnxruntime has {', '.join(available)}: "
+                f"pip install 'graphopt[gpu]'"
             )
+        wanted = provider or (CUDA if self.kind == "cuda" else CPU)
+        known = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
+        short = wanted.lower().removesuffix(SUFFIX.lower())
+        if short not in known:
+            raise GraphoptError(
+                f"provider {wanted!r}: expected one of the installed onnxruntime's, found {', '.join(available)}"
+            )
+        self.provider = known[short]
+        self.cuda_graph = cuda_graph
+        if cuda_graph and (self.kind, self.provider) != ("cuda", CUDA):
+            raise GraphoptError(
+                f"cuda_graph: expected device 'cuda' and its own provider, found {device!r} and {self.provider}"
+            )
+        chosen: dict[str, Any] = {}
+        if self.kind == "cuda":
+            chosen["device_id"] = self.index
+        if threads and self.provider in THREADS:
+            chosen[THREADS[self.provider]] = threads
+        if cuda_graph:
+            chosen["enable_cuda_graph"] = 1
+        chosen |= provider_options or {}
+        self._providers: list[Any] = [(self.provider, {name: str(value) for name, value in chosen.items()})]
+        if self.provider != CPU:
+            self._providers.append(CPU)
 
     def session(
-        self, model: ir.Model, options: onnxruntime.SessionOptions | None = None
+        self,
+        model: ir.Model,
+        options: onnxruntime.SessionOptions | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> onnxruntime.InferenceSession:
-        providers: list[Any] = ["CPUExecutionProvider"]
-        if self.kind == "cuda":
-            providers.insert(0, ("CUDAExecutionProvider", {"device_id": self.index}))
+        """Return a session of a graph.
+
+        Args:
+            options: those from `options`, changed.
+            sizes: the sizes of symbolic dimensions, where they are the same in every run.
+
+        Raises:
+            GraphoptError: the runtime refuses the graph, or the provider does not start.
+        """
+        if sizes:
+            options = options or self.options()
+            for dimension, size in sizes.items():
+                options.add_free_dimension_override_by_name(dimension, size)
         try:
             session = self.ort.InferenceSession(
                 ir.to_proto(model).SerializeToString(),
                 sess_options=options or self._options,
-                providers=providers,
+                providers=self._providers,
                 disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
+                enable_fallback=0,  # to another provider, with a line on the terminal
             )
         except Exception as error:
             if model.metadata_props.get(RUNTIME) == TRAINING_RUNTIME and not self.trains:
@@ -55,14 +122,30 @@ class Device:
                     f"'graphopt[training]' in an environment of its own, or compile without OrtGradient and fused "
                     f"kernels"
                 ) from error
+            by = "" if self.provider == CPU else f"{self.provider} of "
             raise GraphoptError(
-                f"onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
+                f"{by}onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
             ) from error
-        if self.kind == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        if self.provider not in session.get_providers():
             raise GraphoptError(
-                f"device 'cuda:{self.index}': the CUDA provider did not start: look for its libraries and a GPU"
+                f"device '{self.kind}:{self.index}': {self.provider} did not start: look for its libraries and hardware"
             )
         return session
+
+    def placement(self, session: onnxruntime.InferenceSession) -> dict[str, dict[str, int]]:
+        """Return for each execution provider the operators that it runs, and how many nodes of each.
+
+        Raises:
+            GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
+        """
+        if not hasattr(session, "get_provider_graph_assignment_info"):
+            raise GraphoptError(
+                f"placement: expected onnxruntime 1.24 or later, found {self.ort.__version__}"
+            )
+        found: dict[str, Counter[str]] = {}
+        for part in session.get_provider_graph_assignment_info():
+            found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+        return {name: dict(counts.most_common()) for name, counts in found.items()}
 
     @property
     def trains(self) -> bool:
@@ -75,6 +158,7 @@ class Device:
         options.log_severity_level = 4  # what goes wrong is raised
         options.intra_op_num_threads = self._threads
         options.use_deterministic_compute = self._deterministic
+        options.add_session_config_entry(PLACEMENT, "1")
         return options
 
     def buffer(self, array: np.ndarray) -> onnxruntime.OrtValue:
@@ -85,9 +169,9 @@ class Device:
         value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
         return value
 
-    def host(self, array: np.ndarray) -> onnxruntime.OrtValue:
-        """Return a buffer in the host's memory."""
-        return self.ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+    def shared(self, array: np.ndarray) -> onnxruntime.OrtValue:
+        """Return a value in the host's memory that is `array`'s."""
+        return self.ort.OrtValue.ortvalue_from_numpy(array)
 
     def value(self, tensor: Any, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
         """Return a tensor of NumPy, ONNX Runtime, or any package that speaks DLPack, copied only if it lies elsewhere.
@@ -129,12 +213,29 @@ class Device:
         self.run(session, binding)
         return dict(zip(names, binding.get_outputs(), strict=True))
 
-    def bind(self, binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
-        binding.bind_cpu_input(name, array if array.flags.c_contiguous else np.ascontiguousarray(array))
+    def bind(self, binding: onnxruntime.IOBinding, name: str, tensor: Any, dtype: np.dtype[Any]) -> Any:
+        """Bind an input to a tensor as `value` takes it; return what has to live until the run."""
+        if isinstance(tensor, np.ndarray):
+            array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
+            binding.bind_cpu_input(name, array)
+            return array
+        value = self.value(tensor, dtype)
+        binding.bind_ortvalue_input(name, value)
+        return value
 
-    def run(self, session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> None:
+    def run(
+        self,
+        session: onnxruntime.InferenceSession,
+        binding: onnxruntime.IOBinding,
+        options: onnxruntime.RunOptions | None = None,
+    ) -> None:
+        """Run a session once.
+
+        Raises:
+            GraphoptError: the runtime stops.
+        """
         try:
-            session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding, options)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
 

@@ -128,6 +128,16 @@ def test_a_loop_without_steps_passes_its_gradient_on() -> None:
     np.testing.assert_array_equal(found["w.grad"], np.zeros(3))
 
 
+def test_a_scan_back_that_needs_no_slice_takes_as_many_steps() -> None:
+    model = parsed(
+        """g (float[3] s, int64[4] x) => (float[3] z) { z = Scan <num_scan_inputs = 1,
+        body = b (float[3] h, int64 i) => (float[3] k) { k = Mul(h, w) }> (s, x) }""",
+        w=np.array([0.5, 2.0, 3.0]),
+    )
+    found = in_onnxruntime(graphopt.grad(model, ["s"]), {"s": np.ones(3), "x": np.zeros(4, np.int64)})
+    np.testing.assert_allclose(found["z.grad.s"], [0.5**4, 2.0**4, 3.0**4], rtol=1e-6)
+
+
 def test_a_loop_over_a_sequence_is_refused() -> None:
     model = parsed(
         """g (float[3] s, int64 n) => (float[k] z) { e = SequenceEmpty() h, l = Loop <

@@ -128,6 +128,8 @@ def scan(
         )
         if end_ is not None and dy_ is not None and end_.uses()
     ]
+    if not sequences:  # one tells how many steps there are
+        sequences = [(back.slices[0], inputs[n], axes[0], turned[0])]
     sliced = [i for i, x in enumerate(back.slices) if is_differentiable(x)]
     states = [i for i, x in enumerate(back.states) if is_differentiable(x)]
     found = emit_scan(
