@@ -69,11 +69,8 @@ def _product(op: Emitter, node: ir.Node) -> ir.Value:
 
     along = 1 if small else 0  # where channels are
     columns = op.Concat(*(shifted(x, n - 1, place) for place in range(taps[-1])), axis=along)
+    rows = op.Transpose(op.Reshape(w, [0, 0, -1]), perm=[0, 2, 1]) if small else op.Reshape(w, [0, -1])
     parts = []
-    if small:
-        rows = op.Transpose(op.Reshape(w, [0, 0, -1]), perm=[0, 2, 1])
-    else:
-        rows = op.Reshape(w, [0, -1])
     for places in itertools.product(*(range(size) for size in taps[:-1])):
         part = columns
         for axis, place in enumerate(places):

@@ -1,0 +1,128 @@
+"""Optimizers that give each element a rate of its own, by the gradients so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter
+from passes.optimizers.optimizer import Optimizer
+
+__all__ = ["Adam", "AdamW", "Adagrad", "Lion", "RMSprop"]
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """w - rate m' / (sqrt(v') + epsilon), of bias-corrected moments of g (Kingma, Ba 2015).
+
+    The slots are sums, decayed by beta each step: exp_avg is (1 - beta1) exp_sum, exp_avg_sq is (1 - beta2)
+    exp_sum_sq. What is left of the formula is in two numbers a step. The fused kernel keeps averages.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def slots(self) -> dict[str, float]:
+        moment = "exp_avg" if self.fused else "exp_sum"
+        return {moment: 0.0, f"{moment}_sq": 0.0}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        m, v = slots
+        m = self.beta1 * m + g
+        v = self.beta2 * v + g * g
+        corrected1 = (1 - _rounded(self.beta1, g)) / (1 - op.Pow(op.constant(self.beta1, like=t), t))
+        corrected2 = (1 - _rounded(self.beta2, g)) / (1 - op.Pow(op.constant(self.beta2, like=t), t))
+        scale = op.Sqrt(corrected2)
+        return w - (rate * corrected1 / scale) * (m / (op.Sqrt(v) + self.epsilon / scale)), m, v
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with weight decay decoupled from the gradient (Loshchilov, Hutter 2019)."""
+
+    weight_decay: float = field(default=0.01, kw_only=True)
+
+    decoupled: ClassVar[bool] = True
+
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        moments = {"alpha": self.beta1, "beta": self.beta2, "epsilon": self.epsilon}
+        return "AdamWOptimizer", {**moments, "weight_decay": decay, "adam_mode": 0}  # 0: as in PyTorch
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """w - rate g / (sqrt(s) + epsilon), where s is the sum of g^2 so far (Duchi, Hazan, Singer 2011)."""
+
+    initial_accumulator: float = 0.0
+    epsilon: float = 1e-10
+
+    def slots(self) -> dict[str, float]:
+        return {"sum": self.initial_accumulator}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        s = slots[0] + g * g
+        return w - rate * g / (op.Sqrt(s) + self.epsilon), s
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """w - rate g / (sqrt(v) + epsilon), where v is the moving mean of g^2, minus the mean's square if centered.
+
+    Tieleman, Hinton 2012; with momentum, the step is accumulated as in PyTorch.
+    """
+
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def slots(self) -> dict[str, float]:
+        names = ["square_avg", *(["grad_avg"] * self.centered), *(["momentum"] if self.momentum else [])]
+        return dict.fromkeys(names, 0.0)
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        new = {name: slot for name, slot in zip(self.slots(), slots, strict=True)}
+        v = new["square_avg"] = self.alpha * new["square_avg"] + (1 - self.alpha) * (g * g)
+        if self.centered:
+            mean = new["grad_avg"] = self.alpha * new["grad_avg"] + (1 - self.alpha) * g
+            v = v - mean * mean
+        d = g / (op.Sqrt(v) + self.epsilon)
+        if self.momentum:
+            d = new["momentum"] = self.momentum * new["momentum"] + d
+        return w - rate * d, *new.values()
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """w - rate sign(beta1 m + (1 - beta1) g), with decoupled weight decay (Chen et al. 2023)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    decoupled: ClassVar[bool] = True
+
+    def slots(self) -> dict[str, float]:
+        return {"exp_avg": 0.0}
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        (m,) = slots
+        direction = op.Sign(self.beta1 * m + (1 - self.beta1) * g)
+        return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g
+
+
+def _rounded(number: float, like: ir.Value) -> float:
+    """Return a number as it is in the type of `like`: 1 - 0.999 is then what corrects the bias of a float32 moment."""
+    assert like.dtype is not None
+    return float(like.dtype.numpy().type(number))

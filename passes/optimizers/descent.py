@@ -1,0 +1,44 @@
+"""Gradient descent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter
+from passes.optimizers.optimizer import Optimizer
+
+__all__ = ["SGD"]
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """w - rate * d, where d is g or, with momentum, b = momentum b + (1 - dampening) g; g + momentum b if Nesterov.
+
+    As in PyTorch, b is g in the first step (Sutskever et al. 2013).
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def slots(self) -> dict[str, float]:
+        return {"momentum": 0.0} if self.momentum else {}
+
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        return None if self.momentum else ("SGDOptimizerV2", {})
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        if not slots:
+            return (w - rate * g,)
+        fresh = g
+        if self.dampening:
+            later = op.Cast(op.Greater(t, 1.0), to=t.dtype)
+            fresh = (1 - self.dampening * later) * g
+        b = self.momentum * slots[0] + fresh
+        d = g + self.momentum * b if self.nesterov else b
+        return w - rate * d, b
