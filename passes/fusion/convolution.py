@@ -8,7 +8,6 @@ import math
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter, like
-from passes.gradients.walk import dims_of
 
 FEW = 16  # channels below which products are made a batch element, and then added up
 
@@ -35,22 +34,22 @@ def _is_product(node: ir.Node) -> bool:
     x, w = node.inputs
     assert x is not None and w is not None
     image, kernel, result = _sizes(x)[2:], _sizes(w)[2:], _sizes(node.outputs[0])
-    if not image or None in [*image, *kernel, *result]:
+    if not (image and kernel and result) or None in [*image, *kernel, *result]:
         return False
     places, positions = (math.prod(filter(None, sizes)) for sizes in (result[2:], kernel))
     return positions >= 2 * places and positions > 16
 
 
 def _sizes(x: ir.Value) -> list[int | None]:
-    """Return the sizes of `x`, None where unknown."""
-    return [size if isinstance(size, int) else None for size in dims_of(x)]
+    """Return the sizes of `x`, None where unknown; of an unknown rank none."""
+    return [size if isinstance(size, int) else None for size in x.shape or ()]
 
 
 def _product(op: Emitter, node: ir.Node) -> ir.Value:
     x, w = node.inputs
     y = node.outputs[0]
     assert x is not None and w is not None
-    n = len(dims_of(y)) - 2
+    n = len(_sizes(y)) - 2
     geometry = {name: list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations")}
     pads = list(node.attributes.get_ints("pads", [0] * (2 * n)))
     taps = [size for size in _sizes(y)[2:] if size]
