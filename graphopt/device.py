@@ -10,11 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.feeds import Input
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 
 if TYPE_CHECKING:
     import onnxruntime
 
+Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or what speaks DLPack
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
@@ -53,7 +55,7 @@ class Device:
         self.kind, _, index = device.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
-        self.index = int(index or 0)
+        self._name, self.index = device, int(index or 0)
         self.ort = _runtime()
         self._threads, self._deterministic = threads or 0, deterministic
         self._options = self.options()
@@ -87,6 +89,10 @@ class Device:
         self._providers: list[Any] = [(self.provider, {name: str(value) for name, value in chosen.items()})]
         if self.provider != CPU:
             self._providers.append(CPU)
+
+    @property
+    def _not_started(self) -> str:
+        return f"device {self._name!r}: {self.provider} did not start: look for its libraries and a device"
 
     def session(
         self,
@@ -127,9 +133,7 @@ class Device:
                 f"{by}onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
             ) from error
         if self.provider not in session.get_providers():
-            raise GraphoptError(
-                f"device '{self.kind}:{self.index}': {self.provider} did not start: look for its libraries and hardware"
-            )
+            raise GraphoptError(self._not_started)
         return session
 
     def placement(self, session: onnxruntime.InferenceSession) -> dict[str, dict[str, int]]:
@@ -148,6 +152,11 @@ class Device:
         return {name: dict(counts.most_common()) for name, counts in found.items()}
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether ONNX Runtime's own CPU kernels compute."""
+        return self.provider == CPU
+
+    @property
     def trains(self) -> bool:
         """Whether the runtime is onnxruntime-training."""
         return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
@@ -162,10 +171,17 @@ class Device:
         return options
 
     def buffer(self, array: np.ndarray) -> onnxruntime.OrtValue:
-        """Return a buffer on the device of its own, never memory shared with `array`."""
-        value = self.ort.OrtValue.ortvalue_from_shape_and_type(
-            list(array.shape), array.dtype.type, self.kind, self.index
-        )
+        """Return a buffer on the device of its own, never memory shared with `array`.
+
+        Raises:
+            GraphoptError: the device does not start.
+        """
+        try:
+            value = self.ort.OrtValue.ortvalue_from_shape_and_type(
+                list(array.shape), array.dtype.type, self.kind, self.index
+            )
+        except RuntimeError as error:
+            raise GraphoptError(self._not_started) from error
         value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
         return value
 
@@ -173,7 +189,7 @@ class Device:
         """Return a value in the host's memory that is `array`'s."""
         return self.ort.OrtValue.ortvalue_from_numpy(array)
 
-    def value(self, tensor: Any, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
+    def value(self, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
         """Return a tensor of NumPy, ONNX Runtime, or any package that speaks DLPack, copied only if it lies elsewhere.
 
         Raises:
@@ -198,6 +214,42 @@ class Device:
         except (BufferError, RuntimeError) as error:
             raise GraphoptError(f"expected a tensor to share: {' '.join(str(error).split())}") from error
 
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Return an array on the device: on the CPU as it is; other tensors stay where they are."""
+        if self.kind == "cpu" or self.cuda_graph or not isinstance(tensor, np.ndarray):
+            return tensor
+        return self.value(tensor, tensor.dtype)
+
+    def fit(self, accepted: Input, tensor: Tensor) -> Sequence[int]:
+        """Return the shape of a tensor as `value` takes it.
+
+        Raises:
+            GraphoptError: it is no tensor, or of another type or shape than an input accepts.
+        """
+        if isinstance(tensor, np.ndarray):
+            accepted.check(tensor)
+            return tensor.shape
+        try:
+            value = self.value(tensor, accepted.dtype)
+        except GraphoptError as error:
+            raise GraphoptError(f"{accepted}: {error}") from error
+        shape: list[int] = value.shape()
+        accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
+        return tuple(shape)
+
+    def fill(self, buffer: onnxruntime.OrtValue, tensor: Tensor, dtype: np.dtype[Any]) -> None:
+        """Copy a tensor as `value` takes it into a buffer of its shape, by way of the host."""
+        array = tensor if isinstance(tensor, np.ndarray) else self.value(tensor, dtype).numpy()
+        buffer.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
+
+    def captured(self, graph: int) -> onnxruntime.RunOptions | None:
+        """Return the options of a run that is captured as a session's CUDA graph of a number, or replays it."""
+        if not self.cuda_graph:
+            return None
+        options = self.ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
     def compute(
         self,
         session: onnxruntime.InferenceSession,
@@ -213,7 +265,7 @@ class Device:
         self.run(session, binding)
         return dict(zip(names, binding.get_outputs(), strict=True))
 
-    def bind(self, binding: onnxruntime.IOBinding, name: str, tensor: Any, dtype: np.dtype[Any]) -> Any:
+    def bind(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor, dtype: np.dtype[Any]) -> Any:
         """Bind an input to a tensor as `value` takes it; return what has to live until the run."""
         if isinstance(tensor, np.ndarray):
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt import inference
 from graphopt.checkpoint import Property, load_state, save_state
-from graphopt.device import Device
+from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.loading import Source, load
@@ -33,7 +33,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
     """
-    session = Device("cpu", threads, deterministic=False).session(load(model))
+    session = Device("cpu", threads).session(load(model))
     taken = {x.name: inputs[x.name] for x in session.get_inputs()}
     names = [y.name for y in session.get_outputs()]
     return dict(zip(names, session.run(names, taken), strict=True)) if names else {}
@@ -54,10 +54,15 @@ class Executor:
         on_nonfinite: what a loss that is not finite does: `raise` an error, `warn` and go on, or `skip` the step;
             with `raise` and `skip` the state stays as it was.
         steps_per_call: how many steps `run` does in one call of the runtime; None chooses by the time they take.
-        report: the outputs to return from each step; all but the state by default.
+        report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
+            nothing, so that nothing is read from the device and a loss that is not finite goes unnoticed.
+        provider, provider_options, cuda_graph: as for `Device`. A CUDA graph needs a step without If, Loop and Scan;
+            every shape of the batch has one of its own.
+        static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, the device is not available, or the graph trains nothing.
+        GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
+            nothing.
     """
 
     _several: Program | None  # of several steps a call, made when it is first needed
@@ -72,12 +77,24 @@ class Executor:
         on_nonfinite: Literal["raise", "warn", "skip"] = "raise",
         steps_per_call: int | None = None,
         report: Sequence[str] | None = None,
+        provider: str | None = None,
+        provider_options: Mapping[str, Any] | None = None,
+        cuda_graph: bool = False,
+        static_shapes: bool = False,
     ) -> None:
         self.steps_per_call = _checked_count(steps_per_call)
         if on_nonfinite not in ("raise", "warn", "skip"):
             raise GraphoptError(f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {on_nonfinite!r}")
         self._on_nonfinite = on_nonfinite
-        self._device = Device(device, threads, deterministic)
+        self._device = Device(
+            device,
+            threads,
+            deterministic,
+            provider=provider,
+            provider_options=provider_options,
+            cuda_graph=cuda_graph,
+        )
+        self._static = static_shapes or cuda_graph
         self._model = load(step)
         self._current = 0  # which of the two sets of state buffers the next step reads
         self.steps = 0
@@ -85,18 +102,18 @@ class Executor:
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
         self._start(take_initial(self._model), report)
 
-    def step(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
-        """Run one step on arrays named like the graph's inputs and return what it reports.
+    def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
+        """Run one step on tensors named like the graph's inputs and return what it reports.
 
-        Scalars come back as Python numbers, `loss` first. Contiguous arrays are read where they are. A
-        hyperparameter that is fed stays as fed.
+        Scalars come back as Python numbers, `loss` first. Contiguous arrays, onnxruntime's OrtValues and tensors of any
+        package that speaks DLPack are read where they are. A hyperparameter that is fed stays as fed.
 
         Raises:
             GraphoptError: an array is missing, unknown, or of another type or shape; nothing has run.
             NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
-        if not self.hyperparameters.keys().isdisjoint(feeds):
+        if not self._program.fits(feeds) and not self.hyperparameters.keys().isdisjoint(feeds):
             fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
             feeds = {name: array for name, array in feeds.items() if name not in fed}
             self._program.check(feeds)
@@ -109,7 +126,7 @@ class Executor:
         return reported
 
     def run(
-        self, batches: Iterable[Mapping[str, np.ndarray]], *, steps_per_call: int | None = None
+        self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
     ) -> Iterator[Reported]:
         """Run a step on each batch and yield what it reports, several in one call of the runtime.
 
@@ -125,10 +142,14 @@ class Executor:
                 with `on_nonfinite=skip` also.
         """
         chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
-        waiting: list[Mapping[str, np.ndarray]] = []
+        if chosen is None and not self._device.on_cpu:
+            chosen = 1
+        waiting: list[Mapping[str, Tensor]] = []
         shapes = None
         for batch in batches:
-            found = [(name, getattr(array, "shape", None)) for name, array in batch.items()]
+            found = [
+                (name, array.shape if type(array) is np.ndarray else None) for name, array in batch.items()
+            ]
             if waiting and found != shapes:
                 yield from self._call(waiting)
                 waiting = []
@@ -139,7 +160,7 @@ class Executor:
                 waiting = []
         yield from self._call(waiting)
 
-    def _call(self, batches: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Reported]:
+    def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Reported]:
         """Run a step on each of some batches of one shape, in one call."""
         if len(batches) < 2:
             for batch in batches:
@@ -151,7 +172,7 @@ class Executor:
             model = self._model.clone()
             pkgutil.resolve_name("passes:Unroll")()(model)
             self._several = self._compiled(model)
-        stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        stacked = {name: np.stack([np.asarray(batch[name]) for batch in batches]) for name in batches[0]}
         self._several.check(stacked)
         reported = self._several.run(self._current, stacked)
         if self._accept(reported):
@@ -160,11 +181,23 @@ class Executor:
         for i in range(len(batches)):
             yield {name: _python(array[i]) for name, array in reported.items()}
 
-    def evaluate(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
+
+        Raises:
+            GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
+        """
+        return self._program.placement()
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on the device: on the CPU as it is, on a GPU copied; for `step`, ahead of time."""
+        return {name: self._device.placed(tensor) for name, tensor in batch.items()}
+
+    def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data; the state stays as it is."""
         return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
 
-    def predict(self, data: Mapping[str, np.ndarray] | None = None, /, **named: np.ndarray) -> Reported:
+    def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the model's outputs; no target is needed."""
         return self._forward(self._of(Role.PREDICTION), {**(data or {}), **named})
 
@@ -350,7 +383,9 @@ class Executor:
             for name, array in initial.items()
             if name not in kept
         }
-        self._report = [name for name in self.outputs if report is None or name in report or name == "loss"]
+        self._report = [name for name in self.outputs if report is None or name in report]
+        if self._report and "loss" not in self._report:
+            self._report.insert(0, "loss")
         self._open()
 
     def _open(self) -> None:
@@ -361,7 +396,14 @@ class Executor:
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 
     def _compiled(self, model: ir.Model) -> Program:
-        return Program(self._device, model, self._state, self._hyperparameters, self._report)
+        return Program(
+            self._device,
+            model,
+            self._state,
+            self._hyperparameters,
+            self._report,
+            static_shapes=self._static,
+        )
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs of some roles."""
@@ -396,7 +438,7 @@ class Executor:
         warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
         return self._on_nonfinite == "warn"
 
-    def _forward(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> Reported:
+    def _forward(self, names: Sequence[str], feeds: Mapping[str, Tensor]) -> Reported:
         """Run the part of the graph that computes some of its outputs, in its inference form."""
         wanted = tuple(names)
         if wanted not in self._forwards:
@@ -405,6 +447,7 @@ class Executor:
             self._forwards[wanted] = part, self._device.session(part)
         part, session = self._forwards[wanted]
         binding = session.io_binding()
+        kept = []
         for value in part.graph.inputs:
             name = str(value.name)
             if name in self._state[0]:
@@ -412,8 +455,8 @@ class Executor:
             elif name in self._hyperparameters:
                 binding.bind_ortvalue_input(name, self._hyperparameters[name])
             elif name in feeds:
-                self._inputs[name].check(feeds[name])
-                self._device.bind(binding, name, feeds[name])
+                self._device.fit(self._inputs[name], feeds[name])
+                kept.append(self._device.bind(binding, name, feeds[name], self._inputs[name].dtype))
             else:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
         for value in part.graph.outputs:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt import inference
-from graphopt.device import Device
+from graphopt.device import Device, Tensor
 from graphopt.engines import Agent, Engine, Graphs, names_of, refuses_agent
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input, check_shared, shared_dimensions
@@ -23,8 +23,6 @@ from graphopt.state import take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
-
-Tensor = Any  # a NumPy array, an OrtValue, or a tensor of any package that speaks DLPack
 
 # What makes the differentiated graph: a step's name, and the pass that stands there unless another is given.
 STEPS: dict[str, str | None] = {

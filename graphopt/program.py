@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ class Program:
     Args:
         state: the two sets of buffers; a call reads one and writes the other.
         report: the outputs to return.
+        static_shapes: a session for each set of shapes that is fed, which the runtime knows beforehand.
     """
 
     def __init__(
@@ -43,65 +45,145 @@ class Program:
         state: Sequence[Buffers],
         hyperparameters: Buffers,
         report: Sequence[str],
+        *,
+        static_shapes: bool = False,
     ) -> None:
         self._device = device
-        self._session = device.session(model)
         self.inputs = {str(x.name): x for x in with_role(model, *FED)}
         self._accepts = {name: Input(x) for name, x in self.inputs.items()}
         self._shared = shared_dimensions(self.inputs.values())
+        self._static = static_shapes
+        self._bound: dict[Any, Bound] = {}
+        self._bind = functools.partial(Bound, device, model, state, hyperparameters, report)
+        self._chosen = None if static_shapes else self._bind({})
         self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
+
+    def fits(self, feeds: Mapping[str, Any]) -> bool:
+        """Tell whether tensors have the names, shapes and types of those that were checked last."""
+        return self._checked == [
+            (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
+        ]
+
+    def check(self, feeds: Mapping[str, Any]) -> None:
+        """Raise an error unless tensors fit; the same names, shapes and types are looked at once."""
+        if self.fits(feeds):
+            return
+        for name in feeds:
+            if name not in self._accepts:
+                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
+        shapes = {name: self._device.fit(self._accepts[name], tensor) for name, tensor in feeds.items()}
+        for name in self.inputs:
+            if name not in feeds:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
+        check_shared(self._shared, shapes)
+        if self._static:
+            key = tuple(sorted(shapes.items()))
+            if key not in self._bound:
+                self._bound[key] = self._bind(shapes)
+            self._chosen = self._bound[key]
+        self._checked = [
+            (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
+        ]
+
+    def run(self, source: int, feeds: Mapping[str, Any]) -> Reported:
+        """Read state of set `source`, write the other, and return what is reported; numbers as Python's.
+
+        Args:
+            feeds: what `check` has just let through.
+        """
+        assert self._chosen is not None
+        return self._chosen.run(source, feeds)
+
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Return `Device.placement` of the session that ran last."""
+        if self._chosen is None:
+            raise GraphoptError("placement: expected a step before, since shapes are static, found none")
+        return self._chosen.placement()
+
+
+class Bound:
+    """A session with what is bound for all its runs; data, where a CUDA graph is captured, to buffers of its own.
+
+    Args:
+        shapes: the shapes of the data, by name, where they are the same in every run.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: ir.Model,
+        state: Sequence[Buffers],
+        hyperparameters: Buffers,
+        report: Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._device = device
+        inputs = {str(x.name): x for x in with_role(model, *FED)}
         outputs = {str(y.name): y for y in model.graph.outputs}
-        self._reported = list(report)
-        self._numbers = {
-            name: device.host(np.zeros((), y.dtype.numpy()))
-            for name in report
-            if (y := outputs[name]).shape == () and y.dtype is not None
-        }
-        self._arrays = {name: i for i, name in enumerate(report) if name not in self._numbers}
+        self._types = {name: Input(x).dtype for name, x in inputs.items()}
+        sizes = _sizes(inputs, shapes)
+        self._session = device.session(model, sizes=sizes)
+        self._report = list(report)
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
+        self._numbers: dict[str, Any] = {}  # arrays in the host's memory, or buffers on the GPU
+        self._fixed: dict[str, onnxruntime.OrtValue] = {}  # outputs with a buffer of their own
+        for name in report:
+            y = outputs[name]
+            assert y.dtype is not None
+            if device.cuda_graph:
+                array = np.zeros(_sized(y, sizes), y.dtype.numpy())
+                self._fixed[name] = device.buffer(array)
+            elif y.shape == ():
+                array = np.zeros((), y.dtype.numpy())
+                self._fixed[name] = device.shared(array)
+                self._numbers[name] = array
+        self._data: dict[str, onnxruntime.OrtValue] = {}
+        if device.cuda_graph:
+            self._data = {
+                name: device.buffer(np.zeros(shapes[name], dtype)) for name, dtype in self._types.items()
+            }
+        self._places = {name: i for i, name in enumerate(report) if name not in self._fixed}
         self._bindings = [
             self._bind(
-                {**state[source], **hyperparameters},
+                {**state[source], **hyperparameters, **self._data},
                 {f"{name}.next": x for name, x in state[1 - source].items() if f"{name}.next" in following},
             )
             for source in range(2)
         ]
+        self._options = [device.captured(source + 1) for source in range(2)]
 
-    def check(self, feeds: Mapping[str, Any]) -> None:
-        """Raise an error unless arrays fit; the same names, shapes and types are looked at once."""
-        found = [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()]
-        if found == self._checked:
-            return
-        for name, array in feeds.items():
-            if name not in self._accepts:
-                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
-            self._accepts[name].check(array)
-        for name in self.inputs:
-            if name not in feeds:
-                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
-        check_shared(self._shared, {name: array.shape for name, array in feeds.items()})
-        self._checked = found
-
-    def run(self, source: int, feeds: Mapping[str, np.ndarray]) -> Reported:
-        """Read state of set `source`, write the other, and return what is reported; numbers as Python's."""
+    def run(self, source: int, feeds: Mapping[str, Any]) -> Reported:
         binding = self._bindings[source]
-        for name, array in feeds.items():
-            self._device.bind(binding, name, array)
-        for name in self._arrays:
+        kept = []
+        for name, tensor in feeds.items():
+            if name in self._data:
+                self._device.fill(self._data[name], tensor, self._types[name])
+            else:
+                kept.append(self._device.bind(binding, name, tensor, self._types[name]))
+        for name in self._places:
             binding.bind_output(name, "cpu")
-        self._device.run(self._session, binding)
-        reported: Reported = {name: value.numpy().item() for name, value in self._numbers.items()}
-        if self._arrays:
-            values = binding.get_outputs()
-            reported |= {name: values[i].numpy() for name, i in self._arrays.items()}
-            reported = {name: reported[name] for name in self._reported}
+        self._device.run(self._session, binding, self._options[source])
+        if not self._places and not self._device.cuda_graph:
+            return {name: array.item() for name, array in self._numbers.items()}
+        values = binding.get_outputs() if self._places else []
+        reported: Reported = {}
+        for name in self._report:
+            if name in self._numbers:
+                reported[name] = self._numbers[name].item()
+            else:
+                value = self._fixed[name] if name in self._fixed else values[self._places[name]]
+                array = value.numpy()
+                reported[name] = array if array.ndim else array.item()
         return reported
+
+    def placement(self) -> dict[str, dict[str, int]]:
+        return self._device.placement(self._session)
 
     def _bind(self, inputs: Buffers, outputs: Buffers) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
-        for name in self._reported:
-            if name in self._numbers:
-                binding.bind_ortvalue_output(name, self._numbers[name])
+        for name in self._report:
+            if name in self._fixed:
+                binding.bind_ortvalue_output(name, self._fixed[name])
             else:
                 binding.bind_output(name, "cpu")
         for name, value in inputs.items():
@@ -109,6 +191,27 @@ class Program:
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
         return binding
+
+
+def _sizes(inputs: Mapping[str, ir.Value], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the sizes of named dimensions in some shapes."""
+    return {
+        dim.value: size
+        for name, shape in shapes.items()
+        for dim, size in zip(inputs[name].shape or (), shape, strict=False)
+        if not isinstance(dim, int) and dim.value is not None
+    }
+
+
+def _sized(value: ir.Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return an output's shape, which a CUDA graph has to know."""
+    dims = [d if isinstance(d, int) else sizes.get(str(d.value)) for d in value.shape or ()]
+    if value.shape is None or None in dims:
+        raise GraphoptError(
+            f"output {value.name!r}: expected a shape that the batch's tells, as a CUDA graph needs, found "
+            f"{value.shape}: leave it out of `report`"
+        )
+    return tuple(d for d in dims if d is not None)
 
 
 class Pace:

@@ -202,7 +202,7 @@ else:
         ({"x": X, "target": T, "fc0.bias": X}, "input 'fc0.bias': unknown"),
         ({"x": X[:, :2], "target": T}, r"input 'x': expected shape \[N,4\], found \[8, 2\]"),
         ({"x": X.astype(np.float64), "target": T}, "input 'x': expected float32, found float64"),
-        ({"x": X.tolist(), "target": T}, "input 'x': expected a NumPy array, found list"),
+        ({"x": X.tolist(), "target": T}, "input 'x': expected an array, an OrtValue or a tensor with DLPack, found list"),
         (
             {"x": X, "target": T[:3]},
             "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in 'target'",
@@ -251,7 +251,7 @@ def test_options_that_do_not_exist(options, message):
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_a_missing_gpu_is_named():
     with pytest.raises(
-        graphopt.GraphoptError, match=r"device 'cuda:0': (expected|the CUDA provider did not start)"
+        graphopt.GraphoptError, match=r"device 'cuda:0': (expected|CUDAExecutionProvider did not start)"
     ):
         graphopt.Executor(compiled(), device="cuda:0")
 
