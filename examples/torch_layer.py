@@ -1,7 +1,7 @@
 """An ONNX model inside a PyTorch program: a layer between PyTorch's own, trained by a PyTorch optimizer.
 
 Nothing is copied between the two: tensors are handed over by DLPack, and the ONNX model's parameters are PyTorch's,
-at the same place in memory. The losses are those of the same network in PyTorch alone.
+at the same place in memory. The losses are those of the same network in PyTorch alone, and of one training graph.
 
 Run it: python examples/torch_layer.py
 """
@@ -9,6 +9,7 @@ Run it: python examples/torch_layer.py
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import onnx
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import graphopt
+import passes
 
 
 class OnnxFunction(torch.autograd.Function):
@@ -89,6 +91,17 @@ def losses(network: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[fl
     return found
 
 
+def fused_losses(network: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Return the losses of one training graph: the whole network's, its loss and its optimizer in it."""
+    file = io.BytesIO()
+    torch.onnx.export(network, (x,), file, dynamo=False, opset_version=17, input_names=["x"])
+    step = graphopt.compile(
+        onnx.load_from_string(file.getvalue()), loss=passes.CrossEntropy(), optimizer=passes.Adam(5e-3)
+    )
+    executor = graphopt.Executor(step, report=["loss"])
+    return [executor.step(x=x.numpy(), target=labels.numpy())["loss"] for _ in range(20)]
+
+
 def main() -> dict[str, Any]:
     torch.manual_seed(0)
     x, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
@@ -96,7 +109,8 @@ def main() -> dict[str, Any]:
     mixed = copy.deepcopy(pytorch)
     mixed[2] = OnnxLayer(onnx_block(pytorch[2], 16))
 
-    found = {"with ONNX": losses(mixed, x, labels), "PyTorch alone": losses(pytorch, x, labels)}
+    found = {"one training graph": fused_losses(pytorch, x, labels)}
+    found |= {"with ONNX": losses(mixed, x, labels), "PyTorch alone": losses(pytorch, x, labels)}
     for name, series in found.items():
         print(f"{name}: loss {series[0]:.6f} -> {series[-1]:.6f} in {len(series)} steps")
     with torch.no_grad():
