@@ -21,6 +21,7 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
+from graphopt.memory import results_when_ready
 from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 
 __all__ = ["Simplify"]
@@ -91,3 +92,4 @@ class Simplify(Pass):
             common.OutputFixPass()(model)
             common.RemoveUnusedNodesPass()(model)  # folding leaves initializers that nothing reads
             common.NameFixPass()(model)
+            results_when_ready(model.graph)
