@@ -113,12 +113,11 @@ class Executor:
             NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
-        if not self._program.fits(feeds) and not self.hyperparameters.keys().isdisjoint(feeds):
+        if not self._program.fits(feeds):
             fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-            feeds = {name: array for name, array in feeds.items() if name not in fed}
+            feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
             self._program.check(feeds)
             self.set_hyperparameters(**fed)
-        self._program.check(feeds)
         reported = self._program.run(self._current, feeds)
         if self._accept(reported):
             self._current ^= 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.device import Device
+from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input, check_shared, shared_dimensions
 from graphopt.roles import Role, with_role
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Reported = dict[str, Any]
 Buffers = Mapping[str, "onnxruntime.OrtValue"]
+
+SMALL = 4096  # bytes
 
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 
@@ -137,6 +139,7 @@ class Bound:
                 array = np.zeros((), y.dtype.numpy())
                 self._fixed[name] = device.shared(array)
                 self._numbers[name] = array
+        self._held: dict[str, np.ndarray] = {}  # small inputs, which are quicker copied than bound
         self._data: dict[str, onnxruntime.OrtValue] = {}
         if device.cuda_graph:
             self._data = {
@@ -156,10 +159,13 @@ class Bound:
         binding = self._bindings[source]
         kept = []
         for name, tensor in feeds.items():
-            if name in self._data:
+            held = self._held.get(name)
+            if held is not None and isinstance(tensor, np.ndarray) and held.shape == tensor.shape:
+                held[...] = tensor
+            elif name in self._data:
                 self._device.fill(self._data[name], tensor, self._types[name])
             else:
-                kept.append(self._device.bind(binding, name, tensor, self._types[name]))
+                kept.append(self._feed(binding, name, tensor))
         for name in self._places:
             binding.bind_output(name, "cpu")
         self._device.run(self._session, binding, self._options[source])
@@ -178,6 +184,17 @@ class Bound:
 
     def placement(self) -> dict[str, dict[str, int]]:
         return self._device.placement(self._session)
+
+    def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
+        """Bind an input to a tensor, or to a small one's copy for the steps to come; return what has to live."""
+        self._held.pop(name, None)
+        if self._device.kind != "cpu" or not isinstance(tensor, np.ndarray) or tensor.nbytes > SMALL:
+            return self._device.bind(binding, name, tensor, self._types[name])
+        self._held[name] = np.array(tensor, self._types[name])
+        value = self._device.shared(self._held[name])
+        for each in self._bindings:
+            each.bind_ortvalue_input(name, value)
+        return value
 
     def _bind(self, inputs: Buffers, outputs: Buffers) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
