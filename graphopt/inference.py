@@ -19,10 +19,18 @@ _INFERENCE = "graphopt.inference"
 
 
 def in_inference(
-    node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
+    node: ir.Node,
+    *,
+    inputs: Mapping[int, str] | None = None,
+    same_as: int | None = None,
+    operator: tuple[str, Mapping[str, str]] | None = None,
 ) -> None:
-    """Note how inference differs from training: some inputs are others, by name, or the output is an input."""
-    node.outputs[0].metadata_props[_INFERENCE] = json.dumps({"inputs": inputs or {}, "same_as": same_as})
+    """Note how inference differs from training.
+
+    Some inputs are others, by name; or the output is an input, or an operator, with attributes, of the first input.
+    """
+    changes = {"inputs": inputs or {}, "same_as": same_as, "operator": operator}
+    node.outputs[0].metadata_props[_INFERENCE] = json.dumps(changes)
 
 
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
@@ -43,7 +51,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
 
 def _switch_to_inference(graph: ir.Graph) -> None:
     inputs = {value.name: value for value in graph.inputs}
-    for node in graph:
+    for node in list(graph):
         noted = node.outputs[0].metadata_props.pop(_INFERENCE, None)
         if noted is None:
             continue
@@ -54,6 +62,15 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             same = node.inputs[changes["same_as"]]
             assert same is not None
             ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
+        if changes["operator"] is not None:
+            op_type, attributes = changes["operator"]
+            other = ir.node(op_type, [node.inputs[0]], attributes)
+            graph.insert_before(node, other)
+            other.outputs[0].name = f"{node.outputs[0].name}/{op_type}"
+            other.outputs[0].type, other.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+            ir.convenience.replace_all_uses_with(
+                node.outputs[0], other.outputs[0], replace_graph_outputs=True
+            )
 
 
 def trained(

@@ -59,7 +59,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         ),
         "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
-    assert marks.keys() == FUSIONS.keys()
+    assert {*marks, "gelu"} == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
     for name, mark in marks.items():
         optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
@@ -68,6 +68,33 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         assert not mark(graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[name])))
     with pytest.raises(graphopt.GraphoptError, match="unknown fusion 'adam'"):
         passes.Fuse(leave_out=["adam"])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_gelu_takes_the_distribution_that_its_gradient_computes(approximate):
+    proto = model(
+        f"""g (float[N,4] x) => (float[N,4] y) {{
+            h = MatMul(x, w)
+            g = Gelu<approximate = "{approximate}">(h)
+            y = MatMul(g, v)
+        }}""",
+        w=RNG.standard_normal((4, 8)),
+        v=RNG.standard_normal((8, 4)),
+    )
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01)}
+    plain = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["gelu"]))
+    fused = graphopt.compile(proto, **steps)
+    assert [sum(node.op_type == "Gelu" for node in step.graph) for step in (plain, fused)] == [1, 0]
+    executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]
+    for _ in range(50):
+        x = RNG.standard_normal((16, 4), np.float32)
+        first, second = (executor.step(x=x, target=np.tanh(x))["loss"] for executor in executors)
+        assert second == pytest.approx(first, rel=1e-5)
+    x[0, :2] = 0.0, -30.0
+    expected, found = (executor.predict(x=x)["y"] for executor in executors)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    operators = [node.op_type for node in executors[1].trained().graph.node]
+    assert operators == ["MatMul", "Gelu", "MatMul"]
 
 
 def _updates(step):
