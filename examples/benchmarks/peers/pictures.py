@@ -43,7 +43,7 @@ def curves(
     for result in results:
         if result["workload"] in workloads and result["rounds"] and not result["error"]:
             found.setdefault(result["peer"], []).append((sizes(result["workload"])[of], result))
-    return found
+    return {peer: sorted(points, key=lambda point: point[0]) for peer, points in found.items()}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -50,7 +50,7 @@ class Network:
         return f"c{len(self.constants) - 1}"
 
     def linear(self, x: str, name: str, size: int, outputs: int, operator: str = "Gemm") -> str:
-        w = self.weight(f"{name}.weight", size, outputs, scale=math.sqrt(1.5 / size))
+        w = self.weight(f"{name}.weight", size, outputs, scale=math.sqrt(2 / size))
         b = self.weight(f"{name}.bias", outputs)
         return self("Gemm", x, w, b) if operator == "Gemm" else self("Add", self("MatMul", x, w), b)
 
