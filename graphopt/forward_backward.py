@@ -32,6 +32,7 @@ STEPS: dict[str, str | None] = {
     "training": None,
     "gradient": "passes.VectorJacobianProduct",
     "simplify": "passes.Simplify",
+    "fuse": "passes.Fuse",
 }
 
 
