@@ -167,7 +167,7 @@ def _artifacts(recipe: _Recipe) -> None:
 
 
 def _report(recipe: _Recipe) -> None:
-    found = report(recipe.model(), recipe.pipeline)
+    found = report(recipe.model(), recipe.pipeline, recipe.config.fit.batch_size)
     write(recipe.folder / "report.txt", f"{found.summary()}\n{found.listings()}")
     write(recipe.folder / "config.yaml", recipe.text())
     console = Console()

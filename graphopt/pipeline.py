@@ -26,6 +26,7 @@ STANDARD: dict[str, str | None] = {
     "loss": None,
     "regularizer": None,
     "gradient": "passes.Gradient",
+    "recompute": None,
     "clip": None,
     "optimizer": None,
     "schedule": None,

@@ -16,9 +16,10 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
+from graphopt.memory import Memory, estimate
 from graphopt.pipeline import Pipeline
 from graphopt.plot import plot
-from graphopt.roles import RUNTIME, STATE, Role, role_of
+from graphopt.roles import RUNTIME, STATE, Role, role_of, with_role
 
 MOST_DRAWN = 200  # nodes of a graph that a report draws
 
@@ -31,11 +32,13 @@ class Report:
         model: the model before the first pass.
         stages: for each pass that ran its step, its repr, the model after it and the seconds it took.
         blocked: the step that refused it and its error, or None.
+        batch: the size of symbolic dimensions, which bytes are estimated at; None for no estimate.
     """
 
     model: ir.Model
     stages: list[tuple[str, str, ir.Model, float]] = field(default_factory=list)
     blocked: tuple[str, GraphoptError] | None = None
+    batch: int | None = None
 
     def summary(self) -> str:
         """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
@@ -56,14 +59,17 @@ class Report:
         return True
 
 
-def report(source: Source, pipeline: Pipeline) -> Report:
+def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Report:
     """Run the steps of a pipeline on a copy of a model until one refuses it.
+
+    Args:
+        batch: the size of symbolic dimensions, to estimate memory at.
 
     Raises:
         GraphoptError: the model cannot be read.
     """
     model = load(source)
-    found = Report(model.clone())
+    found = Report(model.clone(), batch=batch)
     for name, steps in pipeline.items():
         for step in steps:
             start = time.perf_counter()
@@ -104,11 +110,26 @@ def _summary(found: Report) -> Iterator[str]:
             yield f"needs      {final.metadata_props[RUNTIME]}"
         yield f"step       {size(final)} nodes, state {_counted(state)}"
         yield f"operators  {_operators(final)}"
+        if found.batch is not None and with_role(final, Role.NEXT):
+            yield from _memory(estimate(final, found.batch), found.batch)
     rows = [("passes", "nodes", "seconds", "")]
     rows += [
         (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
     ]
     yield from _table(rows)
+
+
+def _memory(memory: Memory, batch: int) -> Iterator[str]:
+    yield f"memory     {_megabytes(memory.peak)} at batch size {batch}, estimated"
+    state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
+    step = f"at most; {_megabytes(memory.saved)} are kept for the backward pass"
+    yield from _table(
+        [("  state", _megabytes(memory.state), state), ("  a step", _megabytes(memory.step), step)]
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
 
 
 def _why(found: Report, value: ir.Value) -> str:

@@ -12,6 +12,7 @@ from passes.normalize import *
 from passes.optimizers import *
 from passes.ort_gradient import *
 from passes.parameters import *
+from passes.recompute import *
 from passes.regularizers import *
 from passes.renaming import *
 from passes.schedules import *

@@ -1,0 +1,307 @@
+"""Activation checkpointing: parts of the forward pass run again in the backward pass, rather than be kept for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphopt import memory
+from graphopt.emitter import Emitter, like, subgraphs
+from graphopt.errors import GraphoptError
+from graphopt.memory import base_of, bytes_of, reads
+from graphopt.rewriting import Pass
+from graphopt.roles import Role, with_role
+
+__all__ = ["Recompute"]
+
+# Operators that need not give the same numbers again.
+RANDOM = {"Bernoulli", "Dropout", "Multinomial"} | {
+    f"Random{kind}{form}" for kind in ("Normal", "Uniform") for form in ("", "Like")
+}
+ELEMENT = 20  # what an element of an elementwise operator costs, in additions of a matrix product
+CAPS = 24  # how many sizes of segments are tried, each a fifth smaller than the one before
+NEGLIGIBLE = 1e-3  # the share of what is saved below which a value stays
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Run parts of the forward pass again in the backward pass, so that fewer of its values are kept; after Gradient.
+
+    What is read by the backward pass is kept, or computed again from what is kept, in segments (Chen, Xu, Zhang,
+    Guestrin 2016, https://arxiv.org/abs/1604.06174). What costs least for its bytes is computed again, and no
+    segment grows beyond a size; of several sizes that meet the budget the one with the least work is taken. The
+    numbers stay the same. A segment reads what it starts from through a Reshape whose shape depends on gradients
+    that come before, so that no runtime can run it earlier, or merge it with the forward pass.
+
+    Args:
+        budget: the share of the bytes that the forward pass now keeps for the backward pass that may be held at any
+            time, kept or computed again; None for as little as there can be.
+        batch: the size that symbolic dimensions are given when bytes are counted.
+
+    Raises:
+        GraphoptError: `budget` is no share, there is no gradient yet, or the budget cannot be met.
+    """
+
+    budget: float | None = None
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise GraphoptError(
+                f"recompute.budget: expected a share of 1, above 0, or null, found {self.budget}"
+            )
+
+    def rewrite(self, model: ir.Model) -> None:
+        if not with_role(model, Role.GRADIENT):
+            raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
+        forward = _Forward(model, self.batch)
+        choice = forward.choose(self.budget)
+        _rerun(model, forward, choice)
+
+
+@dataclass
+class _Saved:
+    """A node of which the backward pass reads outputs, and what computing it again takes.
+
+    Args:
+        size: the bytes of those outputs.
+        inner: the nodes between it and other saved nodes, which nothing keeps.
+        sources: the saved nodes that these start from.
+        cost: of `inner` and itself.
+        start: the place of the first reader in the backward pass.
+    """
+
+    size: int
+    inner: set[ir.Node]
+    sources: set[ir.Node]
+    cost: float
+    start: int
+
+
+@dataclass
+class _Choice:
+    """Segments to run again, and the bytes held at any time."""
+
+    held: float
+    cost: float = 0.0
+    segments: list[set[ir.Node]] = field(default_factory=list)
+
+
+class _Forward:
+    """The forward pass of a model with gradients, and what its backward pass reads of it."""
+
+    def __init__(self, model: ir.Model, batch: int) -> None:
+        self.nodes = {node for node in memory.forward_nodes(model) if node.op_type != "Constant"}
+        self.backward = [node for node in model.graph if node not in self.nodes]
+        sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
+        outputs = {base_of(y).producer() for y in model.graph.outputs}
+        saved: dict[ir.Node, set[ir.Value]] = {}
+        start: dict[ir.Node, int] = {}
+        fixed = {node for node in self.nodes if not _repeatable(node)}
+        for i, node in enumerate(self.backward):
+            for x in reads(node):
+                producer = base_of(x).producer()
+                if x.producer() in self.nodes and producer in self.nodes and producer not in outputs:
+                    saved.setdefault(producer, set()).add(base_of(x))
+                    start.setdefault(producer, i)
+                    if x not in node.inputs:  # a body reads it
+                        fixed.add(producer)
+        self.total = 0
+        self.saved: dict[ir.Node, _Saved] = {}
+        for node, values in saved.items():
+            size = sum(bytes_of(sized[node].outputs[y.index() or 0]) for y in values)
+            inner, sources = self._closure(node, saved.keys() | outputs)
+            self.total += size
+            if not fixed & {node, *inner}:
+                cost = sum(_cost(sized[one]) for one in (node, *inner))
+                self.saved[node] = _Saved(size, inner, sources, cost, start[node])
+        near: dict[ir.Node, set[ir.Node]] = {node: set() for node in self.saved}
+        for node, one in self.saved.items():
+            for source in one.sources & near.keys():
+                near[node].add(source)
+                near[source].add(node)
+        self._near = near
+
+    def _closure(self, node: ir.Node, ends: Iterable[ir.Node | None]) -> tuple[set[ir.Node], set[ir.Node]]:
+        """Return the nodes that `node` is computed by, back to those of `ends`, and which of these."""
+        inner: set[ir.Node] = set()
+        sources: set[ir.Node] = set()
+        waiting = [node]
+        while waiting:
+            for x in reads(waiting.pop()):
+                before = x.producer()
+                if before not in self.nodes or before is None or before in inner:
+                    continue
+                if before in ends:
+                    sources.add(before)
+                else:
+                    inner.add(before)
+                    waiting.append(before)
+        return inner, sources
+
+    def choose(self, budget: float | None) -> _Choice:
+        """Return the segments of least cost that meet a budget, or that hold the least without one."""
+        limit = 0.0 if budget is None else budget * self.total
+        if self.total <= limit:
+            return _Choice(self.total)
+        choices = [self._grow(limit, self.total * 0.8**i) for i in range(1, CAPS)]
+        choices.append(_Choice(self.total))
+        least = min(choices, key=lambda choice: (choice.held, choice.cost))
+        if budget is None:
+            return least
+        if least.held > limit:
+            raise GraphoptError(
+                f"recompute.budget={budget}: expected to hold {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB that "
+                f"the backward pass reads, found {least.held / 1e6:.3g} MB at least: set it to "
+                f"{math.ceil(1000 * least.held / self.total) / 1000} or more"
+            )
+        return min((choice for choice in choices if choice.held <= limit), key=lambda choice: choice.cost)
+
+    def _grow(self, limit: float, cap: float) -> _Choice:
+        """Let segments grow, by what costs least for its bytes, until at most `limit` is held; none beyond `cap`."""
+        found = [node for node, one in self.saved.items() if one.size > NEGLIGIBLE * self.total]
+        found.sort(key=lambda node: self.saved[node].cost / self.saved[node].size)
+        segment: dict[ir.Node, set[ir.Node]] = {}
+        kept, largest = self.total, 0
+        for node in found:
+            if kept + largest <= limit:
+                break
+            merged = {node}.union(*(segment[other] for other in self._near[node] if other in segment))
+            size = sum(self.saved[one].size for one in merged)
+            if size <= cap:
+                kept -= self.saved[node].size
+                largest = max(largest, size)
+                segment.update(dict.fromkeys(merged, merged))
+        segments = sorted({id(one): one for one in segment.values()}.values(), key=self.start)
+        cost = sum(self.saved[node].cost for one in segments[1:] for node in one)
+        return _Choice(kept + largest, cost, segments[1:])  # the first would be there until it is read anyway
+
+    def start(self, segment: Iterable[ir.Node]) -> int:
+        """Return the place of the first node of the backward pass that reads a segment."""
+        return min(self.saved[node].start for node in segment)
+
+
+def _repeatable(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type not in RANDOM and not subgraphs(node)
+
+
+def _cost(node: ir.Node) -> float:
+    """Return what a node costs, in additions of a matrix product; its shapes are known."""
+    if node.op_type in memory.VIEWS:
+        return 0
+    shapes = [[d for d in (x.shape or ()) if isinstance(d, int)] if x else [] for x in node.inputs]
+    contracted = 0
+    if node.op_type == "MatMul":
+        contracted = shapes[0][-1]
+    elif node.op_type == "Gemm":
+        contracted = shapes[0][0 if node.attributes.get_int("transA", 0) else 1]
+    elif node.op_type in ("Conv", "ConvTranspose"):
+        contracted = math.prod(shapes[1]) // shapes[1][0 if node.op_type == "Conv" else 1]
+    elements = math.prod(d for d in (node.outputs[0].shape or ()) if isinstance(d, int))
+    return elements * (ELEMENT + contracted)
+
+
+def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
+    """Let the backward pass read copies of segments, each of which waits for the gradients before it."""
+    position = {node: i for i, node in enumerate(model.graph)}
+    order = forward.backward
+    ahead = _ancestry(order)
+    needed = memory.ancestors(model.graph.outputs)
+    awaited = 0
+    for segment in choice.segments:
+        start = forward.start(segment)
+        first = order[start]
+        tokens = []
+        for node in reversed(order[:start]):
+            if node in needed and awaited & ahead[node] != ahead[node]:
+                tokens.append(node.outputs[0])
+                awaited |= ahead[node]
+        again = sorted(
+            segment.union(*(forward.saved[node].inner for node in segment)),
+            key=lambda node: position[node],
+        )
+        count = len(model.graph)
+        with Emitter(model) as op:
+            copies = _copies(op, again, _zero(op, tokens))
+            uses = [
+                (node, i, x)
+                for node in order
+                for i, x in enumerate(node.inputs)
+                if x is not None and x.producer() in forward.nodes and base_of(x).producer() in segment
+            ]
+            for node, i, x in uses:
+                node.replace_input_with(i, _copy(op, x, copies))
+        emitted = list(model.graph)[count:]
+        model.graph.remove(emitted)
+        model.graph.insert_before(first, emitted)
+
+
+def _ancestry(nodes: Sequence[ir.Node]) -> dict[ir.Node, int]:
+    """Return for each node a mask of the nodes that it depends on, and of itself; they are in order."""
+    found: dict[ir.Node, int] = {}
+    for i, node in enumerate(nodes):
+        found[node] = 1 << i
+        for x in reads(node):
+            before = x.producer()
+            if before in found and before is not None:
+                found[node] |= found[before]
+    return found
+
+
+def _zero(op: Emitter, tokens: Iterable[ir.Value]) -> ir.Value:
+    """Return the vector [0] of int64, which no runtime can tell before it has `tokens`: no |x| is less than 0."""
+    firsts = [op.Cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), to=ir.DataType.FLOAT) for x in tokens]
+    whole = op.Concat(*firsts, axis=0) if len(firsts) > 1 else firsts[0]
+    never = op.Cast(op.Less(op.Abs(whole), 0.0), to=ir.DataType.INT64)
+    return op.ReduceMax(never, keepdims=1)
+
+
+def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Value, ir.Value]:
+    """Emit nodes again, those that start off not before `zero` is there; return the copies of their outputs."""
+    copies: dict[ir.Value, ir.Value] = {}
+    tied: dict[ir.Value, ir.Value] = {}
+    for node in nodes:
+        inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
+        if not any(x in copies for x in node.inputs if x is not None):
+            i, x = _start(node.inputs)
+            if x not in tied:
+                tied[x] = _after(op, x, zero)
+            inputs[i] = tied[x]
+        _emit(op, node, inputs, copies)
+    return copies
+
+
+def _start(inputs: Sequence[ir.Value | None]) -> tuple[int, ir.Value]:
+    """Return the first input that is no constant, or else the first, and its place."""
+    given = [(i, x) for i, x in enumerate(inputs) if x is not None]
+    return next(((i, x) for i, x in given if ir.convenience.get_const_tensor(x) is None), given[0])
+
+
+def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return `x` laid over itself, by a shape that `zero` is part of: a size of 0 stands for that of `x`."""
+    assert x.shape is not None
+    if len(x.shape) == 0:
+        return like(op.Squeeze(op.Reshape(x, zero + 1), [0]), x)
+    shape = zero if len(x.shape) == 1 else op.Expand(zero, [len(x.shape)])
+    return like(op.Reshape(x, shape), x)
+
+
+def _copy(op: Emitter, x: ir.Value, copies: dict[ir.Value, ir.Value]) -> ir.Value:
+    """Return the copy of a value, or a view of the copy of what it is a view of."""
+    node = x.producer()
+    if x not in copies and node is not None and node.inputs[0] is not None:
+        base = _copy(op, node.inputs[0], copies)
+        _emit(op, node, [base, *node.inputs[1:]], copies)
+    return copies[x]
+
+
+def _emit(
+    op: Emitter, node: ir.Node, inputs: Sequence[ir.Value | None], copies: dict[ir.Value, ir.Value]
+) -> None:
+    attributes: Mapping[str, object] = dict(node.attributes)
+    emitted = op.call_op(node.op_type, inputs, dict(attributes), outputs=len(node.outputs))
+    values = [emitted] if isinstance(emitted, ir.Value) else emitted
+    copies.update((x, like(y, x)) for x, y in zip(node.outputs, values, strict=True))
