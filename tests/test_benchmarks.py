@@ -86,10 +86,11 @@ def test_a_peer_that_trains_something_else_is_not_timed(peers):
     constant = [run.Result("linear", "sgd", 1, "torch", losses=[1.0, 1.0])]
     run.check(constant)
     assert "do not change" in constant[0].error
-    assert (
-        run.reason("Traceback\n  File\nmodule.OddError: what\n\nset A=1 for more", 1)
-        == "module.OddError: what"
-    )
+
+
+def test_why_a_peer_ended_is_one_line(peers):
+    errors = "Traceback\n  File\nmodule.OddError: what\n\nset A=1 for more"
+    assert peers("processes").reason(errors, 1) == "module.OddError: what"
 
 
 def test_the_limit_counts_what_a_step_multiplies(peers, tmp_path):

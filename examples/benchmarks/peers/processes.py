@@ -1,0 +1,100 @@
+"""Peers as processes, each on as many cores as threads, with which `run.py` talks as `protocol.py` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PATIENCE = 900  # seconds that a peer may take to compile, or for a round
+
+# A peer: its script, its environment, its variant.
+PEERS = {
+    "graphopt": ("graphopt_peer", "graphopt", ""),
+    "graphopt-run": ("graphopt_peer", "graphopt", "run"),
+    "graphopt-1.19": ("graphopt_peer", "graphopt-training", ""),
+    "graphopt-1.19-fused": ("graphopt_peer", "graphopt-training", "fused"),
+    "torch": ("torch_peer", "torch", ""),
+    "torch-compile": ("torch_peer", "torch", "compile"),
+    "jax": ("jax_peer", "jax", ""),
+    "onnxruntime-training": ("onnxruntime_training_peer", "onnxruntime-training", ""),
+    "onnxsim": ("onnxsim_peer", "onnxsim", ""),
+    "limit": ("limit", "graphopt", ""),
+}
+
+
+class Failure(Exception):
+    """A peer ended; says why."""
+
+
+class Process:
+    """A running peer: `say` writes it a line, `hear` returns what it says."""
+
+    def __init__(
+        self, python: Path, peer: str, folder: Path, workload: str, optimizer: str, threads: int
+    ) -> None:
+        script, _, variant = PEERS[peer]
+        command = [str(python), str(HERE / f"{script}.py"), str(folder), workload, optimizer]
+        self._log = folder / f"{peer}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--threads", str(threads), "--variant", variant],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                preexec_fn=confined(threads),
+            )
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Return the next JSON line.
+
+        Raises:
+            Failure: the process ended, or took too long.
+        """
+        assert self._process.stdout is not None
+        timer = threading.Timer(PATIENCE, self._process.kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        finally:
+            timer.cancel()
+        code = self._process.wait()
+        raise Failure(reason(self._log.read_text(), code))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def confined(cores: int) -> Callable[[], None] | None:
+    """Return what a new process calls to run on some cores alone, where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    chosen = sorted(os.sched_getaffinity(0))[:cores]
+    return lambda: os.sched_setaffinity(0, chosen)
+
+
+def reason(errors: str, code: int) -> str:
+    """Return the line of a traceback that tells what went wrong."""
+    if code < 0:
+        return f"ended by signal {-code}" + (f": out of memory, or over {PATIENCE} s" if code == -9 else "")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Fail)\b.*: ", line)]
+    return (named or lines or [f"ended with {code}"])[-1][:250]
