@@ -37,6 +37,8 @@ class Device:
             by default. What it has no kernel for runs on the CPU.
         provider_options: the provider's own options.
         cuda_graph: capture what a step does on the GPU once, and replay it.
+        low_memory: give each buffer back after its last reader: no plan of a step's memory, and no buffers kept for
+            others to come. Small graphs are slower for it.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it lacks the device or the provider.
@@ -51,6 +53,7 @@ class Device:
         provider: str | None = None,
         provider_options: Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
+        low_memory: bool = False,
     ) -> None:
         self.kind, _, index = device.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
@@ -58,6 +61,7 @@ class Device:
         self._name, self.index = device, int(index or 0)
         self.ort = _runtime()
         self._threads, self._deterministic = threads or 0, deterministic
+        self._low_memory = low_memory
         self._options = self.options()
         available = self.ort.get_available_providers()
         if provider is None and self.kind == "cuda" and CUDA not in available:
@@ -167,6 +171,7 @@ class Device:
         options.log_severity_level = 4  # what goes wrong is raised
         options.intra_op_num_threads = self._threads
         options.use_deterministic_compute = self._deterministic
+        options.enable_mem_pattern = options.enable_mem_reuse = not self._low_memory
         options.add_session_config_entry(PLACEMENT, "1")
         return options
 

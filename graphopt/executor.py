@@ -56,8 +56,8 @@ class Executor:
         steps_per_call: how many steps `run` does in one call of the runtime; None chooses by the time they take.
         report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
             nothing, so that nothing is read from the device and a loss that is not finite goes unnoticed.
-        provider, provider_options, cuda_graph: as for `Device`. A CUDA graph needs a step without If, Loop and Scan;
-            every shape of the batch has one of its own.
+        provider, provider_options, cuda_graph, low_memory: as for `Device`. A CUDA graph needs a step without If,
+            Loop and Scan; every shape of the batch has one of its own.
         static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
 
     Raises:
@@ -81,6 +81,7 @@ class Executor:
         provider_options: Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
         static_shapes: bool = False,
+        low_memory: bool = False,
     ) -> None:
         self.steps_per_call = _checked_count(steps_per_call)
         if on_nonfinite not in ("raise", "warn", "skip"):
@@ -93,6 +94,7 @@ class Executor:
             provider=provider,
             provider_options=provider_options,
             cuda_graph=cuda_graph,
+            low_memory=low_memory,
         )
         self._static = static_shapes or cuda_graph
         self._model = load(step)
