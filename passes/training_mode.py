@@ -13,7 +13,7 @@ from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.inference import in_inference
 from graphopt.rewriting import Pass
-from graphopt.roles import Role
+from graphopt.roles import OF_BATCH, Role
 from passes.shapes import ensure_typed
 
 __all__ = ["TrainingMode"]
@@ -72,7 +72,7 @@ class TrainingMode(Pass):
 
 
 def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
-    """Give a node of the inference form the batch's statistics: then its gradient rule is the inference form's."""
+    """Give a node of the inference form the batch's statistics."""
     x = node.inputs[0]
     assert x is not None and x.shape is not None
     axes = [0, *range(2, len(x.shape))]
@@ -95,6 +95,7 @@ def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
             )
     node.resize_outputs(1)
     node.attributes.pop("training_mode", None)
+    node.metadata_props[OF_BATCH] = "true"
     in_inference(node, inputs={3: running[0], 4: running[1]})
 
 

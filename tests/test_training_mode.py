@@ -14,7 +14,7 @@ from torch import nn
 
 import graphopt
 import passes
-from graphopt import roles
+from graphopt import roles, testing
 from graphopt.emitter import Emitter
 from graphopt.reference import evaluator
 from graphopt.roles import Role
@@ -206,3 +206,32 @@ def test_a_ratio_that_is_no_constant_is_refused():
         graphopt.GraphoptError, match=r"Dropout node .*: expected a constant ratio, found 'r'"
     ):
         graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError())
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (3, 2, 4, 3)])
+def test_gradients_through_batch_statistics_equal_finite_differences(shape):
+    proto = model(
+        f"""g (double[{",".join(map(str, shape))}] x) => (double[{",".join(map(str, shape))}] y) {{
+            y = BatchNormalization<epsilon = 0.01>(x, scale, bias, mean, variance)
+        }}""",
+        dtype=np.float64,
+        scale=RNG.uniform(0.5, 2, shape[1]),
+        bias=RNG.standard_normal(shape[1]),
+        mean=np.zeros(shape[1]),
+        variance=np.ones(shape[1]),
+    )
+    trained = testing.normalized(proto)
+    passes.Parameters()(trained)
+    passes.TrainingMode()(trained)
+    for statistic in roles.with_role(trained, Role.NEXT):
+        trained.graph.outputs.remove(statistic)
+    feeds = {"x": RNG.standard_normal(shape)}
+    feeds |= {name: RNG.uniform(0.5, 2, shape[1]) for name in ("scale", "bias")}
+    for x in trained.graph.inputs:
+        trained.graph.initializers.pop(x.name, None)
+    testing.check_gradient(trained, feeds, tolerance=1e-6)
+    again = testing.gradient_model(trained)
+    for output in again.graph.outputs:
+        output.name = f"first.{output.name}"
+    seeds = {"y.seed": RNG.standard_normal(shape)}
+    testing.check_gradient(again, feeds | seeds, tolerance=2e-6)

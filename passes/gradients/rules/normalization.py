@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter
+from graphopt.roles import OF_BATCH
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.shape import rank, reshape_like, sizes_of
@@ -82,6 +83,7 @@ def batch_normalization(
     epsilon: float,
     momentum: float,
     training_mode: int,
+    node: Node,
 ) -> Gradients:
     """In training the statistics are those of `x`; in inference they are inputs, and dx a normalization too.
 
@@ -98,6 +100,8 @@ def batch_normalization(
                 dx = dx + (2 * share * z / inverse if i else share)
         return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
     assert dy is not None
+    if OF_BATCH in node.metadata_props:
+        return of_batch(op, dy, x, scale, bias, variance, epsilon)
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
     dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
@@ -106,6 +110,26 @@ def batch_normalization(
         return [dx, dscale, dbias]
     inverse = 1 / op.Sqrt(variance + epsilon)
     return [dx, dscale, dbias, -scale * inverse * dbias, -0.5 * scale * inverse * inverse * dscale]
+
+
+def of_batch(
+    op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, variance: Value, epsilon: float
+) -> Gradients:
+    """The gradient through the statistics too, which have none of their own: as `standardized`, by channel.
+
+    With c = x - mean and s = 1 / sd, dx = scale s dy - scale s (mean(dy) + c s^2 mean(dy c)): a normalization of dy,
+    shifted, and c times a number a channel.
+    """
+    axes = [0, *range(2, rank(x))]
+    centered = x - op.ReduceMean(x, axes)
+    inverse = 1 / op.Sqrt(op.Cast(variance, to=x.dtype) + epsilon)
+    dbias = op.ReduceSum(dy, axes, keepdims=0)
+    along = op.ReduceSum(dy * centered, axes, keepdims=0) * inverse
+    share = op.Cast(scale, to=x.dtype) * inverse / op.count(x, axes)
+    shift = op.Cast(-share * dbias, to=bias.dtype)
+    zero = op.Cast(filled(op, 0.0, scale), to=variance.dtype)
+    dx = op.BatchNormalization(dy, scale, shift, zero, variance, epsilon=epsilon)
+    return [dx - centered * channels(op, share * inverse * along, x), along, dbias]
 
 
 def filled(op: Emitter, number: float, x: Value) -> Value:
