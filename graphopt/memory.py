@@ -160,18 +160,24 @@ def execution_order(graph: ir.Graph) -> list[ir.Node]:
     return order
 
 
+def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
+    """Return for each of some nodes, which are in order, a mask of itself and of those that it depends on."""
+    found: dict[ir.Node | None, int] = {}
+    for i, node in enumerate(nodes):
+        mask = 1 << i
+        for x in reads(node):
+            mask |= found.get(x.producer(), 0)
+        found[node] = mask
+    return found
+
+
 def results_when_ready(graph: ir.Graph) -> None:
     """Order the nodes without a reader so that ONNX Runtime runs each as soon as what it reads is there.
 
     It starts from the last in the file: what depends on the fewest nodes, such as the update of the last layer, which
     by another order would wait, and what it reads with it, for the whole backward pass.
     """
-    depends: dict[ir.Node | None, int] = {}  # masks of nodes
-    for i, node in enumerate(graph):
-        mask = 1 << i
-        for x in reads(node):
-            mask |= depends.get(x.producer(), 0)
-        depends[node] = mask
+    depends = dependencies(graph)
     last = [node for node in graph if not any(y.uses() for y in node.outputs)]
     graph.remove(last)
     graph.extend(sorted(last, key=lambda node: -depends[node].bit_count()))

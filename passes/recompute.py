@@ -14,6 +14,8 @@ from graphopt.errors import GraphoptError
 from graphopt.memory import base_of, bytes_of, reads
 from graphopt.rewriting import Pass
 from graphopt.roles import Role, with_role
+from passes.gradients.walk import is_differentiable
+from passes.simplify import simplify
 
 __all__ = ["Recompute"]
 
@@ -57,6 +59,7 @@ class Recompute(Pass):
     def rewrite(self, model: ir.Model) -> None:
         if not with_role(model, Role.GRADIENT):
             raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
+        simplify(model)  # later it would merge what is the same in both passes, and so keep it
         forward = _Forward(model, self.batch)
         choice = forward.choose(self.budget)
         _rerun(model, forward, choice)
@@ -208,24 +211,25 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
     """Let the backward pass read copies of segments, each of which waits for the gradients before it."""
     position = {node: i for i, node in enumerate(model.graph)}
     order = forward.backward
-    ahead = _ancestry(order)
+    ahead = memory.dependencies(order)
     needed = memory.ancestors(model.graph.outputs)
-    awaited = 0
+    before, awaited, zero = 0, 0, None
     for segment in choice.segments:
         start = forward.start(segment)
-        first = order[start]
         tokens = []
-        for node in reversed(order[:start]):
-            if node in needed and awaited & ahead[node] != ahead[node]:
+        for node in reversed(order[before:start]):
+            if node in needed and is_differentiable(node.outputs[0]) and ahead[node] & ~awaited:
                 tokens.append(node.outputs[0])
                 awaited |= ahead[node]
-        again = sorted(
-            segment.union(*(forward.saved[node].inner for node in segment)),
-            key=lambda node: position[node],
-        )
+        before = start
         count = len(model.graph)
         with Emitter(model) as op:
-            copies = _copies(op, again, _zero(op, tokens))
+            if tokens:
+                zero = _zero(op, tokens)
+            if zero is None:
+                continue  # read before all gradients, and so there in any case
+            inner = segment.union(*(forward.saved[node].inner for node in segment))
+            copies = _copies(op, sorted(inner, key=lambda node: position[node]), zero)
             uses = [
                 (node, i, x)
                 for node in order
@@ -236,19 +240,7 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
                 node.replace_input_with(i, _copy(op, x, copies))
         emitted = list(model.graph)[count:]
         model.graph.remove(emitted)
-        model.graph.insert_before(first, emitted)
-
-
-def _ancestry(nodes: Sequence[ir.Node]) -> dict[ir.Node, int]:
-    """Return for each node a mask of the nodes that it depends on, and of itself; they are in order."""
-    found: dict[ir.Node, int] = {}
-    for i, node in enumerate(nodes):
-        found[node] = 1 << i
-        for x in reads(node):
-            before = x.producer()
-            if before in found and before is not None:
-                found[node] |= found[before]
-    return found
+        model.graph.insert_before(order[start], emitted)
 
 
 def _zero(op: Emitter, tokens: Iterable[ir.Value]) -> ir.Value:

@@ -76,20 +76,28 @@ def _outputs_aside(model: ir.Model) -> Iterator[None]:
         reader.replace_input_with(0, None)
 
 
+def simplify(model: ir.Model) -> None:
+    """Do what `Simplify` does, and leave the rest of the nodes in their order; inside a pass."""
+    with outputs_kept(model), hidden(needed_identities(model)):
+        with _outputs_aside(model):
+            _rewrite(model)
+            onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
+            common.IdentityEliminationPass()(model)
+            common.CommonSubexpressionEliminationPass()(model)
+            _rewrite(model)
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        common.OutputFixPass()(model)
+        common.RemoveUnusedNodesPass()(model)  # folding leaves initializers that nothing reads
+        common.NameFixPass()(model)
+
+
 @dataclass(frozen=True)
 class Simplify(Pass):
-    """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same."""
+    """Fold constants, merge common subexpressions, drop what no output needs; the numbers stay the same.
+
+    Results come in the order that lets ONNX Runtime compute each as soon as what it reads is there.
+    """
 
     def rewrite(self, model: ir.Model) -> None:
-        with outputs_kept(model), hidden(needed_identities(model)):
-            with _outputs_aside(model):
-                _rewrite(model)
-                onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
-                common.IdentityEliminationPass()(model)
-                common.CommonSubexpressionEliminationPass()(model)
-                _rewrite(model)
-                common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-            common.OutputFixPass()(model)
-            common.RemoveUnusedNodesPass()(model)  # folding leaves initializers that nothing reads
-            common.NameFixPass()(model)
-            results_when_ready(model.graph)
+        simplify(model)
+        results_when_ready(model.graph)

@@ -1,0 +1,268 @@
+"""Recomputation keeps the numbers and lowers what is held; the estimate of memory is near what is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import mlp, model, run
+
+import graphopt
+import passes
+from graphopt import memory, models
+from graphopt.report import report
+from graphopt.roles import Role, with_role
+
+RNG = np.random.default_rng(0)
+
+
+def deep_mlp():
+    return (
+        mlp((16,) * 9, activation="Sigmoid"),
+        RNG.standard_normal((64, 16)),
+        np.tanh(RNG.standard_normal((64, 16))),
+    )
+
+
+def cnn(depth=4):
+    """Return convolutions with BatchNormalization and Dropout, images and labels."""
+    lines, last, weights = [], "x", {}
+    for i in range(depth):
+        lines += [
+            f"c{i} = Conv<pads=[1,1,1,1]>({last}, w{i})",
+            f"n{i} = BatchNormalization(c{i}, scale{i}, shift{i}, mean{i}, var{i})",
+            f"r{i} = Relu(n{i})",
+            f"d{i} = Dropout(r{i}, ratio)",
+        ]
+        last = f"d{i}"
+        weights[f"w{i}"] = RNG.standard_normal((4, 4 if i else 1, 3, 3)) / 3
+        for name, number in (("scale", 1.0), ("shift", 0.1), ("mean", 0.0), ("var", 1.0)):
+            weights[f"{name}{i}"] = np.full(4, number)
+    lines += [f"f = Flatten({last})", "y = Gemm(f, head)"]
+    text = f"g (float[N,1,8,8] x) => (float[N,3] y) {{ {' '.join(lines)} }}"
+    weights |= {"head": RNG.standard_normal((256, 3)) / 16, "ratio": np.array(0.3)}
+    return model(text, **weights), RNG.standard_normal((6, 1, 8, 8)), RNG.integers(0, 3, 6)
+
+
+def transformer():
+    network = models.transformer((12,), 7, width=16, heads=2, layers=3)
+    return network, RNG.integers(0, 7, (5, 12)), RNG.integers(0, 7, (5, 12))
+
+
+NETWORKS = {
+    "mlp": (deep_mlp, passes.MeanSquaredError()),
+    "cnn": (cnn, passes.CrossEntropy()),
+    "transformer": (transformer, passes.CrossEntropy(axis=-1)),
+}
+
+
+def case(name, budgets, **steps):
+    """Return training graphs of one network with some budgets, None for no recomputation, and what to feed."""
+    build, loss = NETWORKS[name]
+    network, x, target = build()
+    floats = {"x": x, "target": target}
+    feeds = {key: v.astype(np.float32) if v.dtype.kind == "f" else v for key, v in floats.items()}
+    graphs = [
+        graphopt.compile(
+            network,
+            training=passes.TrainingMode(),
+            loss=loss,
+            recompute=None
+            if budget is None
+            else passes.Recompute(None if budget == "least" else budget, len(x)),
+            **{"optimizer": passes.SGD(0.05, momentum=0.9), **steps},
+        )
+        for budget in budgets
+    ]
+    return graphs, feeds
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_numbers_stay_the_same(name):
+    (plain, *others), feeds = case(name, [None, 0.6, "least"])
+    expected = graphopt.Executor(plain, threads=1)
+    losses = [expected.step(feeds)["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0]
+    for other in others:
+        assert len(other.graph) > len(plain.graph)
+        onnx.checker.check_model(ir.to_proto(other), full_check=True)
+        found = graphopt.Executor(other, threads=1)
+        assert [found.step(feeds)["loss"] for _ in range(20)] == pytest.approx(losses, rel=1e-6)
+        for key, value in expected.state.items():
+            np.testing.assert_allclose(found.state[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_less_is_saved_and_the_peak_is_lower(name):
+    graphs, feeds = case(name, [None, 0.7, 0.5, "least"])
+    found = [memory.estimate(graph, len(feeds["x"])) for graph in graphs]
+    assert all(one.saved >= other.saved for one, other in itertools.pairwise(found))
+    assert found[-1].saved < 0.6 * found[0].saved
+    assert found[-1].step < 0.9 * found[0].step
+    assert len({one.state for one in found}) == 1
+    for budget, one in zip((0.7, 0.5), found[1:], strict=False):
+        assert one.saved <= budget * found[0].saved
+
+
+def test_with_clipping_accumulation_and_several_steps_a_call():
+    steps = {
+        "clip": passes.ClipGlobalNorm(0.5),
+        "accumulate": passes.Accumulate(2),
+        "regularizer": passes.L2(1e-3),
+        "optimizer": passes.AdamW(0.01),
+    }
+    graphs, feeds = case("cnn", [None, "least"], **steps)
+    executors = [graphopt.Executor(graph, threads=1) for graph in graphs]
+    plain, other = ([one["loss"] for one in each.run([feeds] * 9, steps_per_call=3)] for each in executors)
+    assert other == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_reference_evaluator_agrees():
+    (plain, other), feeds = case("cnn", [None, "least"])
+    for expected, found in zip(run(plain, 2, feeds), run(other, 2, feeds), strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_ties_segments_all_the_same(bad):
+    (plain, other), feeds = case("mlp", [None, "least"])
+    feeds["x"][0, 0] = bad
+    losses = [graphopt.Executor(graph, on_nonfinite="warn") for graph in (plain, other)]
+    with (
+        pytest.warns(UserWarning, match="expected a finite loss")
+        if np.isnan(bad)
+        else contextlib.nullcontext()
+    ):
+        plain, other = (each.step(feeds)["loss"] for each in losses)
+    np.testing.assert_equal(other, plain)
+
+
+def test_every_copy_waits_for_a_gradient():
+    (plain, other), _ = case("transformer", [None, "least"])
+    seeds = {y.producer() for y in with_role(other, Role.LOSS)}
+    assert seeds
+    forward = memory.forward_nodes(other)
+    rerun = [
+        node
+        for node in other.graph
+        if node not in forward and node.op_type in ("LayerNormalization", "Softmax", "Relu")
+    ]
+    assert rerun
+    assert not [
+        n for n in plain.graph if n not in memory.forward_nodes(plain) and n.op_type == "LayerNormalization"
+    ]
+    for node in rerun:
+        assert any(one.op_type == "Less" for one in memory.ancestors(node.inputs))
+
+
+@pytest.mark.parametrize("order", ["file", "runtime"])
+def test_the_order_of_the_file_and_that_of_the_runtime_are_valid(order):
+    (graph,), _ = case("cnn", ["least"])
+    nodes = list(graph.graph) if order == "file" else memory.execution_order(graph.graph)
+    assert len(nodes) == len(graph.graph)
+    seen = set()
+    for node in nodes:
+        assert {x.producer() for x in memory.reads(node)} - {None} <= seen
+        seen.add(node)
+
+
+def test_updates_come_as_soon_as_their_gradients():
+    (graph,), _ = case("mlp", [None], optimizer=passes.AdamW())
+    order = [node.outputs[0].name for node in memory.execution_order(graph.graph)]
+    updates = [order.index(f"fc{i}.weight.next") for i in range(8)]
+    assert updates == sorted(updates, reverse=True)
+
+
+def test_bytes_are_those_of_shapes_and_lifetimes():
+    proto = model(
+        "g (float[N,4] x) => (float[N,4] y) { a = Exp(x)  b = Sin(a)  c = Add(b, a)  y = Mul(c, w) }",
+        w=np.ones(4),
+    )
+    step = graphopt.compile(
+        proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(), simplify=None, fuse=None
+    )
+    found = memory.estimate(step, {"N": 1000})
+    assert found.parameters == 16
+    assert found.state == 2 * 16 + 2 * 8  # w and the counter of steps
+    assert found == memory.estimate(step, 1000)
+    assert found.peak == found.state + found.step
+    saved = {x.name for x in memory.saved(step)}
+    assert "c" in saved
+    assert not {"a", "b"} & saved
+    forward = ir.from_proto(proto)
+    assert memory.estimate(forward, 1000).step == 3 * 16000  # a, b and c
+    with pytest.raises(
+        graphopt.GraphoptError, match="dimension 'N' of input 'x': expected its size, found sizes of M"
+    ):
+        memory.estimate(step, {"M": 1})
+
+
+def test_the_body_of_a_loop_counts():
+    proto = model(
+        """g (float[N,4] x) => (float[N,4] y) {
+            n = Constant<value_int = 3>()
+            t = Constant<value = bool {1}>()
+            y = Loop(n, t, x) <body = b (int64 i, bool go, float[N,4] s) => (bool on, float[N,4] z)
+                { on = Identity(go)  u = Exp(s)  v = Sin(u)  z = Add(u, v) }>
+        }"""
+    )
+    assert memory.estimate(ir.from_proto(proto), 1000).step >= 4 * 16000
+
+
+def test_the_report_estimates():
+    pipeline = graphopt.pipeline.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD())
+    lines = report(mlp(), pipeline, batch=8).summary().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("memory "))
+    assert "at batch size 8, estimated" in lines[start]
+    assert lines[start + 1].startswith("  state")
+    assert lines[start + 2].startswith("  a step")
+    assert "memory " not in report(mlp(), pipeline).summary()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_estimate_is_near_what_a_process_takes(monkeypatch, tmp_path):
+    path = Path(__file__).parents[1] / "examples/benchmarks/memory.py"
+    spec = importlib.util.spec_from_file_location("memory_benchmark", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "memory_benchmark", benchmark)
+    spec.loader.exec_module(benchmark)
+    found = {}
+    for budget in (None, 0.4):
+        step = graphopt.compile(
+            benchmark.encoder(),
+            loss=passes.CrossEntropy(axis=-1),
+            recompute=budget and passes.Recompute(budget),
+            optimizer=passes.AdamW(),
+        )
+        graphopt.save(step, tmp_path / "step.onnx")
+        measured = benchmark.apart(tmp_path / "step.onnx", 16, 1, 1)
+        found[budget] = memory.estimate(step, 16).step, measured
+        assert 0.8 < measured / found[budget][0] < 1.6
+    assert found[0.4][1] < 0.7 * found[None][1]
+
+
+def test_what_is_wrong_is_said():
+    for budget in (0, -1, 1.5):
+        with pytest.raises(
+            graphopt.GraphoptError, match=f"recompute.budget: expected a share of 1.*found {budget}"
+        ):
+            passes.Recompute(budget)
+    with pytest.raises(
+        graphopt.GraphoptError, match="Recompute needs gradients, found none: run Gradient first"
+    ):
+        graphopt.compile(mlp(), loss=passes.MeanSquaredError(), gradient=None, recompute=passes.Recompute())
+    with pytest.raises(
+        graphopt.GraphoptError,
+        match=r"recompute.budget=0.01: expected to hold .* MB .* at least: set it to 0\.\d+ or more",
+    ) as error:
+        case("transformer", [0.01])
+    least = float(str(error.value).split("set it to ")[1].split()[0])
+    case("transformer", [least])
