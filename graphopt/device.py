@@ -58,7 +58,7 @@ class Device:
         self.kind, _, index = device.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
-        self._name, self.index = device, int(index or 0)
+        self.name, self.index = device, int(index or 0)
         self.ort = _runtime()
         self._threads, self._deterministic = threads or 0, deterministic
         self._low_memory = low_memory
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def _not_started(self) -> str:
-        return f"device {self._name!r}: {self.provider} did not start: look for its libraries and a device"
+        return f"device {self.name!r}: {self.provider} did not start: look for its libraries and a device"
 
     def session(
         self,

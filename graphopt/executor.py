@@ -163,7 +163,7 @@ class Executor:
 
     def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Reported]:
         """Run a step on each of some batches of one shape, in one call."""
-        if len(batches) < 2:
+        if len(batches) < 2 or not all(isinstance(x, np.ndarray) for x in batches[0].values()):
             for batch in batches:
                 with self._pace.timed():
                     reported = self.step(batch)
@@ -173,7 +173,7 @@ class Executor:
             model = self._model.clone()
             pkgutil.resolve_name("passes:Unroll")()(model)
             self._several = self._compiled(model)
-        stacked = {name: np.stack([np.asarray(batch[name]) for batch in batches]) for name in batches[0]}
+        stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
         self._several.check(stacked)
         reported = self._several.run(self._current, stacked)
         if self._accept(reported):
@@ -332,6 +332,11 @@ class Executor:
             )
         self.update_state(arrays)
         self.properties = properties
+
+    @property
+    def device(self) -> str:
+        """Where the state lies: `cpu`, `cuda` or `cuda:N`."""
+        return self._device.name
 
     @property
     def inputs(self) -> dict[str, ir.Value]:

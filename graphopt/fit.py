@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -14,10 +15,14 @@ import onnx_ir as ir
 from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
 from graphopt.data.loader import Shuffle, draw
+from graphopt.data.prefetch import prefetched
+from graphopt.device import Tensor
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor
 from graphopt.metrics import metrics
 from graphopt.roles import Role, role_of
+
+AHEAD = 2  # batches
 
 Record = dict[str, Any]
 Data = Dataset | Mapping[str, np.ndarray]
@@ -44,6 +49,7 @@ def fit(
     validation: float | Data | None = 0.2,
     validation_every: int = 1,
     allow_nan: bool = False,
+    prefetch: int | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[Record]:
     """Train on all batches of a data set, the last one too, and return a record an epoch.
@@ -58,6 +64,8 @@ def fit(
         validation: the share of rows to hold out, a data set of its own, or None.
         validation_every: the number of epochs from one validation to the next; there is one after the last epoch.
         allow_nan: train on data with NaN in it.
+        prefetch: how many batches a thread makes while steps run; None: 2 of memory-mapped data or for a GPU, otherwise
+            none.
         observers: what watches, such as a display.
 
     Raises:
@@ -81,6 +89,10 @@ def fit(
         order = np.sort(random.permutation(len(batches))[:count]) if shuffle else rows[len(rows) - count :]
         held_out = _HeldOut(batches, order)
         rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+    if prefetch is None:
+        prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
+    elif prefetch < 0:
+        raise GraphoptError(f"fit.prefetch: expected 0 or more batches, or null, found {prefetch}")
     _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
     for observer in observers:
         observer.start(
@@ -93,7 +105,7 @@ def fit(
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
         drawn = draw(rows, batch_size, shuffle, random)
-        record = _mean(_steps(executor, batches, drawn, observers, epoch))
+        record = _mean(_steps(executor, batches, drawn, prefetch, observers, epoch))
         seconds = time.perf_counter() - start
         record = {"epoch": epoch, "step": executor.steps, **record}
         if held_out is not None and (epoch % validation_every == 0 or epoch == epochs):
@@ -170,26 +182,28 @@ def _steps(
     executor: Executor,
     batches: Batches,
     order: Iterable[Rows],
+    prefetch: int,
     observers: Sequence[Observer],
     epoch: int,
 ) -> Iterator[tuple[int, Record]]:
     drawn: deque[int] = deque()  # the sizes of batches whose steps have not come back yet
 
-    def feeds() -> Iterator[dict[str, np.ndarray]]:
+    def feeds() -> Iterator[dict[str, Tensor]]:
         for rows in order:
             if isinstance(rows, np.ndarray):
                 rows.sort()  # memory-mapped rows are read in the file's order
             drawn.append(len(rows))
-            yield batches.take(rows)
+            yield executor.on_device(batches.take(rows))
 
     step = executor.steps
-    for values in executor.run(feeds()):
-        step += 1
-        rows = drawn.popleft()
-        values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
-        for observer in observers:
-            observer.step({"epoch": epoch, "step": step, "rows": rows, **values})
-        yield rows, values
+    with contextlib.closing(prefetched(feeds(), prefetch)) as ahead:
+        for values in executor.run(ahead):
+            step += 1
+            rows = drawn.popleft()
+            values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
+            for observer in observers:
+                observer.step({"epoch": epoch, "step": step, "rows": rows, **values})
+            yield rows, values
 
 
 def _mean(measured: Iterator[tuple[int, Record]]) -> Record:

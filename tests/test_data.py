@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt import data
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches, Dataset, prefetched
 from graphopt.data.samples import CHARACTERS
+from graphopt.errors import GraphoptError
 
 X = np.arange(20, dtype=np.float32).reshape(5, 4)
 LABELS = np.array([0, 1, 2, 1, 0])
@@ -188,3 +192,49 @@ def test_text_of_one_s_own(tmp_path: Path) -> None:
         data.text(str(tmp_path / "t.txt"), context=9)
     with pytest.raises(graphopt.GraphoptError, match="no such file"):
         data.text(str(tmp_path / "u.txt"))
+
+
+def test_batches_made_ahead_come_in_order_and_the_thread_ends() -> None:
+    before = threading.active_count()
+    for depth in (0, 1, 3, 20):
+        assert list(prefetched(range(10), depth)) == list(range(10))
+        assert list(prefetched([], depth)) == []
+    assert threading.active_count() == before
+
+
+def test_an_exception_comes_where_its_batch_would_have() -> None:
+    def failing() -> Iterator[int]:
+        yield from (0, 1)
+        raise GraphoptError("data 'x': torn")
+
+    ahead = prefetched(failing(), 3)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    with pytest.raises(GraphoptError, match="torn"):
+        next(ahead)
+    with pytest.raises(GraphoptError, match="prefetch: expected 0 or more batches, found -1"):
+        prefetched([], -1)
+
+
+def test_a_thread_makes_no_more_batches_than_are_asked_for_and_ends_with_its_consumer() -> None:
+    made = []
+    before = threading.active_count()
+    ahead = prefetched((made.append(i) or i for i in itertools.count()), 3)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    assert threading.active_count() == before + 1
+    ahead.close()
+    assert threading.active_count() == before
+    assert len(made) <= 5
+
+
+def test_a_batch_is_made_before_it_is_asked_for() -> None:
+    made = threading.Event()
+
+    def batches() -> Iterator[int]:
+        yield 0
+        made.set()
+        yield 1
+
+    ahead = prefetched(batches(), 1)
+    assert next(ahead) == 0
+    assert made.wait(10)
+    assert list(ahead) == [1]

@@ -202,7 +202,10 @@ else:
         ({"x": X, "target": T, "fc0.bias": X}, "input 'fc0.bias': unknown"),
         ({"x": X[:, :2], "target": T}, r"input 'x': expected shape \[N,4\], found \[8, 2\]"),
         ({"x": X.astype(np.float64), "target": T}, "input 'x': expected float32, found float64"),
-        ({"x": X.tolist(), "target": T}, "input 'x': expected an array, an OrtValue or a tensor with DLPack, found list"),
+        (
+            {"x": X.tolist(), "target": T},
+            "input 'x': expected an array, an OrtValue or a tensor with DLPack, found list",
+        ),
         (
             {"x": X, "target": T[:3]},
             "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in 'target'",
@@ -356,3 +359,118 @@ def test_the_trained_model_computes_what_is_asked_for(executor):
     assert {x.name for x in first.graph.initializer} == {"fc0.weight", "fc0.bias"}
     with pytest.raises(graphopt.GraphoptError, match="unknown value 'z'"):
         executor.trained(["z"])
+
+
+def test_an_empty_report_reads_nothing(executor):
+    silent = graphopt.Executor(compiled(), threads=1, report=[])
+    for _ in range(3):
+        assert silent.step(x=X, target=T) == {}
+        executor.step(x=X, target=T)
+    assert silent.steps == 3
+    for name, value in executor.state.items():
+        np.testing.assert_array_equal(silent.state[name], value)
+    assert silent.step(x=np.full_like(X, np.nan), target=T) == {}
+
+
+def test_tensors_of_other_packages_are_read_where_they_are(executor):
+    torch = pytest.importorskip("torch")
+    expected = executor.step(x=X, target=T)["loss"]
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    for x, target in (
+        (torch.from_numpy(X), torch.from_numpy(T)),
+        (value(X), value(T)),
+        (X, torch.from_numpy(T)),
+    ):
+        other = graphopt.Executor(compiled(), threads=1)
+        assert other.evaluate(x=x, target=target)["loss"] == pytest.approx(expected, rel=1e-6)
+        assert other.step(x=x, target=target)["loss"] == expected
+        assert len(list(other.run([{"x": x, "target": target}] * 6, steps_per_call=3))) == 6
+        assert other.steps == 7
+    shared = torch.from_numpy(X.copy())
+    other = graphopt.Executor(compiled(), threads=1)
+    other.step(x=shared, target=T, learning_rate=0.0)
+    shared[:] = float("nan")
+    with pytest.raises(graphopt.NonFiniteLoss):
+        other.step(x=shared, target=T)
+    with pytest.raises(graphopt.GraphoptError, match="input 'x': expected float32, found float64"):
+        other.step(x=torch.from_numpy(X).double(), target=T)
+    with pytest.raises(graphopt.GraphoptError, match=r"input 'x': expected shape \[N,4\], found \[8, 3\]"):
+        other.step(x=value(T), target=T)
+    with pytest.raises(graphopt.GraphoptError, match="expected a tensor to share"):
+        other.step(x=torch.from_numpy(np.repeat(X, 2, axis=1))[:, ::2], target=T)
+
+
+def test_small_arrays_of_changing_shapes_and_kinds_are_the_ones_fed(executor):
+    """Small ones are copied into bound buffers, large ones are bound: whichever came before, the new one counts."""
+    sizes = [8, 8, 2, 2000, 8, 2000, 2000, 3, 8]
+    for i, size in enumerate(sizes):
+        x = np.resize(X * (i + 1), (size, 4))
+        target = np.resize(T, (size, 3))
+        feeds = {"x": np.asfortranarray(x), "target": target} if i % 2 else {"target": target, "x": x}
+        expected = executor.evaluate(feeds)["loss"]
+        assert executor.step(feeds)["loss"] == pytest.approx(expected, rel=1e-6)
+    x, target = X.copy(), T.copy()
+    executor.step(x=x, target=target)
+    x[:] = 0
+    assert executor.evaluate(x=x, target=target)["loss"] == pytest.approx(
+        executor.step(x=x, target=target)["loss"], rel=1e-6
+    )
+
+
+def test_static_shapes_are_the_same_steps(executor):
+    static = graphopt.Executor(compiled(), threads=1, static_shapes=True)
+    for size in (8, 8, 3, 8, 3):
+        expected = executor.step(x=X[:size], target=T[:size])
+        np.testing.assert_allclose(
+            static.step(x=X[:size], target=T[:size])["loss"], expected["loss"], rtol=1e-6
+        )
+    for name, value in executor.state.items():
+        np.testing.assert_allclose(static.state[name], value, rtol=1e-5, atol=1e-7)
+    assert len(static._program._bound) == 2
+
+
+@pytest.mark.parametrize("provider", ["cpu", "CPU", "CPUExecutionProvider"])
+def test_a_provider_by_its_name(executor, provider):
+    named = graphopt.Executor(compiled(), threads=1, provider=provider)
+    assert named.step(x=X, target=T)["loss"] == executor.step(x=X, target=T)["loss"]
+
+
+def test_a_provider_that_is_not_installed_is_refused():
+    with pytest.raises(
+        graphopt.GraphoptError,
+        match=r"provider 'vulkan': expected one of the installed onnxruntime's, found .*CPUExecutionProvider",
+    ):
+        graphopt.Executor(compiled(), provider="vulkan")
+    with pytest.raises(
+        graphopt.GraphoptError, match="cuda_graph: expected device 'cuda' and its own provider"
+    ):
+        graphopt.Executor(compiled(), cuda_graph=True)
+
+
+def test_the_placement_of_operators(executor):
+    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24):
+        with pytest.raises(graphopt.GraphoptError, match=r"placement: expected onnxruntime 1\.24 or later"):
+            executor.placement()
+        return
+    assert list(executor.placement()) == ["CPUExecutionProvider"]
+    assert executor.placement()["CPUExecutionProvider"]["Tanh"] == 1
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [name for name in onnxruntime.get_available_providers() if name in ("OpenVINOExecutionProvider",)]
+    or [pytest.param("", marks=pytest.mark.skip(reason="onnxruntime-openvino is not installed"))],
+)
+@pytest.mark.parametrize("activation", ["Tanh", "Relu"])
+def test_steps_on_other_providers_equal_those_on_the_cpu(provider, activation):
+    step = compiled(mlp(activation=activation))
+    on_cpu = graphopt.Executor(step, threads=1)
+    other = graphopt.Executor(step, threads=1, provider=provider)
+    assert other.placement()[provider]
+    with pytest.raises(graphopt.GraphoptError, match=f"{provider} of onnxruntime .* refuses the graph"):
+        graphopt.Executor(step, provider=provider, provider_options={"nothing": 1})
+    for size in (8, 8, 3, 8):
+        expected = on_cpu.step(x=X[:size], target=T[:size])["loss"]
+        assert other.step(x=X[:size], target=T[:size])["loss"] == pytest.approx(expected, rel=1e-4)
+    for name, value in other.state.items():
+        np.testing.assert_allclose(value, on_cpu.state[name], rtol=1e-3, atol=1e-5)

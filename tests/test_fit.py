@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from sklearn import metrics as sk
 
 import graphopt
 import passes
+from graphopt.data import npy
 from graphopt.fit import evaluate, fit
 from graphopt.metrics import Accuracy, Regression
 
@@ -160,3 +163,30 @@ def test_skipped_steps_do_not_stop_it() -> None:
         )
     assert math.isnan(records[-1]["loss"])
     assert all(np.isfinite(array).all() for array in runner.state.values())
+
+
+@pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+def test_batches_made_ahead_are_the_same_training(tmp_path: Path, shuffle: Any) -> None:
+    for name, array in DATA.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    runs = []
+    for data, prefetch in ((DATA, 0), (DATA, 3), (npy(str(tmp_path)), 0), (npy(str(tmp_path)), None)):
+        trained = executor()
+        records = fit(trained, data, epochs=3, batch_size=8, shuffle=shuffle, prefetch=prefetch)
+        runs.append(([record["loss"] for record in records], trained.parameters))
+    for losses, parameters in runs[1:]:
+        assert losses == runs[0][0]
+        for name, value in runs[0][1].items():
+            np.testing.assert_array_equal(parameters[name], value)
+
+
+def test_the_thread_ends_where_training_stops() -> None:
+    before = threading.active_count()
+    bad = {"x": np.where(np.arange(50)[:, None] == 30, np.nan, X).astype(np.float32), "target": TARGET}
+    with pytest.raises(graphopt.NonFiniteLoss):
+        fit(executor(), bad, batch_size=8, allow_nan=True, prefetch=2)
+    assert threading.active_count() == before
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"fit.prefetch: expected 0 or more batches, or null, found -1"
+    ):
+        fit(executor(), DATA, prefetch=-1)

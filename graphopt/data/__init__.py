@@ -4,6 +4,19 @@ from graphopt.data.batches import Batches
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import csv, npy, npz, parquet
 from graphopt.data.loader import Loader
+from graphopt.data.prefetch import prefetched
 from graphopt.data.samples import diabetes, digits, text
 
-__all__ = ["Batches", "Dataset", "Loader", "csv", "diabetes", "digits", "npy", "npz", "parquet", "text"]
+__all__ = [
+    "Batches",
+    "Dataset",
+    "Loader",
+    "csv",
+    "diabetes",
+    "digits",
+    "npy",
+    "npz",
+    "parquet",
+    "prefetched",
+    "text",
+]

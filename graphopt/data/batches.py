@@ -56,6 +56,11 @@ class Batches:
         """The number of rows that the graph takes at a time, where it takes no other."""
         return next((column.batch for column in self._columns if column.batch is not None), None)
 
+    @property
+    def memory_mapped(self) -> bool:
+        """Whether some of the arrays are read from files."""
+        return any(column.lazy for column in self._columns)
+
     @staticmethod
     def split(rows: Rows, size: int) -> Iterator[Rows]:
         """Cut rows into runs of `size`; the last may be shorter."""
