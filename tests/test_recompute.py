@@ -228,25 +228,21 @@ def test_the_report_estimates():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_estimate_is_near_what_a_process_takes(monkeypatch, tmp_path):
+def test_the_estimate_is_near_what_a_process_takes(monkeypatch):
     path = Path(__file__).parents[1] / "examples/benchmarks/memory.py"
     spec = importlib.util.spec_from_file_location("memory_benchmark", path)
     benchmark = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "memory_benchmark", benchmark)
     spec.loader.exec_module(benchmark)
-    found = {}
-    for budget in (None, 0.4):
-        step = graphopt.compile(
-            benchmark.encoder(),
-            loss=passes.CrossEntropy(axis=-1),
-            recompute=budget and passes.Recompute(budget),
-            optimizer=passes.AdamW(),
-        )
-        graphopt.save(step, tmp_path / "step.onnx")
-        measured = benchmark.apart(tmp_path / "step.onnx", 16, 1, 1)
-        found[budget] = memory.estimate(step, 16).step, measured
-        assert 0.8 < measured / found[budget][0] < 1.6
-    assert found[0.4][1] < 0.7 * found[None][1]
+    monkeypatch.setattr(benchmark, "BUDGETS", (None, 0.5))
+    rows = benchmark.main(batch=16, rounds=1, networks=["cnn"])
+    plain, other = rows["cnn", None], rows["cnn", 0.5]
+    for row in (plain, other):
+        assert 0.8 < row.measured / row.estimated < 1.5
+        assert row.measured < row.by_default
+        assert row.seconds > 0
+    assert other.measured < 0.75 * plain.measured
+    assert other.by_default < 0.75 * plain.by_default
 
 
 def test_what_is_wrong_is_said():

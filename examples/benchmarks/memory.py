@@ -35,7 +35,7 @@ MALLOC = {  # a mapping of its own for each array, which goes back to the system
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-WARM = 3  # steps before memory is read: ONNX Runtime plans a step's memory after the first
+WARM = 2  # steps before memory is read: ONNX Runtime plans a step's memory after the first
 
 
 @dataclass(frozen=True)
