@@ -12,6 +12,7 @@ from onnxscript.rewriter import RewriteRuleClassBase
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
 from passes.fusion.convolution import convolution_weights
+from passes.fusion.scan import scan_products
 from passes.fusion.sharing import gelu
 from passes.fusion.update import Descent, Momentum
 from passes.simplify import Simplify
@@ -28,6 +29,7 @@ FUSIONS: dict[str, Callable[[ir.Model], object]] = {
     "descent": _rewriting(Descent),
     "momentum": _rewriting(Momentum),
     "gelu": gelu,
+    "scan_products": scan_products,
 }
 
 
