@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -61,8 +61,7 @@ class Recompute(Pass):
             raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
         simplify(model)  # later it would merge what is the same in both passes, and so keep it
         forward = _Forward(model, self.batch)
-        choice = forward.choose(self.budget)
-        _rerun(model, forward, choice)
+        _rerun(model, forward, forward.choose(self.budget))
 
 
 @dataclass
@@ -195,7 +194,7 @@ def _cost(node: ir.Node) -> float:
     """Return what a node costs, in additions of a matrix product; its shapes are known."""
     if node.op_type in memory.VIEWS:
         return 0
-    shapes = [[d for d in (x.shape or ()) if isinstance(d, int)] if x else [] for x in node.inputs]
+    shapes = [_dims(x) for x in node.inputs]
     contracted = 0
     if node.op_type == "MatMul":
         contracted = shapes[0][-1]
@@ -203,8 +202,13 @@ def _cost(node: ir.Node) -> float:
         contracted = shapes[0][0 if node.attributes.get_int("transA", 0) else 1]
     elif node.op_type in ("Conv", "ConvTranspose"):
         contracted = math.prod(shapes[1]) // shapes[1][0 if node.op_type == "Conv" else 1]
-    elements = math.prod(d for d in (node.outputs[0].shape or ()) if isinstance(d, int))
-    return elements * (ELEMENT + contracted)
+    return math.prod(_dims(node.outputs[0])) * (ELEMENT + contracted)
+
+
+def _dims(x: ir.Value | None) -> list[int]:
+    """Return the shape of a value, 1 where it is unknown."""
+    shape = (1, 1) if x is None or x.shape is None else x.shape
+    return [dim if isinstance(dim, int) else 1 for dim in shape]
 
 
 def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
@@ -293,7 +297,6 @@ def _copy(op: Emitter, x: ir.Value, copies: dict[ir.Value, ir.Value]) -> ir.Valu
 def _emit(
     op: Emitter, node: ir.Node, inputs: Sequence[ir.Value | None], copies: dict[ir.Value, ir.Value]
 ) -> None:
-    attributes: Mapping[str, object] = dict(node.attributes)
-    emitted = op.call_op(node.op_type, inputs, dict(attributes), outputs=len(node.outputs))
+    emitted = op.call_op(node.op_type, inputs, dict(node.attributes), outputs=len(node.outputs))
     values = [emitted] if isinstance(emitted, ir.Value) else emitted
     copies.update((x, like(y, x)) for x, y in zip(node.outputs, values, strict=True))
