@@ -168,10 +168,13 @@ def _artifacts(recipe: _Recipe) -> None:
 
 def _report(recipe: _Recipe) -> None:
     found = report(recipe.model(), recipe.pipeline, recipe.config.fit.batch_size)
-    write(recipe.folder / "report.txt", f"{found.summary()}\n{found.listings()}")
+    summary = found.summary()
+    if str(recipe.config.executor.device).startswith("cuda"):
+        summary += found.on_cuda()
+    write(recipe.folder / "report.txt", f"{summary}\n{found.listings()}")
     write(recipe.folder / "config.yaml", recipe.text())
     console = Console()
-    console.print(found.summary(), markup=False, highlight=False, soft_wrap=True, end="")
+    console.print(summary, markup=False, highlight=False, soft_wrap=True, end="")
     files = "report.txt, with the graph after each pass"
     if found.picture(recipe.folder / "graph.svg"):
         files += "; graph.svg, before the first pass and after the last"

@@ -102,21 +102,15 @@ class Device:
         self,
         model: ir.Model,
         options: onnxruntime.SessionOptions | None = None,
-        sizes: Mapping[str, int] | None = None,
     ) -> onnxruntime.InferenceSession:
         """Return a session of a graph.
 
         Args:
             options: those from `options`, changed.
-            sizes: the sizes of symbolic dimensions, where they are the same in every run.
 
         Raises:
             GraphoptError: the runtime refuses the graph, or the provider does not start.
         """
-        if sizes:
-            options = options or self.options()
-            for dimension, size in sizes.items():
-                options.add_free_dimension_override_by_name(dimension, size)
         try:
             session = self.ort.InferenceSession(
                 ir.to_proto(model).SerializeToString(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+from onnxscript.optimizer import fold_constants
 
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
@@ -123,8 +124,10 @@ class Bound:
         inputs = {str(x.name): x for x in with_role(model, *FED)}
         outputs = {str(y.name): y for y in model.graph.outputs}
         self._types = {name: Input(x).dtype for name, x in inputs.items()}
-        sizes = _sizes(inputs, shapes)
-        self._session = device.session(model, sizes=sizes)
+        if shapes:
+            model = _fixed(model, shapes)
+            outputs = {str(y.name): y for y in model.graph.outputs}
+        self._session = device.session(model)
         self._report = list(report)
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
         self._numbers: dict[str, Any] = {}  # arrays in the host's memory, or buffers on the GPU
@@ -133,7 +136,7 @@ class Bound:
             y = outputs[name]
             assert y.dtype is not None
             if device.cuda_graph:
-                array = np.zeros(_sized(y, sizes), y.dtype.numpy())
+                array = np.zeros(_shape(y), y.dtype.numpy())
                 self._fixed[name] = device.buffer(array)
             elif y.shape == ():
                 array = np.zeros((), y.dtype.numpy())
@@ -210,25 +213,32 @@ class Bound:
         return binding
 
 
-def _sizes(inputs: Mapping[str, ir.Value], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the sizes of named dimensions in some shapes."""
-    return {
-        dim.value: size
-        for name, shape in shapes.items()
-        for dim, size in zip(inputs[name].shape or (), shape, strict=False)
-        if not isinstance(dim, int) and dim.value is not None
-    }
+def _fixed(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
+    """Return a training graph for data of some shapes, and what follows from them folded."""
+    model = model.clone()
+    sizes = {}
+    for value in with_role(model, *FED):
+        for dim, size in zip(value.shape or (), shapes[str(value.name)], strict=False):
+            if not isinstance(dim, int) and dim.value is not None:
+                sizes[dim.value] = size
+        value.shape = ir.Shape(shapes[str(value.name)])
+    for value in ir.convenience.create_value_mapping(model.graph).values():
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
+            )
+    fold_constants(model)
+    return model
 
 
-def _sized(value: ir.Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(value: ir.Value) -> tuple[int, ...]:
     """Return an output's shape, which a CUDA graph has to know."""
-    dims = [d if isinstance(d, int) else sizes.get(str(d.value)) for d in value.shape or ()]
-    if value.shape is None or None in dims:
+    if value.shape is None or not value.shape.is_static():
         raise GraphoptError(
             f"output {value.name!r}: expected a shape that the batch's tells, as a CUDA graph needs, found "
             f"{value.shape}: leave it out of `report`"
         )
-    return tuple(d for d in dims if d is not None)
+    return tuple(value.shape.numpy())
 
 
 class Pace:

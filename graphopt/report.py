@@ -44,6 +44,16 @@ class Report:
         """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
         return "\n".join(_summary(self)) + "\n"
 
+    def on_cuda(self) -> str:
+        """Return which operators have no kernel of ONNX Runtime's CUDA provider, so that the host runs them."""
+        final = self.stages[-1][2] if self.stages else self.model
+        lacking = pkgutil.resolve_name("passes.cuda_kernels:without_cuda_kernel")(final)
+        if not lacking:
+            return "on cuda    every operator has a kernel\n"
+        rows = [("on cuda    the host runs", "nodes")]
+        rows += [(f"  {operator}", _some(names)) for operator, names in lacking.items()]
+        return "\n".join(_table(rows)) + "\n"
+
     def listings(self) -> str:
         """Return the graph before the first pass and after each, one line a node."""
         parts = [("before the first pass", self.model)]
