@@ -42,6 +42,16 @@ def test_gradients_of_convolutions_are_timed(monkeypatch):
     assert set(times) == {"limit", "forward", "by input", "by weights", "fused"}
 
 
+def test_providers_are_timed(monkeypatch):
+    found = benchmark("providers", monkeypatch).main(rounds=1, batch=4)
+    assert {name for name, provider in found if provider == "CPUExecutionProvider"} == {
+        "mlp",
+        "cnn",
+        "transformer",
+    }
+    assert min(found.values()) > 0
+
+
 @pytest.fixture
 def peers(monkeypatch):
     """Import a script of the benchmark against peers, as they import each other."""
