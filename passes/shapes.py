@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import onnxscript.rewriter
 from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
-from graphopt.emitter import subgraphs
+from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.memory import forward_nodes
 from graphopt.rewriting import hidden, needed_identities
 
 
@@ -206,6 +207,44 @@ def _shape_state(
         last.shape = kept
         return True
     return False
+
+
+def sizes_of_inputs(model: ir.Model) -> None:
+    """Let the backward pass read sizes off the inputs that share a dimension, rather than off values inside.
+
+    A value of which only the shape is read would be kept until then.
+    """
+    places: dict[str | None, tuple[ir.Value, int]] = {}
+    for x in model.graph.inputs:
+        for axis, dim in enumerate(x.shape or ()):
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                places.setdefault(dim.value, (x, axis))
+    forward = forward_nodes(model)
+    with Emitter(model) as op:
+        for node in [node for node in model.graph if node.op_type == "Shape" and node not in forward]:
+            value = node.inputs[0]
+            if value is None or value.producer() is None or value.shape is None:
+                continue
+            start, end = (
+                node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape)))
+            )
+            dims = list(value.shape)[start:end]
+            if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
+                sizes = [_size(op, dim, places) for dim in dims]
+                whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
+                ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+    model.graph.sort()
+
+
+def _size(
+    op: Emitter, dim: int | ir.SymbolicDim, places: Mapping[str | None, tuple[ir.Value, int]]
+) -> ir.Value:
+    """Return a size as a vector of one element."""
+    if isinstance(dim, int):
+        return op.constant(np.array([dim], np.int64))
+    x, axis = places[dim.value]
+    size: ir.Value = op.Shape(x, start=axis, end=axis + 1)
+    return size
 
 
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:

@@ -128,6 +128,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
             dropped = op.Identity(x)
         else:
             drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
+            drawn.shape = x.shape
             kept = op.Not(op.Less(drawn, _int32(op, round(ratio * LARGEST))))
             dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:

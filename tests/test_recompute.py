@@ -181,6 +181,17 @@ def test_updates_come_as_soon_as_their_gradients():
     assert updates == sorted(updates, reverse=True)
 
 
+def test_nothing_is_kept_for_its_shape():
+    (graph,), _ = case("cnn", [None])
+    inside = [
+        node for node in graph.graph if node.op_type == "Shape" and node.inputs[0].producer() is not None
+    ]
+    forward = memory.forward_nodes(graph)
+    assert [node for node in graph.graph if node.op_type == "Shape" and node not in forward]
+    assert not [node for node in inside if node not in forward]
+    assert not {x.producer().op_type for x in memory.saved(graph)} & {"Conv"}
+
+
 def test_bytes_are_those_of_shapes_and_lifetimes():
     proto = model(
         "g (float[N,4] x) => (float[N,4] y) { a = Exp(x)  b = Sin(a)  c = Add(b, a)  y = Mul(c, w) }",
@@ -238,7 +249,7 @@ def test_the_estimate_is_near_what_a_process_takes(monkeypatch):
     rows = benchmark.main(batch=16, rounds=1, networks=["cnn"])
     plain, other = rows["cnn", None], rows["cnn", 0.5]
     for row in (plain, other):
-        assert 0.8 < row.measured / row.estimated < 1.5
+        assert 0.8 < row.measured / row.estimated < 1.6
         assert row.measured < row.by_default
         assert row.seconds > 0
     assert other.measured < 0.75 * plain.measured

@@ -17,7 +17,7 @@ from graphopt.roles import Role
 from passes.gradients import rules as rules
 from passes.gradients.registry import elementwise, has_rule, no_gradient, rule
 from passes.gradients.walk import backward, is_differentiable, lost
-from passes.shapes import ensure_typed
+from passes.shapes import ensure_typed, sizes_of_inputs
 
 __all__ = [
     "Gradient",
@@ -69,6 +69,7 @@ class GradientSource(Pass):
                 gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
                 gradient.metadata_props[roles.GRADIENT_OF] = str(parameter.name)
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
+        sizes_of_inputs(model)
 
 
 @dataclass(frozen=True)
