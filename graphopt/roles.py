@@ -15,7 +15,9 @@ METRIC = "graphopt.metric"
 FROZEN = "graphopt.frozen"  # marks an initializer that trains only when it is asked for by name
 GRADIENT_OF = "graphopt.gradient_of"  # marks a value as the gradient of a parameter, whatever reads it
 UNTRAINED = "graphopt.untrained"  # marks a weight that could train, and does not in this training graph
-OF_BATCH = "graphopt.of_batch"  # marks a BatchNormalization of inference form whose statistics are its input's
+OF_BATCH = (
+    "graphopt.of_batch"  # marks a BatchNormalization of inference form whose statistics are its input's
+)
 STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
 RUNTIME = "graphopt.runtime"  # marks a model that one runtime alone has the operators for, by its package
 TRAINING_RUNTIME = "onnxruntime-training"
