@@ -38,7 +38,7 @@ class Pass(ir.passes.InPlacePass):
 
 @contextlib.contextmanager
 def outputs_kept(model: ir.Model) -> Iterator[None]:
-    """Keep the names of inputs and outputs, and the outputs' metadata, while rewriters that know nothing of them run."""
+    """Keep inputs' and outputs' names, and outputs' metadata, while rewriters that know nothing of them run."""
     outputs = model.graph.outputs
     given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
     kept = [(str(output.name), dict(output.metadata_props)) for output in outputs]
