@@ -163,7 +163,11 @@ class Executor:
 
     def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Reported]:
         """Run a step on each of some batches of one shape, in one call."""
-        if len(batches) < 2 or not all(isinstance(x, np.ndarray) for x in batches[0].values()):
+        first = batches[0] if batches else {}
+        stackable = (
+            all(isinstance(x, np.ndarray) for x in first.values()) and first.keys() <= self.inputs.keys()
+        )
+        if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
             for batch in batches:
                 with self._pace.timed():
                     reported = self.step(batch)

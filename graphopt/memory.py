@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from graphopt.emitter import captured, subgraphs
+from graphopt.dataflow import forward_nodes, reads
+from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.roles import STATE, Role, role_of, with_role
 from graphopt.state import take_initial
@@ -106,35 +107,11 @@ def base_of(x: ir.Value) -> ir.Value:
     return x
 
 
-def forward_nodes(model: ir.Model) -> set[ir.Node]:
-    """Return the nodes of the forward pass: those that compute the loss, metrics, predictions and statistics."""
-    statistics = {f"{x.name}.next" for x in with_role(model, Role.STATISTIC)}
-    results = with_role(model, Role.LOSS, Role.METRIC, Role.PREDICTION, Role.SOURCE)
-    return ancestors([*results, *(y for y in with_role(model, Role.NEXT) if y.name in statistics)])
-
-
-def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that compute `values`."""
-    found: set[ir.Node] = set()
-    waiting = list(values)
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting.extend(reads(node))
-    return found
-
-
 def saved(model: ir.Model) -> list[ir.Value]:
     """Return what the forward pass computes and the rest of the graph reads, views as what they are views of."""
     forward = forward_nodes(model)
     read = (base_of(x) for node in model.graph if node not in forward for x in reads(node))
     return list(dict.fromkeys(x for x in read if x.producer() in forward))
-
-
-def reads(node: ir.Node) -> list[ir.Value]:
-    """Return what a node reads, the outer values that its bodies use among it."""
-    return [x for x in [*node.inputs, *captured(node)] if x is not None]
 
 
 def execution_order(graph: ir.Graph) -> list[ir.Node]:

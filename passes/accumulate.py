@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt import state
-from graphopt.emitter import Emitter, captured, like
+from graphopt.dataflow import ancestors
+from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import GRADIENT_OF, Role, with_role
@@ -77,7 +78,7 @@ class Accumulate(Pass):
 def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
     """Let what computes `results`, a Dropout's mask among them, count all steps, as `step` will count updates."""
     counter = state.counter(model)
-    forward = _ancestors(results)
+    forward = ancestors(results)
     users = [(user, index) for user, index in counter.uses() if user in forward]
     if users:
         every = state.declare(model, FORWARD, np.array(0, np.int64), Role.COUNTER)
@@ -103,8 +104,8 @@ def _update_if(
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"
-    outside = _ancestors([*graph.outputs, apply, *kept.values(), *fresh.values()])
-    inside = _ancestors(updates.values()) - outside
+    outside = ancestors([*graph.outputs, apply, *kept.values(), *fresh.values()])
+    inside = ancestors(updates.values()) - outside
     moved = [node for node in graph if node in inside]
     graph.remove(moved)
     then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
@@ -125,15 +126,3 @@ def _body(op: Emitter, name: str, nodes: list[ir.Node], values: dict[ir.Value, i
         result = inner.Identity(value) if whole else inner.Expand(value, inner.shape_of(x))
         body.outputs.append(like(result, x))
     return body
-
-
-def _ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that compute `values`."""
-    found: set[ir.Node] = set()
-    waiting = list(values)
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting.extend(x for x in [*node.inputs, *captured(node)] if x is not None)
-    return found

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from graphopt import memory
+from graphopt.dataflow import ancestors, forward_nodes, reads
 from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
-from graphopt.memory import base_of, bytes_of, reads
+from graphopt.memory import base_of, bytes_of
 from graphopt.rewriting import Pass
 from graphopt.roles import Role, with_role
 from passes.gradients.walk import is_differentiable
@@ -96,7 +97,7 @@ class _Forward:
     """The forward pass of a model with gradients, and what its backward pass reads of it."""
 
     def __init__(self, model: ir.Model, batch: int) -> None:
-        self.nodes = {node for node in memory.forward_nodes(model) if node.op_type != "Constant"}
+        self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
         outputs = {base_of(y).producer() for y in model.graph.outputs}
@@ -216,7 +217,7 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
     position = {node: i for i, node in enumerate(model.graph)}
     order = forward.backward
     ahead = memory.dependencies(order)
-    needed = memory.ancestors(model.graph.outputs)
+    needed = ancestors(model.graph.outputs)
     before, awaited, zero = 0, 0, None
     for segment in choice.segments:
         start = forward.start(segment)

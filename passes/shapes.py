@@ -13,9 +13,9 @@ import onnxscript.rewriter
 from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
+from graphopt.dataflow import forward_nodes
 from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError
-from graphopt.memory import forward_nodes
 from graphopt.rewriting import hidden, needed_identities
 
 

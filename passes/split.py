@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
 from graphopt import state
+from graphopt.dataflow import ancestors, reads
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role, role_of, set_role, with_role
-from passes.gradients.walk import backward, is_differentiable, lost, reads
+from passes.gradients.walk import backward, is_differentiable, lost
 from passes.shapes import ensure_typed
 
 __all__ = ["VectorJacobianProduct"]
@@ -79,9 +80,9 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """
     results = with_role(model, Role.PREDICTION, Role.NEXT)
     gradients = with_role(model, Role.GRADIENT)
-    ahead = _needed(results, ())
-    after = _needed(gradients, ahead)
-    read = {x for node in after for x in reads(node) if x is not None} | set(gradients)
+    ahead = ancestors(results, ())
+    after = ancestors(gradients, ahead)
+    read = {x for node in after for x in reads(node)} | set(gradients)
     boundary = [y for node in model.graph if node in ahead for y in node.outputs if y in read]
     saved = _without_views(boundary, model.graph)
     inputs = [x for x in model.graph.inputs if role_of(x) is not Role.SEED]
@@ -130,17 +131,6 @@ def yielding(model: ir.Model) -> ir.Model:
     graph.outputs.extend(gradients)
     graph.sort()
     return model
-
-
-def _needed(values: Iterable[ir.Value], known: Collection[ir.Node]) -> set[ir.Node]:
-    """Return the nodes that `values` are computed by, back to those `known`."""
-    front, found = list(values), set()
-    while front:
-        node = front.pop().producer()
-        if node is not None and node not in known and node not in found:
-            found.add(node)
-            front.extend(x for x in reads(node) if x is not None)
-    return found
 
 
 def _without_views(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:

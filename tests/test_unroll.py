@@ -126,6 +126,16 @@ def test_fit_is_the_same_with_calls_of_several_steps():
         assert one["loss"] == other["loss"]
 
 
+def test_hyperparameters_in_batches_are_fed_step_by_step():
+    step = compiled(optimizer=passes.SGD(0.1))
+    single, several = graphopt.Executor(step), graphopt.Executor(step)
+    batches = [{**batch, "learning_rate": np.float32(0.1 / (i + 1))} for i, batch in enumerate(BATCHES[:6])]
+    batches[0]["learning_rate"] = np.array(0.1, np.float32)
+    expected = [single.step(batch)["loss"] for batch in batches]
+    assert [one["loss"] for one in several.run(batches, steps_per_call=3)] == expected
+    equal(single, several)
+
+
 class Rows:
     """Notes how many rows each step had."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.emitter import captured
+from graphopt.dataflow import ancestors, reads
 from graphopt.roles import Role, role_of
 
 
@@ -71,8 +71,8 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
 
     What is after the loss belongs to a gradient as long as it reads no hyperparameter, slot or counter.
     """
-    of_model = _behind(graph, _outputs(graph, None, Role.PREDICTION, Role.SOURCE))
-    of_loss = _behind(graph, _outputs(graph, Role.LOSS, Role.METRIC))
+    of_model = ancestors(_outputs(graph, None, Role.PREDICTION, Role.SOURCE))
+    of_loss = ancestors(_outputs(graph, Role.LOSS, Role.METRIC))
     updating = {value for value in graph.inputs if role_of(value) in _UPDATING}
     kinds = {}
     for node in graph:
@@ -80,14 +80,14 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
             kinds[node] = MODEL_NODE
         elif node in of_loss:
             kinds[node] = LOSS_NODE
-        elif updating.isdisjoint([*node.inputs, *captured(node)]):
+        elif updating.isdisjoint(reads(node)):
             kinds[node] = GRADIENT_NODE
         else:
             kinds[node] = UPDATE_NODE
             updating.update(node.outputs)
     order = {node: i for i, node in enumerate(graph)}
     for values in _next_by_owner(graph):
-        updates = [node for node in _behind(graph, values) if kinds[node] is UPDATE_NODE]
+        updates = [node for node in ancestors(values) if kinds[node] is UPDATE_NODE]
         front = {before for node in updates for before in _gradients_before(node, kinds)}
         # An update may compute with a parameter's gradient in several places: the gradient is where they meet.
         while len(front) > 1:
@@ -113,14 +113,3 @@ def _outputs(graph: ir.Graph, *roles: Role | None) -> list[ir.Value]:
 
 def _gradients_before(node: ir.Node, kinds: Mapping[ir.Node, Kind]) -> set[ir.Node]:
     return {before for before in node.predecessors() if kinds[before] is GRADIENT_NODE}
-
-
-def _behind(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` are computed by."""
-    wanted: set[ir.Value | None] = set(values)
-    found = set()
-    for node in reversed(graph):
-        if not wanted.isdisjoint(node.outputs):
-            found.add(node)
-            wanted.update(node.inputs, captured(node))
-    return found

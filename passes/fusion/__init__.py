@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
-import onnxscript.rewriter
-from onnxscript.rewriter import RewriteRuleClassBase
+from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
@@ -20,11 +19,12 @@ from passes.simplify import Simplify
 __all__ = ["Fuse"]
 
 
-def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], object]:
-    return lambda model: onnxscript.rewriter.rewrite(model, [rule.rule()])  # type: ignore[no-untyped-call]
+def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:
+    return RewriteRuleSet([rule.rule()]).apply_to_model  # type: ignore[no-untyped-call]
 
 
-FUSIONS: dict[str, Callable[[ir.Model], object]] = {
+# A name, and what rewrites a model and tells whether, or how often, it did.
+FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_weights": convolution_weights,
     "descent": _rewriting(Descent),
     "momentum": _rewriting(Momentum),
@@ -53,7 +53,6 @@ class Fuse(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model):
-            for name, fusion in FUSIONS.items():
-                if name not in self.leave_out:
-                    fusion(model)
-        Simplify().rewrite(model)
+            found = [fusion(model) for name, fusion in FUSIONS.items() if name not in self.leave_out]
+        if any(found):
+            Simplify().rewrite(model)

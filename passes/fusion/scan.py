@@ -7,23 +7,23 @@ import onnx_ir as ir
 from graphopt.emitter import Emitter, like
 
 
-def scan_products(model: ir.Model) -> None:
+def scan_products(model: ir.Model) -> bool:
     """Take sums of products a' b over the steps of a Scan, the gradients of recurrent weights, out of it.
 
     The sum over steps is the product of all steps' a and b, stacked: one large Gemm instead of as many small ones, and
     of as many sums the size of the weights. A step of an LSTM of 512 with 8 rows takes 42 ms instead of 70.
     """
+    scans = [node for node in model.graph if node.op_type == "Scan" and node.domain == ""]
     with Emitter(model) as op:
-        for node in [node for node in model.graph if node.op_type == "Scan" and node.domain == ""]:
-            _take_out(model, op, node)
+        return any([_take_out(model, op, node) for node in scans])
 
 
-def _take_out(model: ir.Model, op: Emitter, node: ir.Node) -> None:
+def _take_out(model: ir.Model, op: Emitter, node: ir.Node) -> bool:
     body = node.attributes["body"].as_graph()
     carried = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
     products = {i: gemm for i in range(carried) if (gemm := _summed(body, i)) is not None}
     if not products:
-        return
+        return False
     slices, stacks = len(node.inputs) - carried, len(node.outputs) - carried
     axes, ways = (
         list(node.attributes.get_ints(f"scan_output_{name}", [0] * stacks)) for name in ("axes", "directions")
@@ -87,6 +87,7 @@ def _take_out(model: ir.Model, op: Emitter, node: ir.Node) -> None:
     for i in [*kept, *range(carried, len(node.outputs))]:
         ir.convenience.replace_all_uses_with(node.outputs[i], outputs[i], replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
+    return True
 
 
 def _summed(body: ir.Graph, i: int) -> ir.Node | None:

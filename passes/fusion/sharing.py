@@ -10,12 +10,13 @@ from graphopt.inference import in_inference
 DISTRIBUTION = {"none": "Erf", "tanh": "Tanh"}
 
 
-def gelu(model: ir.Model) -> None:
+def gelu(model: ir.Model) -> bool:
     """Replace y = Gelu(x) by x Phi(x), where the gradient computes Phi(x), the normal distribution, anyway.
 
     In inference it is a Gelu again. A product takes a quarter of its time: 0.10 ms for 524288 elements, against 0.40.
     """
     nodes = [node for node in model.graph if node.op_type == "Gelu" and node.domain == ""]
+    replaced = False
     with Emitter(model) as op:
         for node in nodes:
             x, y = node.inputs[0], node.outputs[0]
@@ -27,6 +28,8 @@ def gelu(model: ir.Model) -> None:
             product = op.Mul(x, share)
             in_inference(product.producer(), operator=("Gelu", {"approximate": approximate}))
             ir.convenience.replace_all_uses_with(y, like(product, y), replace_graph_outputs=True)
+            replaced = True
+    return replaced
 
 
 def _distribution(x: ir.Value, op_type: str) -> ir.Value | None:
