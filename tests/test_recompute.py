@@ -16,7 +16,7 @@ from builders import mlp, model, run
 
 import graphopt
 import passes
-from graphopt import memory, models
+from graphopt import dataflow, memory, models
 from graphopt.report import report
 from graphopt.roles import Role, with_role
 
@@ -149,7 +149,7 @@ def test_every_copy_waits_for_a_gradient():
     (plain, other), _ = case("transformer", [None, "least"])
     seeds = {y.producer() for y in with_role(other, Role.LOSS)}
     assert seeds
-    forward = memory.forward_nodes(other)
+    forward = dataflow.forward_nodes(other)
     rerun = [
         node
         for node in other.graph
@@ -157,10 +157,10 @@ def test_every_copy_waits_for_a_gradient():
     ]
     assert rerun
     assert not [
-        n for n in plain.graph if n not in memory.forward_nodes(plain) and n.op_type == "LayerNormalization"
+        n for n in plain.graph if n not in dataflow.forward_nodes(plain) and n.op_type == "LayerNormalization"
     ]
     for node in rerun:
-        assert any(one.op_type == "Less" for one in memory.ancestors(node.inputs))
+        assert any(one.op_type == "Less" for one in dataflow.ancestors(node.inputs))
 
 
 @pytest.mark.parametrize("order", ["file", "runtime"])
@@ -170,7 +170,7 @@ def test_the_order_of_the_file_and_that_of_the_runtime_are_valid(order):
     assert len(nodes) == len(graph.graph)
     seen = set()
     for node in nodes:
-        assert {x.producer() for x in memory.reads(node)} - {None} <= seen
+        assert {x.producer() for x in dataflow.reads(node)} - {None} <= seen
         seen.add(node)
 
 
@@ -186,7 +186,7 @@ def test_nothing_is_kept_for_its_shape():
     inside = [
         node for node in graph.graph if node.op_type == "Shape" and node.inputs[0].producer() is not None
     ]
-    forward = memory.forward_nodes(graph)
+    forward = dataflow.forward_nodes(graph)
     assert [node for node in graph.graph if node.op_type == "Shape" and node not in forward]
     assert not [node for node in inside if node not in forward]
     assert not {x.producer().op_type for x in memory.saved(graph)} & {"Conv"}

@@ -11,7 +11,7 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
 from passes.fusion.convolution import convolution_weights
-from passes.fusion.scan import scan_products
+from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
 from passes.fusion.update import Descent, Momentum
 from passes.simplify import Simplify
@@ -30,6 +30,7 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "momentum": _rewriting(Momentum),
     "gelu": gelu,
     "scan_products": scan_products,
+    "scan_fission": scan_fission,
 }
 
 

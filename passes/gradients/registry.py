@@ -104,6 +104,11 @@ def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in named.items() if takes_all or name in names}
 
 
+def names(function: Callable[..., Any], name: str) -> bool:
+    """Tell whether `function` has a parameter of this name."""
+    return name in _parameters(function)[0]
+
+
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     parameters = inspect.signature(function).parameters

@@ -21,6 +21,7 @@ from passes.gradients.registry import (
     UNIFORM,
     Gradients,
     accepted,
+    names,
 )
 
 
@@ -95,9 +96,9 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
     """Emit the gradients of a node's inputs by its rule, which is given what it names."""
     rule = RULES[node.domain, node.op_type]
     named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
-    if "dys" in accepted(rule, {"dys": dys}):
+    if names(rule, "dys"):
         named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
-    elif "further" in accepted(rule, {"further": dys}):
+    elif names(rule, "further"):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
@@ -134,9 +135,10 @@ def zeros(op: Emitter, x: ir.Value) -> ir.Value:
 def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
     """Return an optional output of a node of the forward pass, added where it is missing."""
     node.resize_outputs(max(index + 1, len(node.outputs)))
-    for i, output in enumerate(node.outputs):
-        output.name = output.name or (f"{node.outputs[0].name}/{i}" if i == index else "")
+    for output in node.outputs:
+        output.name = output.name or ""
     output = node.outputs[index]
+    output.name = output.name or f"{next(y.name for y in node.outputs if y.name)}/{index}"
     output.type, output.shape = output.type or ir.TensorType(dtype), output.shape or shape
     return output
 

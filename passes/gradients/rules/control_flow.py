@@ -22,20 +22,22 @@ Sequences = list[
     tuple[Value, Value, int, int]
 ]  # of a Scan: a body's input, what it is a slice of, axis, direction
 
+KNOWN = "known_states"  # of a Scan: what some states are, by their index, at the start of each slice's step
+
 
 @rule("If")
 def if_(
     op: Emitter,
-    dy: Value,
+    dy: Value | None,
     condition: Value,
     *outer: Value,
-    dys: list[Value | None],
+    further: list[Value | None],
     active: frozenset[Value],
     then_branch: Graph,
     else_branch: Graph,
 ) -> Gradients:
     """Differentiate each branch by all that either of them captures."""
-    wrt = floating(x for x in outer if x in active)
+    wrt, dys = floating(x for x in outer if x in active), [dy, *further]
     branches = {"then_branch": copy(then_branch), "else_branch": copy(else_branch)}
     for branch in branches.values():
         with op.within(branch) as inner:
@@ -61,7 +63,15 @@ class Back:
     its outputs are both for the next step, and the gradients of the slices.
     """
 
-    def __init__(self, op: Emitter, node: Node, outer: Iterable[Value], skip: int, states: int) -> None:
+    def __init__(
+        self,
+        op: Emitter,
+        node: Node,
+        outer: Iterable[Value],
+        dys: Sequence[Value | None],
+        skip: int,
+        states: int,
+    ) -> None:
         """Differentiate the body of `node`, of which `skip` inputs and then `states` come first."""
         self.body = node.attributes["body"].as_graph()
         for value in (*self.body.inputs, *self.body.outputs):
@@ -77,7 +87,10 @@ class Back:
         self.outer = floating(outer)
         results = self.graph.outputs[max(skip - 1, 0) :]
         with op.within(self.graph) as inner:
-            self.ends = [inner.value_like(y) if is_differentiable(y) else None for y in results]
+            self.ends = [
+                inner.value_like(y) if is_differentiable(y) and (i < states or dys[i]) else None
+                for i, y in enumerate(results)
+            ]
             ends = [(y, dy) for y, dy in zip(results, self.ends, strict=True) if dy is not None]
             inputs = floating([*self.states, *self.slices])
             found = backward(inner, self.graph, added(inner, ends), [*inputs, *self.outer])
@@ -96,10 +109,10 @@ class Back:
 @rule("Scan")
 def scan(
     op: Emitter,
-    dy: Value,
+    dy: Value | None,
     *inputs: Value,
     node: Node,
-    dys: list[Value | None],
+    further: list[Value | None],
     active: frozenset[Value],
     num_scan_inputs: int,
     scan_input_axes: Sequence[int] = (),
@@ -110,12 +123,18 @@ def scan(
     """Scan the other way, over the states that each step began with, its slices and its outputs' gradients."""
     n, end = len(node.inputs) - num_scan_inputs, len(node.inputs)
     axes = [axis % len(dims_of(x)) for axis, x in zip(padded(scan_input_axes), inputs[n:end], strict=False)]
-    back = Back(op, node, (x for x in inputs[end:] if x in active), 0, n)
+    dys = [dy, *further]
+    back = Back(op, node, (x for x in inputs[end:] if x in active), dys, 0, n)
+    ways = padded(scan_input_directions)[: len(back.slices)]
+    turned = [1 - way for way in ways]
     length = dims_of(inputs[n])[axes[0]]
+    slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, ways, strict=True))
+    stacks = recomputed(op, node, back.body, slices)
     sequences: Sequences = [
-        (x, saved(node, back.body, i, length), 0, 1) for i, x in enumerate(back.states) if x.uses()
+        (x, stacks[i] if i in stacks else saved(node, back.body, i, length, ways[0]), 0, turned[0])
+        for i, x in enumerate(back.states)
+        if x.uses()
     ]
-    turned = [1 - way for way, _ in zip(padded(scan_input_directions), back.slices, strict=False)]
     sequences += [
         (x, sequence, axis, way)
         for x, sequence, axis, way in zip(back.slices, inputs[n:end], axes, turned, strict=True)
@@ -148,17 +167,18 @@ def scan(
 @rule("Loop")
 def loop(
     op: Emitter,
-    dy: Value,
+    dy: Value | None,
     trips: Value | None,
     condition: Value | None,
     *inputs: Value,
     node: Node,
-    dys: list[Value | None],
+    further: list[Value | None],
     active: frozenset[Value],
 ) -> Gradients:
     """Loop as often as the node did, and take what a step needs from where it was kept, the last first."""
     n = len(node.inputs) - 2
-    back = Back(op, node, (x for x in inputs[n:] if x in active), 2, n)
+    dys = [dy, *further]
+    back = Back(op, node, (x for x in inputs[n:] if x in active), dys, 2, n)
     number, going = back.leading
     numbers = saved(node, back.body, 0, None)
     count = op.Squeeze(op.Shape(numbers), [0])
@@ -248,8 +268,43 @@ def emit(
     return outputs
 
 
-def saved(node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | None) -> Value:
-    """Return a further output of a loop, added where it is missing: what an input of its body is in each step."""
+def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[int, Value]:
+    """Return what the states of a Scan are at the start of each step where some are known: by a Scan of the others."""
+    known: dict[int, Value] = node.meta.get(KNOWN, {})
+    states = len(body.inputs) - len(slices)
+    others = [i for i in range(states) if i not in known]
+    if not known or not others:
+        return known
+    body = copy(body)
+    rows = list(body.inputs)
+    with op.within(body) as inner:
+        body.inputs[:] = [rows[i] for i in others]
+        finish(inner, body, [*(body.outputs[i] for i in others), *body.inputs])
+    _, sequence, axis, way = slices[0]
+    stacked = [
+        Value(type=rows[i].type, shape=ir.Shape([dims_of(sequence)[axis], *dims_of(rows[i])])) for i in others
+    ]
+    starts = [x for i in others if (x := node.inputs[i]) is not None]
+    found = emit_scan(
+        op,
+        body,
+        starts,
+        [*((rows[i], x, 0, way) for i, x in known.items())]
+        + [(row, *rest) for row, (_, *rest) in zip(rows[states:], slices, strict=True)],
+        [*starts, *stacked],
+        scan_output_axes=[0] * len(others),
+        scan_output_directions=[way] * len(others),
+    )
+    return known | dict(zip(others, found[len(others) :], strict=True))
+
+
+def saved(
+    node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | None, way: int | None = None
+) -> Value:
+    """Return a further output of a loop, added where it is missing: what an input of its body is in each step.
+
+    That of a Scan is in the order of steps if `way` is 0, and 1 the other way.
+    """
     x = body.inputs[index]
     name = f"{next(y.name for y in node.outputs if y.name)}/{x.name}"
     for y in node.outputs:
@@ -261,10 +316,11 @@ def saved(node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | No
     node.resize_outputs(len(node.outputs) + 1)
     stack = node.outputs[-1]
     stack.name, stack.type, stack.shape = name, x.type, ir.Shape([length, *dims_of(x)])
-    for attribute in ("scan_output_axes", "scan_output_directions"):
-        if attribute in node.attributes:
-            ways = [*node.attributes.get_ints(attribute), 0]
-            node.attributes.add(ir.AttrInt64s(attribute, ways))
+    if way is not None:
+        stacks = len(node.outputs) - (len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)) - 1
+        for attribute, last in (("scan_output_axes", 0), ("scan_output_directions", way)):
+            others = node.attributes.get_ints(attribute, None) or [0] * stacks
+            node.attributes.add(ir.AttrInt64s(attribute, [*others, last]))
     return stack
 
 

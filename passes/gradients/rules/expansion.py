@@ -25,10 +25,10 @@ def expansion(*op_types: str) -> Callable[[Expansion], Rule]:
     def register(function: Expansion) -> Rule:
         def differentiated(
             op: Emitter,
-            dy: Value,
+            dy: Value | None,
             *inputs: Value,
             node: Node,
-            dys: list[Value | None],
+            further: list[Value | None],
             active: frozenset[Value],
             **named: Any,
         ) -> Gradients:
@@ -37,7 +37,7 @@ def expansion(*op_types: str) -> Callable[[Expansion], Rule]:
             start = len(graph)
             outputs = function(op, *inputs, **accepted(function, named | {"node": node}))
             part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
-            pairs = zip(outputs, dys, strict=False)
+            pairs = zip(outputs, [dy, *further], strict=False)
             seeds = {y: like(op.Identity(dy), y) for y, dy in pairs if dy is not None}
             wrt = [x for x in dict.fromkeys(inputs) if x in active and is_differentiable(x)]
             gradients = backward(op, part, seeds, wrt)

@@ -13,9 +13,9 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.rules.control_flow import KNOWN, Step, scan_over
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.walk import dims_of
+from passes.gradients.walk import dims_of, further_output
 
 Activation = Callable[[Any, Value], Value]
 Cell = Callable[..., list[Value]]
@@ -113,11 +113,15 @@ def expanded(
         *(parts(op, v, len(ways), layout) for v in ([h, c] if node.op_type == "LSTM" else [h])), strict=True
     )
     functions = activations(node, len(ways), **attributes)
+    y = further_output(node, 0, x.dtype, ir.Shape([*dims_of(x)[:1], len(ways), *dims_of(x)[1:2], width(r)]))
+    known = parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
     results = []
-    for reverse, (wi, ri, bi, pi), initial, chosen in zip(ways, weights, states, functions, strict=True):
+    for reverse, (wi, ri, bi, pi), initial, chosen, hs in zip(
+        ways, weights, states, functions, known, strict=True
+    ):
         gates, cell = prepared(op, node.op_type, x, wi, ri, bi, pi, chosen, **attributes)
         start = [state if state is not None else no_state(op, x, ri) for state in initial]
-        results.append(run(op, cell, start, gates, lengths, reverse))
+        results.append(run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
     return [
@@ -159,9 +163,18 @@ def prepared(
 
 
 def run(
-    op: Emitter, cell: Cell, states: Sequence[Value], gates: Value, lengths: Value | None, reverse: bool
+    op: Emitter,
+    cell: Cell,
+    states: Sequence[Value],
+    gates: Value,
+    known: Value,
+    lengths: Value | None,
+    reverse: bool,
 ) -> list[Value]:
-    """Return the output of all steps, 0 after a sequence's end, and the states at the end of each sequence."""
+    """Return the output of all steps, 0 after a sequence's end, and the states at the end of each sequence.
+
+    The output is `known` from the operator itself: its states need not be computed again to differentiate a step.
+    """
 
     def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
         following = cell(op, *states, slices[0])
@@ -171,15 +184,34 @@ def run(
         return kept, [slices[1] * following[0]]
 
     if lengths is None:
-        *lasts, y = scan_over(op, step, states, [gates], reverse)
-        return [y, *lasts]
+        return scanned(op, step, states, [gates], known, reverse)
     count = op.Squeeze(op.Shape(gates, start=0, end=1), [0])
     inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
     mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
     mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
     turn = (lambda v: like(op.ReverseSequence(v, lengths), v)) if reverse else (lambda v: v)
-    *lasts, y = scan_over(op, step, states, [turn(gates), mask])
+    y, *lasts = scanned(op, step, states, [turn(gates), mask], turn(known))
     return [turn(y), *lasts]
+
+
+def scanned(
+    op: Emitter,
+    step: Step,
+    states: Sequence[Value],
+    sequences: Sequence[Value],
+    known: Value,
+    reverse: bool = False,
+) -> list[Value]:
+    """Return the output of all steps, and the last states, by a Scan that is told its first state in each step."""
+    *lasts, y = scan_over(op, step, states, sequences, reverse)
+    first = op.Unsqueeze(states[0], [0])
+    before = (
+        (op.Slice(known, [1], [2**31], [0]), first) if reverse else (first, op.Slice(known, [0], [-1], [0]))
+    )
+    scan = y.producer()
+    assert scan is not None
+    scan.meta[KNOWN] = {0: like(op.Concat(*before, axis=0), known)}
+    return [y, *lasts]
 
 
 def activations(
