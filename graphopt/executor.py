@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pkgutil
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt import inference
 from graphopt.checkpoint import Property, load_state, save_state
@@ -19,8 +21,8 @@ from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.loading import Source, load
-from graphopt.program import FED, Pace, Program, Reported
-from graphopt.roles import STATE, UNTRAINED, Role, role_of, with_role
+from graphopt.program import Pace, Program, Reported
+from graphopt.roles import FED, STATE, UNTRAINED, Role, role_of, with_role
 from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP, take_initial
 
 if TYPE_CHECKING:
@@ -145,25 +147,14 @@ class Executor:
         chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
         if chosen is None and not self._device.on_cpu:
             chosen = 1
-        waiting: list[Mapping[str, Tensor]] = []
-        shapes = None
-        for batch in batches:
-            found = [
-                (name, array.shape if type(array) is np.ndarray else None) for name, array in batch.items()
-            ]
-            if waiting and found != shapes:
-                yield from self._call(waiting)
-                waiting = []
-            shapes = found
-            waiting.append(batch)
-            if len(waiting) >= (chosen or self._pace.steps):
-                yield from self._call(waiting)
-                waiting = []
-        yield from self._call(waiting)
+        left = iter(batches)
+        while waiting := list(itertools.islice(left, chosen or self._pace.steps)):
+            for _, alike in itertools.groupby(waiting, _shapes):
+                yield from self._call(list(alike))
 
     def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Reported]:
         """Run a step on each of some batches of one shape, in one call."""
-        first = batches[0] if batches else {}
+        first = batches[0]
         stackable = (
             all(isinstance(x, np.ndarray) for x in first.values()) and first.keys() <= self.inputs.keys()
         )
@@ -173,18 +164,25 @@ class Executor:
                     reported = self.step(batch)
                 yield reported
             return
+        with self._pace.timed(len(batches)):
+            reported = self._at_once(batches)
+        columns = {name: array.tolist() if array.ndim == 1 else array for name, array in reported.items()}
+        for i in range(len(batches)):
+            yield {name: column[i] for name, column in columns.items()}
+
+    def _at_once(self, batches: Sequence[Mapping[str, Tensor]]) -> Reported:
+        """Run a step on each of some batches of one shape, stacked, and return what they report, stacked."""
         if self._several is None:
-            model = self._model.clone()
+            model = self._reporting.clone()
             pkgutil.resolve_name("passes:Unroll")()(model)
             self._several = self._compiled(model)
-        stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        stacked = {name: np.array([batch[name] for batch in batches]) for name in batches[0]}
         self._several.check(stacked)
         reported = self._several.run(self._current, stacked)
         if self._accept(reported):
             self._current ^= 1
             self.steps += len(batches)
-        for i in range(len(batches)):
-            yield {name: _python(array[i]) for name, array in reported.items()}
+        return reported
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
@@ -400,10 +398,22 @@ class Executor:
 
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
-        self._program = self._compiled(self._model)
+        self._reporting = self._pruned()
+        self._program = self._compiled(self._reporting)
         self._several = None
         self._pace = Pace()
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
+
+    def _pruned(self) -> ir.Model:
+        """Return the training graph without what computes outputs that are not reported."""
+        if self._report == self.outputs:
+            return self._model
+        model = self._model.clone()
+        model.graph.outputs[:] = [
+            y for y in model.graph.outputs if role_of(y) is Role.NEXT or y.name in self._report
+        ]
+        RemoveUnusedNodesPass()(model)
+        return model
 
     def _compiled(self, model: ir.Model) -> Program:
         return Program(
@@ -480,6 +490,10 @@ def _checked_count(steps_per_call: int | None) -> int | None:
     if steps_per_call is not None and steps_per_call < 1:
         raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {steps_per_call}")
     return steps_per_call
+
+
+def _shapes(batch: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+    return [(name, getattr(tensor, "shape", None)) for name, tensor in batch.items()]
 
 
 def _python(array: np.ndarray) -> Any:

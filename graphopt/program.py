@@ -16,7 +16,7 @@ from onnxscript.optimizer import fold_constants
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input, check_shared, shared_dimensions
-from graphopt.roles import Role, with_role
+from graphopt.roles import FED, Role, with_role
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -25,8 +25,6 @@ Reported = dict[str, Any]
 Buffers = Mapping[str, "onnxruntime.OrtValue"]
 
 SMALL = 4096  # bytes
-
-FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 
 
 class Program:
@@ -242,23 +240,33 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 
 
 class Pace:
-    """Chooses how many steps a call does: as many as take `CALL` seconds, by the time of the first steps."""
+    """Chooses how many steps a call does, by the time of a step alone and of a step among several.
+
+    At first steps run alone, then in calls of as many as take `CALL` seconds; what was faster stays.
+    """
 
     CALL = 2e-3
     MOST = 64
+    TRIED = 5  # steps alone, and calls of several, the first of which makes the graph
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []
+        self._alone: list[float] = []
+        self._together: list[float] = []
 
     @property
     def steps(self) -> int:
-        if len(self._seconds) < 5:
+        if len(self._alone) < self.TRIED:
             return 1
-        return max(1, min(self.MOST, int(self.CALL / statistics.median(self._seconds))))
+        alone = statistics.median(self._alone)
+        if len(self._together) == self.TRIED and statistics.median(self._together[1:]) > alone:
+            return 1
+        return max(1, min(self.MOST, int(self.CALL / alone)))
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
+    def timed(self, steps: int = 1) -> Iterator[None]:
+        """Take the time of a call of some steps."""
+        taken = self._alone if steps == 1 else self._together
         start = time.perf_counter()
         yield
-        if len(self._seconds) < 5:
-            self._seconds.append(time.perf_counter() - start)
+        if len(taken) < self.TRIED:
+            taken.append((time.perf_counter() - start) / steps)

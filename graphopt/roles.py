@@ -45,6 +45,7 @@ class Role(enum.Enum):
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
+FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
 
 

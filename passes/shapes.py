@@ -214,31 +214,47 @@ def sizes_of_inputs(model: ir.Model) -> None:
 
     A value of which only the shape is read would be kept until then.
     """
-    places: dict[str | None, tuple[ir.Value, int]] = {}
-    for x in model.graph.inputs:
-        for axis, dim in enumerate(x.shape or ()):
-            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-                places.setdefault(dim.value, (x, axis))
     forward = forward_nodes(model)
+    inner = [
+        node
+        for node in model.graph
+        if node.op_type == "Shape" and node not in forward and node.inputs[0] not in model.graph.inputs
+    ]
     with Emitter(model) as op:
-        for node in [node for node in model.graph if node.op_type == "Shape" and node not in forward]:
-            value = node.inputs[0]
-            if value is None or value.producer() is None or value.shape is None:
-                continue
-            start, end = (
-                node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape)))
-            )
-            dims = list(value.shape)[start:end]
-            if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
-                sizes = [_size(op, dim, places) for dim in dims]
-                whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
-                ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+        read_sizes(op, inner, places_of(model.graph.inputs))
     model.graph.sort()
 
 
-def _size(
-    op: Emitter, dim: int | ir.SymbolicDim, places: Mapping[str | None, tuple[ir.Value, int]]
-) -> ir.Value:
+Places = Mapping[str | None, tuple[ir.Value, int]]  # a dimension's name, and an axis of a value that has it
+
+
+def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
+    """Return where the dimensions of some values are found, their axes before `first` left out."""
+    places: dict[str | None, tuple[ir.Value, int]] = {}
+    for x in values:
+        for axis, dim in list(enumerate(x.shape or ()))[first:]:
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                places.setdefault(dim.value, (x, axis))
+    return places
+
+
+def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
+    """Let readers of Shape and Size nodes read off the values in `places`, where these have all dimensions."""
+    for node in nodes:
+        value = node.inputs[0]
+        if value is None or value.shape is None:
+            continue
+        start, end = (node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape))))
+        dims = list(value.shape)[start:end]
+        if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
+            sizes = [_size(op, dim, places) for dim in dims]
+            whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
+            if node.op_type == "Size":
+                whole = op.ReduceProd(whole, keepdims=0)
+            ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+
+
+def _size(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
     """Return a size as a vector of one element."""
     if isinstance(dim, int):
         return op.constant(np.array([dim], np.int64))

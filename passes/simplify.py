@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 import onnxscript.rewriter
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.rules.common import (
     cast_cast_rule,
     expand_before_binary_op_rules,
@@ -26,10 +28,34 @@ from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
 
 __all__ = ["Simplify"]
 
+
+class ReciprocalOf(RewriteRuleClassBase):
+    """1 / x: ONNX Runtime turns (1 / x) y into y / x where it sees both, which takes longer and rounds otherwise."""
+
+    def pattern(self, op: Any, one: Any, x: Any) -> Any:
+        return op.Div(one, x)
+
+    def check(self, context: Any, one: ir.Value, x: ir.Value, **_: Any) -> MatchResult:
+        result, tensor = MatchResult(), ir.convenience.get_const_tensor(one)
+        if tensor is None or tensor.size != 1 or tensor.numpy().item() != 1:
+            return result.fail("no 1")
+        if x.dtype is None or not x.dtype.is_floating_point():
+            return result.fail("a division of integers")
+        return (
+            result
+            if x.shape is not None and len(tensor.shape) <= len(x.shape)
+            else result.fail("another shape")
+        )
+
+    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
+        return op.Reciprocal(x)
+
+
 # Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
 # By an operator that each of them replaces: where it is missing, none of them is tried on any node.
 RULES = {
     "Cast": [cast_cast_rule, no_op_cast_rule],
+    "Div": [ReciprocalOf.rule()],  # type: ignore[no-untyped-call]
     "Expand": [no_op_expand_rule],
     "Reshape": [reshape_reshape_rule],
     "Transpose": [no_op_transpose_rule, transpose_transpose_rule],

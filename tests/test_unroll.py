@@ -72,7 +72,7 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
     assert len(list(executor.run(BATCHES))) == 50
     assert executor.steps == 50
     assert executor._pace.steps > 1
-    executor._pace._seconds[:] = [0.1] * 5
+    executor._pace._alone[:] = [0.1] * 5
     assert executor._pace.steps == 1
 
 
