@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,22 +24,38 @@ def in_inference(
     *,
     inputs: Mapping[int, str] | None = None,
     same_as: int | None = None,
-    operator: tuple[str, Mapping[str, str]] | None = None,
+    operator: tuple[str, Mapping[str, Any]] | None = None,
+    read: Sequence[str] | None = None,
+    output: int = 0,
 ) -> None:
     """Note how inference differs from training.
 
-    Some inputs are others, by name; or the output is an input, or an operator, with attributes, of the first input.
+    Some inputs are others, by name; or the output is an input; or it is an `output` of an operator, with attributes,
+    of the values that it is to `read`, by name, "" where one is left out, or of the first input.
     """
-    changes = {"inputs": inputs or {}, "same_as": same_as, "operator": operator}
+    changes = {
+        "inputs": inputs or {},
+        "same_as": same_as,
+        "operator": operator,
+        "read": read,
+        "output": output,
+    }
     node.outputs[0].metadata_props[_INFERENCE] = json.dumps(changes)
 
 
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     """Return the part of a training graph that computes `outputs`, in its inference form, and what it needs."""
-    graph = ir.convenience.extract(model.graph, list(model.graph.inputs), list(outputs))
-    extracted = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+    def needed(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
+        part = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
+        return ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+    extracted = needed(model.graph, outputs)
     with outputs_kept(extracted):
-        _switch_to_inference(graph)
+        _switch_to_inference(extracted.graph)
+    # Again, as what the bodies of nodes without a use read counts as used.
+    extracted = needed(extracted.graph, extracted.graph.outputs)
+    graph = extracted.graph
     IdentityEliminationPass()(extracted)
     RemoveUnusedNodesPass()(extracted)
     for value in list(graph.inputs):
@@ -51,6 +68,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
 
 def _switch_to_inference(graph: ir.Graph) -> None:
     inputs = {value.name: value for value in graph.inputs}
+    made: dict[str, ir.Node] = {}
     for node in list(graph):
         noted = node.outputs[0].metadata_props.pop(_INFERENCE, None)
         if noted is None:
@@ -63,14 +81,29 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             assert same is not None
             ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
         if changes["operator"] is not None:
-            op_type, attributes = changes["operator"]
-            other = ir.node(op_type, [node.inputs[0]], attributes)
-            graph.insert_before(node, other)
-            other.outputs[0].name = f"{node.outputs[0].name}/{op_type}"
-            other.outputs[0].type, other.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-            ir.convenience.replace_all_uses_with(
-                node.outputs[0], other.outputs[0], replace_graph_outputs=True
-            )
+            y = node.outputs[0]
+            other = _operator(graph, node, made, changes)
+            other.name, y.name = y.name, f"{y.name}/training"
+            other.type, other.shape = y.type, y.shape
+            ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
+
+
+def _operator(
+    graph: ir.Graph, place: ir.Node, made: dict[str, ir.Node], changes: Mapping[str, Any]
+) -> ir.Value:
+    """Return an output of the operator that does in inference what a node does in training, made once for all."""
+    (op_type, attributes), read = changes["operator"], changes["read"]
+    key = json.dumps([op_type, attributes, read])
+    if read is None or key not in made:
+        values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+        inputs = [place.inputs[0]] if read is None else [values[name] if name else None for name in read]
+        made[key] = ir.node(op_type, inputs, attributes)
+        graph.insert_before(place, made[key])
+    node, index = made[key], changes["output"]
+    node.resize_outputs(max(index + 1, len(node.outputs)))
+    for y in node.outputs:
+        y.name = y.name or ""
+    return node.outputs[index]
 
 
 def trained(

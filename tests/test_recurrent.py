@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import builders
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -20,6 +21,7 @@ from torch import nn
 import graphopt
 import passes
 from graphopt import testing
+from passes.gradients.rules import recurrent
 
 STEPS, ROWS, FEATURES, HIDDEN = 3, 2, 2, 2
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -120,18 +122,25 @@ def in_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict
 
 
 @functools.cache
-def proved(variant: Variant) -> dict[str, np.ndarray]:
+def proved(variant: Variant, large: bool) -> dict[str, np.ndarray]:
     return testing.check_gradient(model_of(variant, np.float64), inputs(variant, np.float64))
 
 
+@pytest.fixture(params=["kernel", "scan"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether states of all sizes count as large: a Scan goes forward in training, in place of the operator."""
+    monkeypatch.setattr(recurrent, "LARGE", 0 if request.param == "scan" else 10**9)
+    return request.param == "scan"
+
+
 @each_variant
-def test_gradient_equals_finite_differences(variant: Variant) -> None:
-    proved(variant)
+def test_gradient_equals_finite_differences(variant: Variant, large: bool) -> None:
+    proved(variant, large)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.runtime], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool) -> None:
+def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool, large: bool) -> None:
     model, feeds = model_of(variant, np.float32, dynamic), inputs(variant, np.float32)
     outputs = testing.run(ir.from_proto(model), feeds)
     for name, y in in_onnxruntime(model, feeds).items():
@@ -139,8 +148,42 @@ def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool) ->
     gradients = testing.gradient_model(model)
     ir.passes.common.RemoveUnusedNodesPass()(gradients)
     found = in_onnxruntime(ir.to_proto(gradients), feeds | testing.random_seeds(outputs))
-    for name, expected in proved(variant).items():
+    for name, expected in proved(variant, large).items():
         assert testing.distance(found[f"{name}.grad"], expected) <= 2e-5, name
+
+
+@pytest.mark.parametrize("hidden", [8, 64])
+@pytest.mark.parametrize("op_type", GATES)
+def test_inference_has_the_operator_again(op_type: str, hidden: int) -> None:
+    random, gates = np.random.default_rng(0), GATES[op_type] * hidden
+    arrays = {
+        "w": random.normal(0, 0.3, (2, gates, 3)),
+        "r": random.normal(0, 0.3, (2, gates, hidden)),
+        "b": random.normal(0, 0.3, (2, 2 * gates)),
+        "head": random.normal(0, 0.3, (2 * hidden, 4)),
+    }
+    proto = builders.model(
+        f"""g (float[T,N,3] x) => (float[N,4] y) {{
+            s, last = {op_type}<hidden_size = {hidden}, direction = "bidirectional">(x, w, r, b)
+            t = Transpose<perm = [1, 0, 2]>(last)
+            f = Flatten(t)
+            y = MatMul(f, head)
+        }}""",
+        **arrays,
+    )
+    step = graphopt.compile(proto, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    assert [node.op_type for node in step.graph].count(op_type) == (hidden < recurrent.LARGE)
+    executor = graphopt.Executor(step, threads=1)
+    x = random.standard_normal((5, 6, 3), np.float32)
+    before = executor.predict(x=x)["y"]
+    np.testing.assert_allclose(executor.step(x=x, target=np.arange(6) % 4)["y"], before, rtol=1e-4, atol=1e-6)
+    trained = executor.trained()
+    assert [node.op_type for node in trained.graph.node] == [node.op_type for node in proto.graph.node]
+    expected = in_onnxruntime(trained, {"x": x})["y"]
+    assert np.abs(expected - before).max() > 1e-3
+    np.testing.assert_allclose(
+        executor.step(x=x, target=np.arange(6) % 4)["y"], expected, rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("op_type", GATES)

@@ -11,21 +11,25 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
 from passes.fusion.convolution import convolution_weights
+from passes.fusion.descent import Factors, scaled_gradients
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
-from passes.fusion.update import Descent, Momentum
+from passes.fusion.update import Descent, Momentum, Sum
 from passes.simplify import Simplify
 
 __all__ = ["Fuse"]
 
 
 def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:
-    return RewriteRuleSet([rule.rule()]).apply_to_model  # type: ignore[no-untyped-call]
+    return RewriteRuleSet([rule.rule()], commute=True).apply_to_model  # type: ignore[no-untyped-call]
 
 
 # A name, and what rewrites a model and tells whether, or how often, it did.
 FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_weights": convolution_weights,
+    "scaled_gradients": scaled_gradients,
+    "factors": _rewriting(Factors),
+    "sum": _rewriting(Sum),
     "descent": _rewriting(Descent),
     "momentum": _rewriting(Momentum),
     "gelu": gelu,

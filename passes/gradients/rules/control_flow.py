@@ -22,7 +22,10 @@ Sequences = list[
     tuple[Value, Value, int, int]
 ]  # of a Scan: a body's input, what it is a slice of, axis, direction
 
-KNOWN = "known_states"  # of a Scan: what some states are, by their index, at the start of each slice's step
+# Of a Scan: what some states are, by their index, at the start of each slice's step.
+KNOWN = "known_states"
+# Of a Scan: what its gradient reads of a step is saved, not computed again.
+SAVING = "saving"
 
 
 @rule("If")
@@ -81,12 +84,14 @@ class Back:
                     f"but {value.type}: freeze what is before it"
                 )
         self.graph = copy(self.body)
+        self.forward = dict(zip(self.graph, self.body, strict=True))
         self.leading = list(self.graph.inputs[:skip])
         self.states = list(self.graph.inputs[skip : skip + states])
         self.slices = list(self.graph.inputs[skip + states :])
         self.outer = floating(outer)
         results = self.graph.outputs[max(skip - 1, 0) :]
         with op.within(self.graph) as inner:
+            self.inner = inner
             self.ends = [
                 inner.value_like(y) if is_differentiable(y) and (i < states or dys[i]) else None
                 for i, y in enumerate(results)
@@ -104,6 +109,19 @@ class Back:
                 for total, x in zip(totals, self.outer, strict=True)
             ]
             finish(inner, self.graph, [*gradients[:carried], *sums, *gradients[carried:]])
+
+    def kept(self) -> list[tuple[Value, Value]]:
+        """Make what the step back reads of the step itself inputs of its body; return them and the step's values."""
+        found = []
+        for node, original in self.forward.items():
+            for x, y in zip(node.outputs, original.outputs, strict=True) if node.inputs else ():
+                users = [(user, i) for user, i in x.uses() if user not in self.forward]
+                if users:
+                    found.append((self.inner.value_like(x), y))
+                for user, i in users:
+                    user.replace_input_with(i, found[-1][0])
+        common.RemoveUnusedNodesPass()(ir.Model(self.graph, ir_version=10))
+        return found
 
 
 @rule("Scan")
@@ -130,11 +148,10 @@ def scan(
     length = dims_of(inputs[n])[axes[0]]
     slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, ways, strict=True))
     stacks = recomputed(op, node, back.body, slices)
-    sequences: Sequences = [
-        (x, stacks[i] if i in stacks else saved(node, back.body, i, length, ways[0]), 0, turned[0])
-        for i, x in enumerate(back.states)
-        if x.uses()
-    ]
+    kept = back.kept() if SAVING in node.meta else []
+    kept += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
+    sequences: Sequences = [(x, saved(node, back.body, y, length, ways[0]), 0, turned[0]) for x, y in kept]
+    sequences += [(x, stacks[i], 0, turned[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks]
     sequences += [
         (x, sequence, axis, way)
         for x, sequence, axis, way in zip(back.slices, inputs[n:end], axes, turned, strict=True)
@@ -180,10 +197,14 @@ def loop(
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[n:] if x in active), dys, 2, n)
     number, going = back.leading
-    numbers = saved(node, back.body, 0, None)
+    numbers = saved(node, back.body, back.body.inputs[0], None)
     count = op.Squeeze(op.Shape(numbers), [0])
     last = op.Sub(count, 1)
-    kept = [(x, saved(node, back.body, 2 + i, None)) for i, x in enumerate(back.states) if x.uses()]
+    kept = [
+        (x, saved(node, back.body, back.body.inputs[2 + i], None))
+        for i, x in enumerate(back.states)
+        if x.uses()
+    ]
     kept += [
         (x, dy) for x, dy in zip(back.ends[n:], dys[n:], strict=False) if x is not None and dy and x.uses()
     ]
@@ -289,8 +310,8 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
         op,
         body,
         starts,
-        [*((rows[i], x, 0, way) for i, x in known.items())]
-        + [(row, *rest) for row, (_, *rest) in zip(rows[states:], slices, strict=True)],
+        [(rows[i], x, 0, way) for i, x in known.items()]
+        + [(row, *it[1:]) for row, it in zip(rows[states:], slices, strict=True)],
         [*starts, *stacked],
         scan_output_axes=[0] * len(others),
         scan_output_directions=[way] * len(others),
@@ -299,20 +320,21 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
 
 
 def saved(
-    node: Node, body: Graph, index: int, length: int | ir.SymbolicDim | None, way: int | None = None
+    node: Node, body: Graph, x: Value, length: int | ir.SymbolicDim | None, way: int | None = None
 ) -> Value:
-    """Return a further output of a loop, added where it is missing: what an input of its body is in each step.
+    """Return a further output of a loop, added where it is missing: what a value of its body is in each step.
 
     That of a Scan is in the order of steps if `way` is 0, and 1 the other way.
     """
-    x = body.inputs[index]
     name = f"{next(y.name for y in node.outputs if y.name)}/{x.name}"
     for y in node.outputs:
         if y.name == name:
             return y
-    kept = ir.node("Identity", [x], outputs=[Value(name=f"{name}/kept", type=x.type, shape=x.shape)])
-    body.append(kept)
-    body.outputs.append(kept.outputs[0])
+    if x.producer() is None or x in body.outputs:
+        kept = ir.node("Identity", [x], outputs=[Value(name=f"{name}/kept", type=x.type, shape=x.shape)])
+        body.append(kept)
+        x = kept.outputs[0]
+    body.outputs.append(x)
     node.resize_outputs(len(node.outputs) + 1)
     stack = node.outputs[-1]
     stack.name, stack.type, stack.shape = name, x.type, ir.Shape([length, *dims_of(x)])
@@ -355,7 +377,9 @@ def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value
 
 def finish(op: Emitter, body: Graph, results: Iterable[Value]) -> None:
     """Make `results` the outputs of a body, each a value of its own, and drop what none of them needs."""
-    outputs = [like(op.Identity(y), y) for y in results]
-    body.outputs.clear()
-    body.outputs.extend(outputs)
+    outputs: list[Value] = []
+    for y in results:
+        own = y.producer() is not None and y.graph is body and y not in outputs
+        outputs.append(y if own else like(op.Identity(y), y))
+    body.outputs[:] = outputs
     common.RemoveUnusedNodesPass()(ir.Model(body, ir_version=10))

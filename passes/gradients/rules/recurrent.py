@@ -13,7 +13,8 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradients.rules.control_flow import KNOWN, Step, scan_over
+from graphopt.inference import in_inference
+from passes.gradients.rules.control_flow import KNOWN, SAVING, Step, scan_over
 from passes.gradients.rules.expansion import expansion
 from passes.gradients.walk import dims_of, further_output
 
@@ -84,6 +85,10 @@ def lstm(
     return [o * squash(op, following), following]
 
 
+# From this many units on, a step's products take longer than the calls of its operators one by one: the Scan takes the
+# operator's place in training, and keeps its gates for the gradient. Below, the operator's own kernel goes forward.
+LARGE = 32
+
 CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
@@ -113,8 +118,12 @@ def expanded(
         *(parts(op, v, len(ways), layout) for v in ([h, c] if node.op_type == "LSTM" else [h])), strict=True
     )
     functions = activations(node, len(ways), **attributes)
-    y = further_output(node, 0, x.dtype, ir.Shape([*dims_of(x)[:1], len(ways), *dims_of(x)[1:2], width(r)]))
-    known = parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
+    known: list[Value | None] = [None] * len(ways)
+    if width(r) < LARGE:
+        assert x.dtype is not None
+        steps, rows, _ = dims_of(x)
+        y = further_output(node, 0, x.dtype, ir.Shape([steps, len(ways), rows, width(r)]))
+        known = parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
     results = []
     for reverse, (wi, ri, bi, pi), initial, chosen, hs in zip(
         ways, weights, states, functions, known, strict=True
@@ -124,10 +133,13 @@ def expanded(
         results.append(run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
-    return [
+    outputs = [
         op.Transpose(y, perm=[2, 0, 1, 3]) if layout else y,
         *(stacked(op, last, layout) for last in lasts),
     ]
+    if width(r) >= LARGE:
+        stand_in(node, outputs)
+    return outputs
 
 
 def prepared(
@@ -162,18 +174,32 @@ def prepared(
     return gates, lambda op, *values: CELLS[op_type](op, *values, *extra, *functions)
 
 
+def stand_in(node: Node, outputs: Sequence[Value]) -> None:
+    """Let `outputs` be those of a recurrent operator in training; in inference they are its own."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
+    for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
+        producer = y.producer()
+        assert producer is not None
+        if own.name:
+            y.metadata_props.update(own.metadata_props)
+            y.name, own.name = own.name, f"{own.name}/replaced"
+            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+            in_inference(producer, operator=(node.op_type, attributes), read=inputs, output=i)
+
+
 def run(
     op: Emitter,
     cell: Cell,
     states: Sequence[Value],
     gates: Value,
-    known: Value,
+    known: Value | None,
     lengths: Value | None,
     reverse: bool,
 ) -> list[Value]:
     """Return the output of all steps, 0 after a sequence's end, and the states at the end of each sequence.
 
-    The output is `known` from the operator itself: its states need not be computed again to differentiate a step.
+    Where the output is `known` from the operator itself, its states are not computed again to differentiate a step.
     """
 
     def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -189,8 +215,11 @@ def run(
     inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
     mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
     mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
-    turn = (lambda v: like(op.ReverseSequence(v, lengths), v)) if reverse else (lambda v: v)
-    y, *lasts = scanned(op, step, states, [turn(gates), mask], turn(known))
+
+    def turn(v: Value) -> Value:
+        return like(op.ReverseSequence(v, lengths), v) if reverse else v
+
+    y, *lasts = scanned(op, step, states, [turn(gates), mask], known and turn(known))
     return [turn(y), *lasts]
 
 
@@ -199,18 +228,20 @@ def scanned(
     step: Step,
     states: Sequence[Value],
     sequences: Sequence[Value],
-    known: Value,
+    known: Value | None,
     reverse: bool = False,
 ) -> list[Value]:
-    """Return the output of all steps, and the last states, by a Scan that is told its first state in each step."""
+    """Return the output of all steps, and the last states, by a Scan that knows its output or saves what it does."""
     *lasts, y = scan_over(op, step, states, sequences, reverse)
-    first = op.Unsqueeze(states[0], [0])
-    before = (
-        (op.Slice(known, [1], [2**31], [0]), first) if reverse else (first, op.Slice(known, [0], [-1], [0]))
-    )
     scan = y.producer()
     assert scan is not None
-    scan.meta[KNOWN] = {0: like(op.Concat(*before, axis=0), known)}
+    if known is None:
+        scan.meta[SAVING] = True
+    else:
+        first = op.Unsqueeze(states[0], [0])
+        rest = op.Slice(known, [1], [2**31], [0]) if reverse else op.Slice(known, [0], [-1], [0])
+        before = op.Concat(*((rest, first) if reverse else (first, rest)), axis=0)
+        scan.meta[KNOWN] = {0: like(before, known)}
     return [y, *lasts]
 
 
