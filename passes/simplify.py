@@ -35,8 +35,9 @@ class ReciprocalOf(RewriteRuleClassBase):
     def pattern(self, op: Any, one: Any, x: Any) -> Any:
         return op.Div(one, x)
 
-    def check(self, context: Any, one: ir.Value, x: ir.Value, **_: Any) -> MatchResult:
-        result, tensor = MatchResult(), ir.convenience.get_const_tensor(one)
+    def check(self, context: Any, *args: Any, **values: Any) -> MatchResult:
+        result, x = MatchResult(), values["x"]
+        tensor = ir.convenience.get_const_tensor(values["one"])
         if tensor is None or tensor.size != 1 or tensor.numpy().item() != 1:
             return result.fail("no 1")
         if x.dtype is None or not x.dtype.is_floating_point():

@@ -23,7 +23,7 @@ class _InGemm(RewriteRuleClassBase):
         if gemm.attributes.get_float("alpha", 1.0) != 1.0:
             return result.fail("the product is scaled")
         scalar, state = values.get("scalar"), values["state"]
-        if scalar is None or scalar.shape is None or len(scalar.shape) != 0:
+        if scalar is not None and (scalar.shape is None or len(scalar.shape) != 0):
             return result.fail("what scales is no number")
         return result if state.shape == g.shape else result.fail("the shapes differ")
 
@@ -51,6 +51,16 @@ class Descent(_InGemm):
         if _width(a) < _width(b):
             return op.Gemm(like(op.Mul(minus, a), a), b, state, **_transposed(g))
         return op.Gemm(a, like(op.Mul(minus, b), b), state, **_transposed(g))
+
+
+class Sum(_InGemm):
+    """w + (a b)."""
+
+    def pattern(self, op: Any, state: Any, a: Any, b: Any) -> Any:
+        return op.Add(state, op.Gemm(a, b, _outputs=["g"], _allow_other_attributes=True))
+
+    def rewrite(self, op: Any, state: Any, a: Any, b: Any, g: ir.Value) -> Any:
+        return op.Gemm(a, b, state, **_transposed(g))
 
 
 class Momentum(_InGemm):

@@ -108,7 +108,8 @@ class Optimizer(Pass):
                 if self.fused:
                     self._emit_fused(model, op, together, scaled, t, decay)
                 else:
-                    small = [update for update in together if self.flat and _is_small(update[0])]
+                    flat = self.flat and (self.slots() or decay)  # w - rate g alone is as quick one by one
+                    small = [update for update in together if flat and _is_small(update[0])]
                     if len(small) > 1:
                         self._emit_flat(model, op, small, scaled, t, decay)
                     for update in together:
