@@ -156,7 +156,8 @@ class Executor:
         """Run a step on each of some batches of one shape, in one call."""
         first = batches[0]
         stackable = (
-            all(isinstance(x, np.ndarray) for x in first.values()) and first.keys() <= self.inputs.keys()
+            all(isinstance(x, np.ndarray) for x in first.values())
+            and first.keys() <= self._program.inputs.keys()
         )
         if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
             for batch in batches:

@@ -246,7 +246,7 @@ class Pace:
     """
 
     CALL = 2e-3
-    MOST = 64
+    MOST = 128
     TRIED = 5  # steps alone, and calls of several, the first of which makes the graph
 
     def __init__(self) -> None:
