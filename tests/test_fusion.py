@@ -53,7 +53,7 @@ def test_losses_are_those_of_the_unfused_graph(network, optimizer):
 
 def test_each_fusion_is_seen_and_can_be_left_out():
     marks = {
-        "convolution_weights": lambda step: any(
+        "convolution_columns": lambda step: any(
             node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1 for node in step.graph
         ),
         "descent": lambda step: any(
@@ -61,7 +61,16 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         ),
         "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
-    assert {*marks, "gelu", "scan_products", "scan_fission"} == FUSIONS.keys()
+    elsewhere = {
+        "convolution_inputs",
+        "scaled_gradients",
+        "factors",
+        "sum",
+        "gelu",
+        "scan_products",
+        "scan_fission",
+    }
+    assert {*marks} | elsewhere == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
     for name, mark in marks.items():
         optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
@@ -201,6 +210,84 @@ def test_weight_gradients_of_any_window(x, w, attributes, batch):
     data["target"] = RNG.standard_normal((2, columns), np.float32)
     expected, found = run(plain, 1, data)[0]["w.grad"], run(fused, 1, data)[0]["w.grad"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+KERNELS = [
+    ("N,36,19", (40, 36, 3), {"pads": [1, 1]}),
+    ("N,33,9,8", (33, 33, 3, 3), {"pads": [1, 1, 1, 1]}),
+    ("N,34,9,12", (32, 34, 3, 2), {"pads": [2, 0, 1, 1]}),
+    ("N,34,9,12", (32, 34, 3, 2), {"dilations": [2, 3], "pads": [1, 3, 4, 0]}),
+    ("N,32,5,4,6", (32, 32, 3, 1, 2), {"pads": [0, 0, 1, 2, 0, 0]}),
+    ("N,32,3,4", (64, 32, 3, 3), {"pads": [1, 1, 1, 1]}),
+    ("N,32,7,8", (64, 32, 3, 3), {"strides": [2, 3], "pads": [1, 0, 1, 2]}),
+]
+
+
+@pytest.mark.parametrize(("image", "kernel", "attributes"), KERNELS)
+@pytest.mark.parametrize("batch", ["N", "3"])
+def test_convolutions_in_other_forms(image, kernel, attributes, batch):
+    image = image.replace("N", batch)
+    text = " ".join(f"{name} = {value}" for name, value in attributes.items()).replace("] ", "], ")
+    rank, channels = len(kernel), kernel[1]
+    proto = model(
+        f"""g (float[{image}] x) => (float[{batch},2] y) {{
+            a = Conv(x, v)
+            r = Tanh(a)
+            c = Conv<{text}>(r, w, b)
+            s = Tanh(c)
+            t = GlobalAveragePool(s)
+            f = Flatten(t)
+            y = MatMul(f, m)
+        }}""",
+        v=RNG.standard_normal((channels, channels, *[1] * (rank - 2))) / 4,
+        w=RNG.standard_normal(kernel) / 8,
+        b=RNG.standard_normal(kernel[0]) / 4,
+        m=RNG.standard_normal((kernel[0], 2)),
+    )
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01, momentum=0.9)}
+    plain, fused = graphopt.compile(proto, **steps, fuse=None), graphopt.compile(proto, **steps)
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    assert all(y.dtype is not None and y.shape is not None for node in fused.graph for y in node.outputs)
+    assert _operators(fused) != _operators(plain)
+    executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]
+    for _ in range(50):
+        x = RNG.standard_normal([3, *map(int, image.split(",")[1:])], np.float32)
+        target = x.mean(axis=tuple(range(1, rank)))[:, None] * np.ones(2, np.float32)
+        first, second = (executor.step(x=x, target=target)["loss"] for executor in executors)
+        assert second == pytest.approx(first, rel=1e-5)
+    expected, found = (executor.predict(x=x)["y"] for executor in executors)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    trained = executors[1].trained()
+    assert [node.op_type for node in trained.graph.node] == [node.op_type for node in proto.graph.node]
+    assert trained.graph.node[2].output == ["c"]
+
+
+def test_a_transposed_convolution_of_a_model_is_one_again_in_inference():
+    proto = model(
+        """g (float[N,32,5,6] x) => (float[N,32,7,9] y) {
+            c = ConvTranspose<dilations = [1, 2], pads = [0, 0, 0, 1]>(x, w, b)
+            y = Tanh(c)
+        }""",
+        w=RNG.standard_normal((32, 32, 3, 3)) / 8,
+        b=RNG.standard_normal(32),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+    assert "ConvTranspose" not in _operators(step)
+    left = passes.Fuse(leave_out=["convolution_inputs"])
+    plain = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01), fuse=left)
+    assert "ConvTranspose" in _operators(plain)
+    executors = [graphopt.Executor(one, threads=1) for one in (plain, step)]
+    for _ in range(50):
+        x = RNG.standard_normal((2, 32, 5, 6), np.float32)
+        target = np.full((2, 32, 7, 9), x.mean(), np.float32)
+        first, second = (executor.step(x=x, target=target)["loss"] for executor in executors)
+        assert second == pytest.approx(first, rel=1e-5)
+    trained = executors[1].trained()
+    assert [node.op_type for node in trained.graph.node] == ["ConvTranspose", "Tanh"]
+
+
+def _operators(step):
+    return [node.op_type for node in step.graph]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

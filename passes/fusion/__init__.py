@@ -10,7 +10,7 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
-from passes.fusion.convolution import convolution_weights
+from passes.fusion.convolution import convolution_columns, convolution_inputs
 from passes.fusion.descent import Factors, scaled_gradients
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
@@ -26,7 +26,8 @@ def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:
 
 # A name, and what rewrites a model and tells whether, or how often, it did.
 FUSIONS: dict[str, Callable[[ir.Model], int]] = {
-    "convolution_weights": convolution_weights,
+    "convolution_inputs": convolution_inputs,
+    "convolution_columns": convolution_columns,
     "scaled_gradients": scaled_gradients,
     "factors": _rewriting(Factors),
     "sum": _rewriting(Sum),
