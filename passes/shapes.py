@@ -252,6 +252,7 @@ def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
             if node.op_type == "Size":
                 whole = op.ReduceProd(whole, keepdims=0)
             ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+            node.graph.remove(node, safe=True)  # type: ignore[union-attr]
 
 
 def _size(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:

@@ -35,7 +35,7 @@ class ReciprocalOf(RewriteRuleClassBase):
     def pattern(self, op: Any, one: Any, x: Any) -> Any:
         return op.Div(one, x)
 
-    def check(self, context: Any, *args: Any, **values: Any) -> MatchResult:
+    def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
         result, x = MatchResult(), values["x"]
         tensor = ir.convenience.get_const_tensor(values["one"])
         if tensor is None or tensor.size != 1 or tensor.numpy().item() != 1:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders import model, run
+from builders import linear, model, run
 
 import graphopt
 import passes
@@ -56,21 +56,15 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "convolution_columns": lambda step: any(
             node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1 for node in step.graph
         ),
-        "descent": lambda step: any(
-            node.op_type == "Gemm" and len(node.inputs) == 3 for node in _updates(step)
-        ),
         "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
         "convolution_inputs",
-        "scaled_gradients",
-        "factors",
-        "sum",
         "gelu",
         "scan_products",
         "scan_fission",
     }
-    assert {*marks} | elsewhere == FUSIONS.keys()
+    assert {*marks, *COUNTED, *elsewhere} == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
     for name, mark in marks.items():
         optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
@@ -79,6 +73,55 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         assert not mark(graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[name])))
     with pytest.raises(graphopt.GraphoptError, match="unknown fusion 'adam'"):
         passes.Fuse(leave_out=["adam"])
+
+
+# A fusion: what it is seen without, an operator, and how many nodes of it there are without and with the fusion.
+COUNTED = {
+    "scaled_gradients": (["descent"], "Sub", 3, 1),
+    "descent": (["scaled_gradients"], "Sub", 3, 2),
+    "factors": ([], "Mul", 4, 4),
+    "square": ([], "Pow", 1, 0),
+    "sum": ([], "Add", 4, 3),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_fusions_of_plain_descent_are_seen_and_change_no_loss(name):
+    others, op_type, without, fused = COUNTED[name]
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05)}
+    compiled = [
+        graphopt.compile(linear(), **steps, fuse=passes.Fuse(leave_out=left))
+        for left in ([*others, name], others)
+    ]
+    assert [sum(n.op_type == op_type for n in each.graph) for each in compiled] == [without, fused]
+    executors = [graphopt.Executor(each, threads=1) for each in compiled]
+    for i in range(50):
+        x = RNG.standard_normal((4 + i % 3, 3)).astype(np.float32)
+        losses = [executor.step(x=x, target=np.tanh(x[:, :2]))["loss"] for executor in executors]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"optimizer": passes.SGD(0.05), "clip": passes.ClipGlobalNorm(0.2)},
+        {"optimizer": passes.SGD(0.05, groups=(passes.optimizers.Group("b", learning_rate=0.5),))},
+        {"optimizer": passes.SGD(0.05, weight_decay=0.1), "regularizer": passes.L2(0.1, parameters="w")},
+        {"optimizer": passes.SGD(0.05), "schedule": passes.Cosine(steps=50)},
+    ],
+)
+def test_scaled_gradients_change_nothing_that_is_reported(steps):
+    left_out = passes.Fuse(leave_out=["scaled_gradients"])
+    compiled = [
+        graphopt.compile(linear(), loss=passes.MeanSquaredError(), **steps, fuse=fuse)
+        for fuse in (left_out, passes.Fuse())
+    ]
+    executors = [graphopt.Executor(each, threads=1) for each in compiled]
+    for _ in range(50):
+        x = RNG.standard_normal((8, 3)).astype(np.float32)
+        plain, fused = (executor.step(x=x, target=np.tanh(x[:, :2])) for executor in executors)
+        for name, value in plain.items():
+            np.testing.assert_allclose(fused[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -10,8 +10,9 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
+from passes.fusion.arithmetic import Factors, Square
 from passes.fusion.convolution import convolution_columns, convolution_inputs
-from passes.fusion.descent import Factors, scaled_gradients
+from passes.fusion.descent import scaled_gradients
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
 from passes.fusion.update import Descent, Momentum, Sum
@@ -30,12 +31,13 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_columns": convolution_columns,
     "scaled_gradients": scaled_gradients,
     "factors": _rewriting(Factors),
-    "sum": _rewriting(Sum),
+    "square": _rewriting(Square),
     "descent": _rewriting(Descent),
     "momentum": _rewriting(Momentum),
     "gelu": gelu,
     "scan_products": scan_products,
     "scan_fission": scan_fission,
+    "sum": _rewriting(Sum),
 }
 
 

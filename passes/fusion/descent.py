@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from graphopt.dataflow import reads
 from graphopt.emitter import Emitter, like
@@ -32,9 +30,7 @@ def scaled_gradients(model: ir.Model) -> bool:
     nodes = list(model.graph)
     with Emitter(model) as op:
         for i, root in enumerate(nodes):
-            factor = (
-                next(filter(_is_number, root.inputs), None) if root.op_type == "Mul" and updates else None
-            )
+            factor = next(filter(is_number, root.inputs), None) if root.op_type == "Mul" and updates else None
             ends = [] if factor is None else _ends(root.outputs[0], nodes[i + 1 :], updates)
             rates = {product.inputs[0] for product in ends}
             if factor is None or len(rates) != 1:
@@ -60,7 +56,8 @@ def _following(model: ir.Model) -> list[ir.Node]:
     return [y.producer() for y in with_role(model, Role.NEXT) if y.name in names and y.producer()]  # type: ignore[misc]
 
 
-def _is_number(x: ir.Value | None) -> bool:
+def is_number(x: ir.Value | None) -> bool:
+    """Tell whether a value is known to be a scalar."""
     return x is not None and x.shape is not None and len(x.shape) == 0
 
 
@@ -70,7 +67,7 @@ def _descent(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     if product is None or product.op_type != "Mul" or len(product.outputs[0].uses()) != 1:
         return None
     wide = node.outputs[0].dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    return (product, node) if wide and _is_number(product.inputs[0]) else None
+    return (product, node) if wide and is_number(product.inputs[0]) else None
 
 
 def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]) -> list[ir.Node]:
@@ -95,20 +92,3 @@ def _is_linear(node: ir.Node, scaled: Sequence[bool]) -> bool:
     if node.op_type in IN_FIRST:
         return scaled[0] and sum(scaled) == 1
     return node.op_type in IN_ALL and all(scaled)
-
-
-class Factors(RewriteRuleClassBase):
-    """s (t x) = (s t) x, s and t numbers."""
-
-    def pattern(self, op: Any, s: Any, t: Any, x: Any) -> Any:
-        return op.Mul(s, op.Mul(t, x, _outputs=["product"]))
-
-    def check(self, context: Any, *args: Any, **values: Any) -> MatchResult:
-        result = MatchResult()
-        numbers = [_is_number(values[name]) for name in ("s", "t", "x")]
-        if numbers != [True, True, False] or len(values["product"].uses()) != 1:
-            return result.fail("no two numbers")
-        return result
-
-    def rewrite(self, op: Any, s: ir.Value, t: ir.Value, x: ir.Value, **_: Any) -> Any:
-        return op.Mul(like(op.Mul(s, t), s), x)
