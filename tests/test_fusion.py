@@ -59,6 +59,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
+        "masked_pool",
         "convolution_inputs",
         "gelu",
         "scan_products",
@@ -327,6 +328,21 @@ def test_a_transposed_convolution_of_a_model_is_one_again_in_inference():
         assert second == pytest.approx(first, rel=1e-5)
     trained = executors[1].trained()
     assert [node.op_type for node in trained.graph.node] == ["ConvTranspose", "Tanh"]
+
+
+def test_a_gradient_is_masked_after_pooling_bit_for_bit():
+    proto = models.cnn([3, 12, 12], 3, channels=[4, 6], hidden=8)
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.02, momentum=0.9)}
+    left = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["masked_pool"]))
+    fused = graphopt.compile(proto, **steps)
+    sizes = [
+        [node.outputs[0].shape[-1] for node in step.graph if node.op_type == "HardSigmoid"]
+        for step in (left, fused)
+    ]
+    assert sizes == [[8, 6, 12], [8, 3, 6]]
+    executors = [graphopt.Executor(step, threads=1) for step in (left, fused)]
+    for batch in batches((6, 3, 12, 12), 3):
+        assert len({executor.step(batch)["loss"] for executor in executors}) == 1
 
 
 def _operators(step):

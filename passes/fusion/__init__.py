@@ -13,6 +13,7 @@ from graphopt.rewriting import Pass, outputs_kept
 from passes.fusion.arithmetic import Factors, Square
 from passes.fusion.convolution import convolution_columns, convolution_inputs
 from passes.fusion.descent import scaled_gradients
+from passes.fusion.pooling import MaskedPool
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
 from passes.fusion.update import Descent, Momentum, Sum
@@ -29,6 +30,7 @@ def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:
 FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_inputs": convolution_inputs,
     "convolution_columns": convolution_columns,
+    "masked_pool": _rewriting(MaskedPool),
     "scaled_gradients": scaled_gradients,
     "factors": _rewriting(Factors),
     "square": _rewriting(Square),
