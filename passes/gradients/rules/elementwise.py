@@ -52,8 +52,9 @@ def logarithm(op: Emitter, x: Value, y: Value) -> Value:
 def gelu(op: Emitter, x: Value, approximate: str) -> Value:
     """Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415: y = x Phi(x), or its tanh approximation."""
     if approximate == "none":
-        density = op.Exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-        return 0.5 + 0.5 * op.Erf(x * math.sqrt(0.5)) + x * density
+        z = x * math.sqrt(0.5)
+        density = op.Exp(-0.5 * math.log(2 * math.pi) - z * z)
+        return 0.5 + 0.5 * op.Erf(z) + x * density
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     square = x * x
     t = op.Tanh(x * (scale + scale * cubic * square))
@@ -85,7 +86,7 @@ elementwise(
         "Sqrt": (lambda op, x, y: 0.5 / y,),
         "Exp": (lambda op, x, y: y,),
         "Log": (lambda op, x, y: 1 / x,),
-        "Erf": (lambda op, x, y: op.Exp(-x * x) * (2 / math.sqrt(math.pi)),),
+        "Erf": (lambda op, x, y: op.Exp(math.log(2 / math.sqrt(math.pi)) - x * x),),
         "Sin": (lambda op, x, y: op.Cos(x),),
         "Cos": (lambda op, x, y: -op.Sin(x),),
         "Tan": (lambda op, x, y: 1 + y * y,),
