@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +128,20 @@ def test_results_are_written_with_what_is_missing(peers):
         run.Result("linear", "sgd", 1, "torch", 10, rounds=[110.0, 110.0], apart=0.0, compile=1, peak=300),
         run.Result("linear", "sgd", 1, "onnxsim", error="has no such operator"),
     ]
-    page = report.markdown(results, {"linear": "linear regression"}, "a machine", {"torch": "torch 2"}, 2)
+    page = report.markdown(results, {"linear": "linear regression"}, "a machine", {"torch": "torch 2"})
     assert "| linear regression | sgd | 11.0 | **10.00** (110) | (1) |" in page
     assert "(1) onnxsim: has no such operator" in page
     assert "909,091" in page  # samples a second
+
+
+def test_what_is_not_measured_again_stays(peers, tmp_path):
+    run = peers("run")
+    path = tmp_path / "results.json"
+    assert run.before(path) == ({"table": [], "scaling": []}, {})
+    results = [
+        run.Result(*cell, "graphopt", rounds=[1.0]) for cell in (("cnn", "adamw", 2), ("linear", "sgd", 1))
+    ]
+    path.write_text(json.dumps({"table": [asdict(r) for r in results], "versions": {"torch": "2"}}))
+    found, versions = run.before(path)
+    assert found["table"] == results and versions == {"torch": "2"}
+    assert sorted(found["table"], key=lambda r: run.place(r.cell)) == results[::-1]

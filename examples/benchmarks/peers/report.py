@@ -94,15 +94,16 @@ def details(results: Sequence[Any]) -> Iterator[str]:
 
 
 def markdown(
-    results: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str], rounds: int
+    results: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str]
 ) -> str:
     """Return everything as a page."""
+    rounds = min(len(result.rounds) for result in results if result.rounds)
     lines = [
         "# graphopt beside its peers",
         "",
         "Made by `python examples/benchmarks/peers/run.py`. Times by graphopt's, in bold: above 1 graphopt is faster; "
         "microseconds a step in brackets.",
-        f"Medians of {rounds} rounds in which all take turns, on {machine}.",
+        f"Medians of {rounds} rounds or more in which all take turns, on {machine}.",
         "All start from the same weights and see the same rows; their losses agree to 1e-3 over 20 steps. The limit "
         "is bare MatMul and Conv of the step's shapes, and one pass over parameters and state, on the same runtime.",
         "",

@@ -8,7 +8,8 @@ as many cores as threads. The limit is what limit.py says.
 Run it: python examples/benchmarks/peers/run.py
     [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling]
 It prints tables, writes them to RESULTS.md, and draws cost against batch size, width and depth, and compile time
-against the number of nodes. Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
+against the number of nodes. What it does not measure again stays as an earlier run left it beside the environments.
+Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Result:
     peak: float | None = None
     rounds: list[float] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def cell(self) -> tuple[str, str, int]:
+        return self.workload, self.optimizer, self.threads
 
     @property
     def median(self) -> float | None:
@@ -184,6 +189,19 @@ def scaling_cells(options: argparse.Namespace) -> list[Cell]:
     return [(name, "sgd", 1, peers) for name in names]
 
 
+def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    """Return what earlier runs measured, of which a cell that is measured again is replaced, and with what."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    results = {part: [Result(**result) for result in record.get(part, [])] for part in ("table", "scaling")}
+    return results, record.get("versions", {})
+
+
+def place(cell: tuple[str, str, int]) -> tuple[int, int]:
+    """Return where a cell comes in the tables."""
+    workload, optimizer, threads = cell
+    return threads, TABLE.index((workload, optimizer)) if (workload, optimizer) in TABLE else len(TABLE)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = sorted({workload for workload, _ in TABLE})
@@ -235,26 +253,23 @@ def main() -> None:
     cells: dict[str, list[Cell]] = {"table": table_cells(options), "scaling": scaling_cells(options)}
     workloads = {cell[0] for part in options.parts for cell in cells[part]}
     environments.call(own, str(HERE / "workloads.py"), str(options.work), *sorted(workloads))
-    titles = {name: (options.work / f"{name}.txt").read_text() for name in workloads}
-    results: dict[str, list[Result]] = {"table": [], "scaling": []}
+    path = options.work / "results.json"
+    results, used = before(path)
+    used |= {n: environments.versions(python) for n, python in pythons.items() if isinstance(python, Path)}
     for part in options.parts:
         for workload, optimizer, threads, peers in cells[part]:
             chosen = {peer: pythons[PEERS[peer][1]] for peer in peers}
             found = compare(workload, optimizer, threads, chosen, options)
             print("\n".join(lines(found)), flush=True)
-            results[part] += found
-    record: dict[str, Any] = {name: [asdict(result) for result in found] for name, found in results.items()}
-    path = options.work / "results.json"
-    path.write_text(json.dumps(record | {"machine": machine(), "swept": SCALING}))
+            replaced = [r for r in results[part] if r.cell != (workload, optimizer, threads)]
+            results[part] = sorted(replaced + found, key=lambda result: place(result.cell))
+            record: dict[str, Any] = {name: list(map(asdict, of_part)) for name, of_part in results.items()}
+            path.write_text(json.dumps(record | {"machine": machine(), "swept": SCALING, "versions": used}))
     if results["table"]:
-        used = {
-            name: environments.versions(python)
-            for name, python in pythons.items()
-            if isinstance(python, Path)
-        }
-        options.write.write_text(markdown(results["table"], titles, machine(), used, options.rounds))
+        titles = {r.workload: (options.work / f"{r.workload}.txt").read_text() for r in results["table"]}
+        options.write.write_text(markdown(results["table"], titles, machine(), used))
         print(f"written to {options.write}")
-    if results["scaling"]:
+    if "scaling" in options.parts:
         environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))
         print(f"drawn in {options.pictures}")
 
