@@ -78,8 +78,9 @@ def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
     with Emitter(model) as op:
-        centered = x - op.ReduceMean(x, axes)
-        batch = op.ReduceMean(x, axes, keepdims=0), op.ReduceMean(centered * centered, axes, keepdims=0)
+        mean = op.ReduceMean(x, axes)
+        centered = x - mean
+        batch = op.Squeeze(mean, axes), op.ReduceMean(centered * centered, axes, keepdims=0)
         running = []
         for index, statistic in zip((3, 4), batch, strict=True):
             old = _statistic(model, node, index)
