@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Reported = dict[str, Any]
 Buffers = Mapping[str, "onnxruntime.OrtValue"]
 
-SMALL = 4096  # bytes
+SMALL = 65536  # bytes
 
 
 class Program:

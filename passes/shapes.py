@@ -247,7 +247,7 @@ def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
         start, end = (node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape))))
         dims = list(value.shape)[start:end]
         if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
-            sizes = [_size(op, dim, places) for dim in dims]
+            sizes = [size_of(op, dim, places) for dim in dims]
             whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
             if node.op_type == "Size":
                 whole = op.ReduceProd(whole, keepdims=0)
@@ -255,7 +255,7 @@ def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
             node.graph.remove(node, safe=True)  # type: ignore[union-attr]
 
 
-def _size(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
+def size_of(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
     """Return a size as a vector of one element."""
     if isinstance(dim, int):
         return op.constant(np.array([dim], np.int64))

@@ -60,12 +60,13 @@ def test_each_fusion_is_seen_and_can_be_left_out():
     }
     elsewhere = {
         "masked_pool",
+        "pooled_planes",
         "convolution_inputs",
         "gelu",
         "scan_products",
         "scan_fission",
     }
-    assert {*marks, *COUNTED, *elsewhere} == FUSIONS.keys()
+    assert {*marks, *COUNTED, *elsewhere, "column_sums"} == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
     for name, mark in marks.items():
         optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
@@ -99,6 +100,21 @@ def test_fusions_of_plain_descent_are_seen_and_change_no_loss(name):
     for i in range(50):
         x = RNG.standard_normal((4 + i % 3, 3)).astype(np.float32)
         losses = [executor.step(x=x, target=np.tanh(x[:, :2]))["loss"] for executor in executors]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sums_over_many_columns_are_products(optimizer):
+    steps = {"loss": passes.CrossEntropy(), "optimizer": OPTIMIZERS[optimizer]}
+    proto = models.mlp([6], 3, hidden=[64, 80])
+    compiled = [
+        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=left)) for left in (["column_sums"], [])
+    ]
+    products = [[n for n in each.graph if n.op_type == "ConstantOfShape"] for each in compiled]
+    assert [len(found) for found in products] == [0, 1]
+    executors = [graphopt.Executor(each, threads=1) for each in compiled]
+    for batch in [*batches((20, 6), 3, count=30), *batches((7, 6), 3, count=20)]:
+        losses = [executor.step(batch)["loss"] for executor in executors]
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -333,8 +349,11 @@ def test_a_transposed_convolution_of_a_model_is_one_again_in_inference():
 def test_a_gradient_is_masked_after_pooling_bit_for_bit():
     proto = models.cnn([3, 12, 12], 3, channels=[4, 6], hidden=8)
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.02, momentum=0.9)}
-    left = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["masked_pool"]))
+    left = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["masked_pool", "pooled_planes"]))
     fused = graphopt.compile(proto, **steps)
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    planes = [node.outputs[0].shape[1] for node in fused.graph if node.op_type == "MaxPool"]
+    assert planes == [1, 1]
     sizes = [
         [node.outputs[0].shape[-1] for node in step.graph if node.op_type == "HardSigmoid"]
         for step in (left, fused)
@@ -343,6 +362,9 @@ def test_a_gradient_is_masked_after_pooling_bit_for_bit():
     executors = [graphopt.Executor(step, threads=1) for step in (left, fused)]
     for batch in batches((6, 3, 12, 12), 3):
         assert len({executor.step(batch)["loss"] for executor in executors}) == 1
+    assert [node.op_type for node in executors[1].trained().graph.node] == [
+        node.op_type for node in proto.graph.node
+    ]
 
 
 def _operators(step):

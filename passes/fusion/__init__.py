@@ -11,6 +11,7 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import Pass, outputs_kept
 from passes.fusion.arithmetic import Factors, Square
+from passes.fusion.columns import column_sums
 from passes.fusion.convolution import convolution_columns, convolution_inputs
 from passes.fusion.descent import scaled_gradients
 from passes.fusion.pooling import MaskedPool
@@ -40,6 +41,7 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "scan_products": scan_products,
     "scan_fission": scan_fission,
     "sum": _rewriting(Sum),
+    "column_sums": column_sums,
 }
 
 

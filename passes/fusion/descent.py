@@ -38,7 +38,13 @@ def scaled_gradients(model: ir.Model) -> bool:
             (rate,) = rates
             assert rate is not None
             constant = ir.convenience.get_const_tensor(factor)
-            scale = -rate * factor if constant is None else rate * -float(constant.numpy())
+            behind = factor.producer()
+            if constant is not None:
+                scale = rate * -float(constant.numpy())
+            elif behind is not None and behind.op_type == "Neg":
+                scale = rate * behind.inputs[0]
+            else:
+                scale = -rate * factor
             root.replace_input_with(list(root.inputs).index(factor), scale)
             for product in ends:
                 update = updates.pop(product)
