@@ -14,7 +14,8 @@ from onnx_ir import Node, Value
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from graphopt.inference import in_inference
-from passes.gradients.rules.control_flow import KNOWN, SAVING, Step, scan_over
+from passes.gradients.bodies import Step, scan_over
+from passes.gradients.rules.control_flow import KNOWN, SAVING
 from passes.gradients.rules.expansion import expansion
 from passes.gradients.walk import dims_of, further_output
 
