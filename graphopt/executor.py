@@ -16,14 +16,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt import inference
-from graphopt.checkpoint import Property, load_state, save_state
+from graphopt.buffers import Buffers, joined, parted
+from graphopt.checkpoint import Property
 from graphopt.device import Device, Tensor
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError
 from graphopt.feeds import Input
 from graphopt.loading import Source, load
 from graphopt.program import Pace, Program, Reported
-from graphopt.roles import FED, STATE, UNTRAINED, Role, role_of, with_role
-from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP, take_initial
+from graphopt.roles import FED, UNTRAINED, Role, role_of, with_role
+from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -100,11 +101,12 @@ class Executor:
         )
         self._static = static_shapes or cuda_graph
         self._model = load(step)
-        self._current = 0  # which of the two sets of state buffers the next step reads
         self.steps = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
-        self._start(take_initial(self._model), report)
+        self._report = self._checked_report(report)
+        self._buffers = Buffers(self._device, self._model)
+        self._open()
 
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Run one step on tensors named like the graph's inputs and return what it reports.
@@ -122,9 +124,9 @@ class Executor:
             feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
             self._program.check(feeds)
             self.set_hyperparameters(**fed)
-        reported = self._program.run(self._current, feeds)
+        reported = self._program.run(self._buffers.current, feeds)
         if self._accept(reported):
-            self._current ^= 1
+            self._buffers.swap()
             self.steps += 1
         return reported
 
@@ -179,9 +181,9 @@ class Executor:
             self._several = self._compiled(model)
         stacked = {name: np.array([batch[name] for batch in batches]) for name in batches[0]}
         self._several.check(stacked)
-        reported = self._several.run(self._current, stacked)
+        reported = self._several.run(self._buffers.current, stacked)
         if self._accept(reported):
-            self._current ^= 1
+            self._buffers.swap()
             self.steps += len(batches)
         return reported
 
@@ -208,7 +210,7 @@ class Executor:
     @property
     def state(self) -> dict[str, np.ndarray]:
         """Copies of all state: parameters, optimizer slots and counters, by name."""
-        return {name: np.array(value.numpy()) for name, value in self._state[self._current].items()}
+        return self._buffers.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -220,21 +222,14 @@ class Executor:
         Raises:
             GraphoptError: a name is unknown, or an array is of another type or shape.
         """
-        buffers = self._state[self._current]
-        for name, array in arrays.items():
-            if name not in buffers:
-                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(buffers)}")
-            self._inputs[name].check(np.asarray(array))
-        for name, array in arrays.items():
-            buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
-            if name == STEP:
-                self.steps = int(array)
+        self._buffers.update(arrays)
+        if STEP in arrays:
+            self.steps = int(arrays[STEP])
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters, by name, in alphabetical order."""
-        names = sorted(self._of(Role.PARAMETER))
-        return {name: np.array(self._state[self._current][name].numpy()) for name in names}
+        return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters end to end in one vector, in alphabetical order.
@@ -245,13 +240,7 @@ class Executor:
         Raises:
             GraphoptError: they are not of one type.
         """
-        arrays = self._weights(frozen)
-        types = {array.dtype for array in arrays.values()}
-        if len(types) > 1:
-            raise GraphoptError(
-                f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
-            )
-        return np.concatenate([array.ravel() for array in arrays.values()])
+        return joined(self._weights(frozen))
 
     def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
         """Replace the parameters by parts of a vector as `contiguous` returns it.
@@ -259,16 +248,7 @@ class Executor:
         Raises:
             GraphoptError: the vector is of another type or size; nothing is written.
         """
-        expected = self.contiguous(frozen=frozen)
-        if vector.shape != expected.shape or vector.dtype != expected.dtype:
-            raise GraphoptError(
-                f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
-                f"{vector.dtype}{list(vector.shape)}"
-            )
-        arrays = self._weights(frozen)
-        ends = np.cumsum([array.size for array in arrays.values()])[:-1]
-        parts = zip(arrays, np.split(vector, ends), strict=True)
-        new = {name: part.reshape(arrays[name].shape) for name, part in parts}
+        new = parted(vector, self._weights(frozen))
         trained = set(self._of(Role.PARAMETER))
         self.update_state({name: array for name, array in new.items() if name in trained})
         fixed = {name: array for name, array in new.items() if name not in trained}
@@ -283,7 +263,12 @@ class Executor:
         names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
         if not names:
             raise GraphoptError("reset_gradients: the training graph accumulates none: add passes.Accumulate")
-        self.update_state({name: np.zeros_like(self._state[0][name].numpy()) for name in names})
+        self.update_state({name: np.zeros_like(array) for name, array in self._buffers.arrays(names).items()})
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What hyperparameters are fed, by name."""
+        return self._buffers.hyperparameters
 
     @property
     def learning_rate(self) -> float:
@@ -309,16 +294,11 @@ class Executor:
         Raises:
             GraphoptError: there is no hyperparameter of that name, or the value does not fit.
         """
-        for name, value in values.items():
-            if name not in self.hyperparameters:
-                raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
-            self._inputs[name].check(np.asarray(value))
-        for name, value in values.items():
-            self._feed_hyperparameter(name, value)
+        self._buffers.feed(values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
-        save_state(self.state, path, self.properties)
+        self._buffers.save(path, self.properties)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.
@@ -326,15 +306,8 @@ class Executor:
         Raises:
             GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
         """
-        arrays, properties = load_state(path)
-        if set(arrays) != set(self._state[0]):
-            unlike = sorted(set(arrays) ^ set(self._state[0]))
-            raise GraphoptError(
-                f"{path}: expected the state of this training graph, found another's: "
-                f"{', '.join(unlike[:5])} are not in both"
-            )
+        arrays, self.properties = self._buffers.load(path)
         self.update_state(arrays)
-        self.properties = properties
 
     @property
     def device(self) -> str:
@@ -367,8 +340,8 @@ class Executor:
         """
         return inference.trained(self._model, self.state, outputs)
 
-    def _start(self, initial: dict[str, np.ndarray], report: Sequence[str] | None) -> None:
-        kept = {str(v.name) for v in with_role(self._model, *STATE)}
+    def _checked_report(self, report: Sequence[str] | None) -> list[str]:
+        """Return the names of the outputs to report."""
         if not with_role(self._model, Role.NEXT):
             raise GraphoptError(
                 "expected a training graph, found one without state to update: add an optimizer"
@@ -378,24 +351,9 @@ class Executor:
             raise GraphoptError(
                 f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
             )
-        first = {name: self._device.buffer(initial[name]) for name in initial if name in kept}
-        updated = {str(v.name).removesuffix(".next") for v in with_role(self._model, Role.NEXT)}
-        second = {
-            name: self._device.buffer(initial[name]) if name in updated else first[name] for name in first
-        }
-        self._state = [first, second]
-        self._hyperparameters = {
-            name: self._device.buffer(array) for name, array in initial.items() if name not in kept
-        }
-        self.hyperparameters: dict[str, Any] = {
-            name: array.item() if array.ndim == 0 else array
-            for name, array in initial.items()
-            if name not in kept
-        }
-        self._report = [name for name in self.outputs if report is None or name in report]
-        if self._report and "loss" not in self._report:
-            self._report.insert(0, "loss")
-        self._open()
+        return [
+            name for name in self.outputs if report is None or name in report or (report and name == "loss")
+        ]
 
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
@@ -417,14 +375,7 @@ class Executor:
         return model
 
     def _compiled(self, model: ir.Model) -> Program:
-        return Program(
-            self._device,
-            model,
-            self._state,
-            self._hyperparameters,
-            self._report,
-            static_shapes=self._static,
-        )
+        return Program(self._device, model, self._buffers, self._report, static_shapes=self._static)
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs of some roles."""
@@ -439,12 +390,6 @@ class Executor:
             if UNTRAINED in value.metadata_props and value.const_value is not None
         }
         return dict(sorted({**self.parameters, **fixed}.items()))
-
-    def _feed_hyperparameter(self, name: str, array: Any) -> None:
-        if self.hyperparameters[name] is not array:
-            buffer = np.asarray(array, self._inputs[name].dtype)
-            self._hyperparameters[name].update_inplace(buffer)
-            self.hyperparameters[name] = buffer.item() if buffer.ndim == 0 else buffer
 
     def _accept(self, reported: Reported) -> bool:
         loss = reported.get("loss", 0.0)
@@ -467,14 +412,11 @@ class Executor:
             part = inference.extract(self._model, [outputs[name] for name in wanted])
             self._forwards[wanted] = part, self._device.session(part)
         part, session = self._forwards[wanted]
-        binding = session.io_binding()
-        kept = []
+        binding, held, kept = session.io_binding(), self._buffers.read(), []
         for value in part.graph.inputs:
             name = str(value.name)
-            if name in self._state[0]:
-                binding.bind_ortvalue_input(name, self._state[self._current][name])
-            elif name in self._hyperparameters:
-                binding.bind_ortvalue_input(name, self._hyperparameters[name])
+            if name in held:
+                binding.bind_ortvalue_input(name, held[name])
             elif name in feeds:
                 self._device.fit(self._inputs[name], feeds[name])
                 kept.append(self._device.bind(binding, name, feeds[name], self._inputs[name].dtype))

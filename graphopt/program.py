@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
+from graphopt.buffers import Buffers
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input, check_shared, shared_dimensions
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Reported = dict[str, Any]
-Buffers = Mapping[str, "onnxruntime.OrtValue"]
+Values = Mapping[str, "onnxruntime.OrtValue"]
 
 SMALL = 65536  # bytes
 
@@ -34,7 +35,7 @@ class Program:
     that are reported. Data are read where they are.
 
     Args:
-        state: the two sets of buffers; a call reads one and writes the other.
+        buffers: of the state; a call reads one set and writes the other.
         report: the outputs to return.
         static_shapes: a session for each set of shapes that is fed, which the runtime knows beforehand.
     """
@@ -43,8 +44,7 @@ class Program:
         self,
         device: Device,
         model: ir.Model,
-        state: Sequence[Buffers],
-        hyperparameters: Buffers,
+        buffers: Buffers,
         report: Sequence[str],
         *,
         static_shapes: bool = False,
@@ -55,7 +55,7 @@ class Program:
         self._shared = shared_dimensions(self.inputs.values())
         self._static = static_shapes
         self._bound: dict[Any, Bound] = {}
-        self._bind = functools.partial(Bound, device, model, state, hyperparameters, report)
+        self._bind = functools.partial(Bound, device, model, buffers, report)
         self._chosen = None if static_shapes else self._bind({})
         self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
 
@@ -113,8 +113,7 @@ class Bound:
         self,
         device: Device,
         model: ir.Model,
-        state: Sequence[Buffers],
-        hyperparameters: Buffers,
+        buffers: Buffers,
         report: Sequence[str],
         shapes: Mapping[str, Sequence[int]],
     ) -> None:
@@ -149,8 +148,12 @@ class Bound:
         self._places = {name: i for i, name in enumerate(report) if name not in self._fixed}
         self._bindings = [
             self._bind(
-                {**state[source], **hyperparameters, **self._data},
-                {f"{name}.next": x for name, x in state[1 - source].items() if f"{name}.next" in following},
+                {**buffers.sets[source], **buffers.fed, **self._data},
+                {
+                    f"{name}.next": x
+                    for name, x in buffers.sets[1 - source].items()
+                    if f"{name}.next" in following
+                },
             )
             for source in range(2)
         ]
@@ -191,13 +194,13 @@ class Bound:
         self._held.pop(name, None)
         if self._device.kind != "cpu" or not isinstance(tensor, np.ndarray) or tensor.nbytes > SMALL:
             return self._device.bind(binding, name, tensor, self._types[name])
-        self._held[name] = np.array(tensor, self._types[name])
+        self._held[name] = np.array(tensor, self._types[name], order="C")
         value = self._device.shared(self._held[name])
         for each in self._bindings:
             each.bind_ortvalue_input(name, value)
         return value
 
-    def _bind(self, inputs: Buffers, outputs: Buffers) -> onnxruntime.IOBinding:
+    def _bind(self, inputs: Values, outputs: Values) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
         for name in self._report:
             if name in self._fixed:

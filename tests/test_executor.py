@@ -391,7 +391,7 @@ def test_tensors_of_other_packages_are_read_where_they_are(executor):
 
 def test_small_arrays_of_changing_shapes_and_kinds_are_the_ones_fed(executor):
     """Small ones are copied into bound buffers, large ones are bound: whichever came before, the new one counts."""
-    sizes = [8, 8, 2, 2000, 8, 2000, 2000, 3, 8]
+    sizes = [8, 8, 2, 5000, 8, 7, 9, 5000, 5000, 3, 8]
     for i, size in enumerate(sizes):
         x = np.resize(X * (i + 1), (size, 4))
         target = np.resize(T, (size, 3))

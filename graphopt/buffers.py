@@ -1,0 +1,138 @@
+"""State and hyperparameters of a training graph, in buffers on a device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.checkpoint import Property, load_state, save_state
+from graphopt.device import Device
+from graphopt.errors import GraphoptError, known
+from graphopt.feeds import Input
+from graphopt.roles import STATE, Role, with_role
+from graphopt.state import take_initial
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class Buffers:
+    """The state in two sets, of which a step reads the `current` one and writes the other, and the hyperparameters.
+
+    Args:
+        model: a training graph, out of which the initial values are taken.
+    """
+
+    def __init__(self, device: Device, model: ir.Model) -> None:
+        initial = take_initial(model)
+        kept = {str(x.name) for x in with_role(model, *STATE)}
+        updated = {str(y.name).removesuffix(".next") for y in with_role(model, Role.NEXT)}
+        self._inputs = {str(x.name): Input(x) for x in model.graph.inputs if x.name in initial}
+        first = {name: device.buffer(array) for name, array in initial.items() if name in kept}
+        second = {name: device.buffer(initial[name]) if name in updated else first[name] for name in first}
+        self.sets = (first, second)
+        self.current = 0
+        fed = {name: array for name, array in initial.items() if name not in kept}
+        self.fed = {name: device.buffer(array) for name, array in fed.items()}
+        self.hyperparameters: dict[str, Any] = {name: _number(array) for name, array in fed.items()}
+
+    def swap(self) -> None:
+        """Let the next step read what the last one wrote."""
+        self.current ^= 1
+
+    def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the buffers that the next step reads."""
+        return {**self.sets[self.current], **self.fed}
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of some of it, by name."""
+        buffers = self.sets[self.current]
+        return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array is of another type or shape.
+        """
+        buffers = self.sets[self.current]
+        for name, array in arrays.items():
+            if name not in buffers:
+                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(buffers)}")
+            self._inputs[name].check(np.asarray(array))
+        for name, array in arrays.items():
+            buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+    def feed(self, values: Mapping[str, Any]) -> None:
+        """Replace hyperparameters.
+
+        Raises:
+            GraphoptError: there is no hyperparameter of that name, or the value does not fit.
+        """
+        for name, value in values.items():
+            if name not in self.hyperparameters:
+                raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
+            self._inputs[name].check(np.asarray(value))
+        for name, value in values.items():
+            if self.hyperparameters[name] is not value:
+                array = np.asarray(value, self._inputs[name].dtype)
+                self.fed[name].update_inplace(array)
+                self.hyperparameters[name] = _number(array)
+
+    def save(self, path: str | os.PathLike[str], properties: Mapping[str, Property]) -> None:
+        """Write all state and properties of the user's to a checkpoint."""
+        save_state(self.arrays(), path, properties)
+
+    def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
+        """Return the state and the properties in a checkpoint.
+
+        Raises:
+            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
+        """
+        arrays, properties = load_state(path)
+        unlike = sorted(set(arrays) ^ set(self.sets[0]))
+        if unlike:
+            raise GraphoptError(
+                f"{path}: expected the state of this training graph, found another's: "
+                f"{', '.join(unlike[:5])} are not in both"
+            )
+        return arrays, properties
+
+
+def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return arrays end to end in one vector.
+
+    Raises:
+        GraphoptError: they are not of one type.
+    """
+    types = {array.dtype for array in arrays.values()}
+    if len(types) > 1:
+        raise GraphoptError(
+            f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
+        )
+    return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+def parted(vector: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the parts of a vector as `joined` returns it, in the shapes of the arrays.
+
+    Raises:
+        GraphoptError: the vector is of another type or size.
+    """
+    expected = joined(arrays)
+    if vector.shape != expected.shape or vector.dtype != expected.dtype:
+        raise GraphoptError(
+            f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
+            f"{vector.dtype}{list(vector.shape)}"
+        )
+    ends = np.cumsum([array.size for array in arrays.values()])[:-1]
+    parts = zip(arrays, np.split(vector, ends), strict=True)
+    return {name: part.reshape(arrays[name].shape) for name, part in parts}
+
+
+def _number(array: np.ndarray) -> Any:
+    return array.item() if array.ndim == 0 else array
