@@ -83,6 +83,8 @@ def _switch_to_inference(graph: ir.Graph) -> None:
         if changes["operator"] is not None:
             y = node.outputs[0]
             other = _operator(graph, node, made, changes)
+            if other is None:
+                continue
             other.name, y.name = y.name, f"{y.name}/training"
             other.type, other.shape = y.type, y.shape
             ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
@@ -90,12 +92,17 @@ def _switch_to_inference(graph: ir.Graph) -> None:
 
 def _operator(
     graph: ir.Graph, place: ir.Node, made: dict[str, ir.Node], changes: Mapping[str, Any]
-) -> ir.Value:
-    """Return an output of the operator that does in inference what a node does in training, made once for all."""
+) -> ir.Value | None:
+    """Return an output of the operator that does in inference what a node does in training, made once for all.
+
+    None where a rewriter has removed what it is to read: then inference does what training does.
+    """
     (op_type, attributes), read = changes["operator"], changes["read"]
     key = json.dumps([op_type, attributes, read])
     if read is None or key not in made:
         values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+        if not {*(read or ()), ""} <= {*values, ""}:
+            return None
         inputs = [place.inputs[0]] if read is None else [values[name] if name else None for name in read]
         made[key] = ir.node(op_type, inputs, attributes)
         graph.insert_before(place, made[key])

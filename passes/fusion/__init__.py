@@ -14,7 +14,7 @@ from passes.fusion.arithmetic import Factors, Square
 from passes.fusion.columns import column_sums
 from passes.fusion.convolution import convolution_columns, convolution_inputs
 from passes.fusion.descent import scaled_gradients
-from passes.fusion.pooling import MaskedPool
+from passes.fusion.pooling import MaskedPool, pooled_planes
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
 from passes.fusion.update import Descent, Momentum, Sum
@@ -32,6 +32,7 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_inputs": convolution_inputs,
     "convolution_columns": convolution_columns,
     "masked_pool": _rewriting(MaskedPool),
+    "pooled_planes": pooled_planes,
     "scaled_gradients": scaled_gradients,
     "factors": _rewriting(Factors),
     "square": _rewriting(Square),

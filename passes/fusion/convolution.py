@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, like
-from graphopt.inference import in_inference
+from graphopt.emitter import Emitter
+from passes.gradients.rules.recurrent import stand_in
 
 FEW = 12  # channels
 MANY = 32  # channels
@@ -46,14 +46,7 @@ def _rewrite(model: ir.Model, op_type: str, rewritten: Callable[[Emitter, ir.Nod
             other = rewritten(op, node)
             if other is None:
                 continue
-            producer = other.producer()
-            assert producer is not None
-            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-            read = [x.name or "" if x is not None else "" for x in node.inputs]
-            in_inference(producer, operator=(op_type, attributes), read=read)
-            other.metadata_props.update(y.metadata_props)
-            other.name, y.name = y.name, f"{y.name}/replaced"
-            ir.convenience.replace_all_uses_with(y, like(other, y), replace_graph_outputs=True)
+            stand_in(node, [other])
             changed = True
     return changed
 

@@ -1,4 +1,4 @@
-"""Gradients of MaxPool behind a Relu: what is masked after pooling is a window's size smaller."""
+"""MaxPool in training, and its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from graphopt.emitter import like
+from graphopt.emitter import Emitter, like
+from passes.gradients.rules.recurrent import stand_in
+
+BLOCK = 8  # channels, or a multiple of it, in a block of ONNX Runtime's layout
 
 
 class MaskedPool(RewriteRuleClassBase):
@@ -42,3 +45,27 @@ class MaskedPool(RewriteRuleClassBase):
         return op.Mul(
             values["chosen"], like(op.Resize(masked, None, scales, **spread.attributes), values["spread"])
         )
+
+
+def pooled_planes(model: ir.Model) -> bool:
+    """Give a MaxPool that has a gradient one channel, and its channels to the batch; inference has it as it was.
+
+    ONNX Runtime puts pools into its blocked layout, even between convolutions that are not, as their weights are no
+    constants: without it a step of a small network takes 27.8 ms, with it 30.0.
+    """
+    changed = False
+    with Emitter(model) as op:
+        for node in [node for node in model.graph if node.op_type == "MaxPool" and node.domain == ""]:
+            x, y = node.inputs[0], node.outputs[0]
+            assert x is not None
+            sizes, pooled = ([size if isinstance(size, int) else 0 for size in v.shape or ()] for v in (x, y))
+            if len(node.outputs) > 1 or len(sizes) != 4 or 0 in [*sizes[1:], *pooled[1:]] or sizes[1] % BLOCK:
+                continue
+            if not any(user.op_type == "Resize" for user in y.consumers()):
+                continue
+            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+            planes = op.MaxPool(op.Reshape(x, [-1, 1, *sizes[2:]]), **attributes)
+            other = op.Reshape(planes, [-1, *pooled[1:]])
+            stand_in(node, [other])
+            changed = True
+    return changed
