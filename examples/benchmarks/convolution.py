@@ -1,14 +1,15 @@
-"""What the gradient of a convolution costs: by its input, by its weights before and after passes.Fuse, and the limit.
+"""What a convolution and its gradients cost before and after passes.Fuse, and the limit.
 
 The limit is a bare matrix product of the same number of multiplications, 1024 rows and columns at most, in the same
-run. One thread, median of rounds in which each takes its turn.
+run. Median of rounds in which each takes its turn.
 
-Run it: python examples/benchmarks/convolution.py
+Run it: python examples/benchmarks/convolution.py THREADS
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,6 +46,8 @@ SHAPES = [
     Shape(4, 3, 64, 32, 7, 2),
 ]
 
+FORMS = ["limit", "forward", "forward, fused", "by x", "by x, fused", "by w", "by w, fused"]
+
 
 def convolution(shape: Shape) -> onnx.ModelProto:
     pad, channels, size = shape.kernel // 2, shape.channels, shape.size
@@ -57,6 +60,15 @@ def convolution(shape: Shape) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(model)
 
 
+def as_input(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with its weights as an input, as they are while they are trained."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    weights = copy.graph.initializer.pop()
+    copy.graph.input.append(onnx.helper.make_tensor_value_info(weights.name, weights.data_type, weights.dims))
+    return copy
+
+
 def product(flops: float) -> onnx.ModelProto:
     rows = 1024
     depth = max(1, round(flops / (2 * rows * rows)))
@@ -64,53 +76,53 @@ def product(flops: float) -> onnx.ModelProto:
         g (float[{rows},{depth}] a, float[{depth},{rows}] b) => (float[{rows},{rows}] y) {{ y = MatMul(a, b) }}""")
 
 
-def runner(model: ir.Model | onnx.ModelProto) -> Callable[[], object]:
+def runner(model: ir.Model | onnx.ModelProto, threads: int) -> Callable[[], object]:
     """Return what runs a graph once on random data."""
-    session = Device("cpu", 1, deterministic=False).session(graphopt.load(model))
+    session = Device("cpu", threads, deterministic=False).session(graphopt.load(model))
     random = np.random.default_rng(0)
     feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.get_inputs()}
     return lambda: session.run(None, feeds)
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, float]:
+def fused(model: ir.Model | onnx.ModelProto) -> ir.Model:
+    copy = graphopt.load(model)
+    passes.Fuse()(copy)
+    return copy
+
+
+def measure(shape: Shape, rounds: int, threads: int) -> dict[str, float]:
     """Return the median milliseconds of each form."""
     model = convolution(shape)
-    by_weights = graphopt.grad(model, ["w"], seeded=True, keep=False)
-    fused = by_weights.clone()
-    passes.Fuse()(fused)
     positions = ((shape.size + 2 * (shape.kernel // 2) - shape.kernel) // shape.stride + 1) ** 2
     flops = 2.0 * shape.batch * shape.channels * shape.filters * shape.kernel**2 * positions
-    graphs = {
-        "limit": product(flops),
-        "forward": model,
-        "by input": graphopt.grad(model, ["x"], seeded=True, keep=False),
-        "by weights": by_weights,
-        "fused": fused,
+    trained = as_input(model)
+    graphs: dict[str, ir.Model | onnx.ModelProto] = {
+        "forward": trained,
+        "by x": graphopt.grad(trained, ["x"], seeded=True, keep=False),
+        "by w": graphopt.grad(trained, ["w"], seeded=True, keep=False),
     }
-    runs = {name: runner(graph) for name, graph in graphs.items()}
+    graphs |= {f"{name}, fused": fused(graph) for name, graph in graphs.items()}
+    graphs["limit"] = product(flops)
+    runs = {name: runner(graphs[name], threads) for name in FORMS}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            run()  # the threads of the one before sleep by then
             start = time.perf_counter()
             run()
             times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main(shapes: list[Shape] = SHAPES, rounds: int = 15) -> dict[Shape, dict[str, float]]:
-    header = ("batch", "channels", "size", "filters", "kernel", "stride")
-    print(" ".join(f"{name:>8}" for name in header), end="")
-    print(
-        " ".join(f"{name:>11}" for name in ("limit", "forward", "by input", "by weights", "fused", "ratio"))
-    )
+def main(shapes: list[Shape] = SHAPES, rounds: int = 15, threads: int = 1) -> dict[Shape, dict[str, float]]:
+    print(" ".join(f"{name:>8}" for name in Shape._fields), " ".join(f"{name:>14}" for name in FORMS))
     results = {}
     for shape in shapes:
-        results[shape] = times = measure(shape, rounds)
-        print(" ".join(f"{value:>8}" for value in shape), end="")
-        ratio = times["by weights"] / times["fused"]
-        print(" ".join(f"{value:>11.2f}" for value in [*times.values(), ratio]))
+        results[shape] = times = measure(shape, rounds, threads)
+        row = " ".join(f"{value:>14.2f}" for value in times.values())
+        print(" ".join(f"{value:>8}" for value in shape), row)
     return results
 
 
 if __name__ == "__main__":
-    main()
+    main(threads=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
