@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders import linear, mlp, run
+from builders import linear, mlp, model, run
 
 import graphopt
 import passes
@@ -72,8 +72,37 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
     assert len(list(executor.run(BATCHES))) == 50
     assert executor.steps == 50
     assert executor._pace.steps > 1
+    executor._pace._together[:] = [0.1] * 5
+    assert executor._pace.steps == 1  # since a step among several takes longer
+    executor._pace._together.clear()
+    assert executor._pace.steps > 1
     executor._pace._alone[:] = [0.1] * 5
     assert executor._pace.steps == 1
+
+
+def test_what_is_the_same_in_each_step_is_computed_once():
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    step.graph.outputs[:] = [y for y in step.graph.outputs if y.name != "y"]
+    passes.Unroll()(step)
+    (scan,) = [node for node in step.graph if node.op_type == "Scan"]
+    body = [node.op_type for node in scan.attributes["body"].as_graph()]
+    assert sorted(body) == ["Add", "Add", "Gemm", "MatMul", "Mul", "Mul", "ReduceMean", "ReduceSum", "Sub"]
+    assert len(scan.outputs) == 3  # two parameters and the loss: no step counter
+
+
+def test_random_numbers_are_drawn_in_each_step():
+    proto = model(
+        """g (float[N,4] x) => (float[N,3] y) {
+            noise = RandomNormal<shape = [3]>()
+            h = MatMul(x, w)
+            y = Add(h, noise)
+        }""",
+        w=RNG.standard_normal((4, 3)),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0))
+    executor = graphopt.Executor(step)
+    losses = [report["loss"] for report in executor.run([BATCHES[0]] * 4, steps_per_call=4)]
+    assert len(set(losses)) == 4
 
 
 def test_the_graph_stands_by_itself():
