@@ -65,6 +65,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "gelu",
         "scan_products",
         "scan_fission",
+        "transposed",
     }
     assert {*marks, *COUNTED, *elsewhere, "column_sums"} == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
@@ -388,3 +389,24 @@ def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
         assert len({executor.step(batch)["loss"] for executor in executors}) == 1
     for name, value in executors[0].state.items():
         np.testing.assert_array_equal(executors[1].state[name], value)
+
+
+def test_no_transpose_that_a_gemm_can_do():
+    proto = model(
+        """g (float[N,5,4] x) => (float[N,5,3] y) {
+            v = Transpose(w)
+            y = MatMul(x, v)
+        }""",
+        w=RNG.standard_normal((3, 4)),
+    )
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9)}
+    fused, plain = (
+        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=names)) for names in ([], ["transposed"])
+    )
+    assert [sum(n.op_type == "Transpose" for n in step.graph) for step in (fused, plain)] == [1, 2]
+    feeds = {"x": RNG.standard_normal((7, 5, 4)), "target": RNG.standard_normal((7, 5, 3))}
+    feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
+    executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]
+    for _ in range(50):
+        first, second = (executor.step(feeds)["loss"] for executor in executors)
+        assert second == pytest.approx(first, rel=1e-6)

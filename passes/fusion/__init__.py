@@ -17,7 +17,7 @@ from passes.fusion.descent import scaled_gradients
 from passes.fusion.pooling import MaskedPool, pooled_planes
 from passes.fusion.scan import scan_fission, scan_products
 from passes.fusion.sharing import gelu
-from passes.fusion.update import Descent, Momentum, Sum
+from passes.fusion.update import Descent, Momentum, Sum, Transposed
 from passes.simplify import Simplify
 
 __all__ = ["Fuse"]
@@ -33,6 +33,7 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
     "convolution_columns": convolution_columns,
     "masked_pool": _rewriting(MaskedPool),
     "pooled_planes": pooled_planes,
+    "transposed": _rewriting(Transposed),
     "scaled_gradients": scaled_gradients,
     "factors": _rewriting(Factors),
     "square": _rewriting(Square),

@@ -39,6 +39,29 @@ def _width(x: ir.Value) -> int:
     return math.prod(size for size in x.shape or () if isinstance(size, int))
 
 
+class Transposed(RewriteRuleClassBase):
+    """(a b)' = b' a': the gradient of a weight that the model transposes."""
+
+    def pattern(self, op: Any, a: Any, b: Any) -> Any:
+        g = op.Gemm(a, b, _outputs=["g"], _allow_other_attributes=True)
+        return op.Transpose(g, _outputs=["y"], _allow_other_attributes=True)
+
+    def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
+        result, g = MatchResult(), values["g"]
+        gemm = g.producer()
+        if values["y"].producer().attributes.get_ints("perm", [1, 0])[0] == 0:
+            return result.fail("the order of axes stays")
+        alone = len(gemm.inputs) == 2 and len(g.uses()) == 1 and not g.is_graph_output()
+        return result if alone else result.fail("the product has another reader, or adds already")
+
+    def rewrite(self, op: Any, a: Any, b: Any, g: ir.Value, y: ir.Value) -> Any:
+        gemm = g.producer()
+        assert gemm is not None
+        flags = _transposed(g)
+        alpha = gemm.attributes.get_float("alpha", 1.0)
+        return op.Gemm(b, a, alpha=alpha, transA=1 - flags["transB"], transB=1 - flags["transA"])
+
+
 class Descent(_InGemm):
     """w - rate (a b) = (a (-rate b)) + w, or the smaller of a and b scaled: plain SGD."""
 
