@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnx_ir as ir
 import pytest
 from builders import linear, model, run
@@ -345,6 +346,32 @@ def test_a_transposed_convolution_of_a_model_is_one_again_in_inference():
         assert second == pytest.approx(first, rel=1e-5)
     trained = executors[1].trained()
     assert [node.op_type for node in trained.graph.node] == ["ConvTranspose", "Tanh"]
+
+
+def test_inference_does_what_training_does_where_its_input_is_gone():
+    proto = model(
+        """g (float[N,4,4,32] x) => (float[N,2] y) {
+            t = Transpose<perm = [0, 3, 1, 2]>(x)
+            c = Conv<pads = [1, 1, 1, 1]>(t, w)
+            r = Tanh(c)
+            d = Conv(r, v)
+            f = Flatten(d)
+            y = MatMul(f, m)
+        }""",
+        w=RNG.standard_normal((64, 32, 3, 3)) / 9,
+        v=RNG.standard_normal((64, 64, 4, 4)) / 30,
+        m=RNG.standard_normal((64, 2)),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+    executor = graphopt.Executor(step, threads=1)
+    x = RNG.standard_normal((3, 4, 4, 32), np.float32)
+    executor.step(x=x, target=np.zeros((3, 2), np.float32))
+    trained = executor.trained()
+    assert [node.op_type for node in trained.graph.node][-4:] == ["Tanh", "Conv", "Flatten", "MatMul"]
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(next(own for own in trained.graph.initializer if own.name == tensor.name))
+    expected = onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x})[0]
+    np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gradient_is_masked_after_pooling_bit_for_bit():

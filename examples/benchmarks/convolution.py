@@ -107,7 +107,8 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            run()  # the threads of the one before sleep by then
+            time.sleep(0.03)  # until the threads of the one before sleep
+            run()
             start = time.perf_counter()
             run()
             times[name].append(1e3 * (time.perf_counter() - start))
