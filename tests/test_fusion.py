@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.reference
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders import linear, model, run
 
@@ -437,3 +438,96 @@ def test_no_transpose_that_a_gemm_can_do():
     for _ in range(50):
         first, second = (executor.step(feeds)["loss"] for executor in executors)
         assert second == pytest.approx(first, rel=1e-6)
+
+
+ROWS = "float[2,3]"
+FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body keeps; of x, u: [4,2,3], h: [2,3]
+    "all of it": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "k = Sub(h, i) m = Mul(i, j) o = Tanh(m)",
+        1,
+    ),
+    "factors": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Mul(h, i) b = Mul(j, a) c = Mul(b, i) k = Tanh(c) o = Exp(k)",
+        3,
+    ),
+    "other ways": (
+        "scan_input_directions = [0, 1], ",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Sin(i) b = Cos(j) c = Mul(a, b) k = Add(h, c) o = Tanh(a)",
+        2,
+    ),
+    "an output the other way": (
+        "scan_output_directions = [1], ",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Sin(i) b = Mul(a, j) k = Add(h, b) o = Exp(b)",
+        2,
+    ),
+    "an output along another axis": (
+        "scan_output_axes = [1], ",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Sin(i) b = Mul(a, j) k = Add(h, b) o = Exp(b)",
+        2,
+    ),
+    "products and parts": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        """g = Gemm<transB = 1>(i, w, j) m = MatMul(j, w) c = Concat<axis = 1>(g, m)
+        a, b = Split<axis = 1, num_outputs = 2>(c) p = Less(a, b) q = Where(p, a, bias) k = Add(h, q) o = Mul(k, b)""",
+        2,
+    ),
+    "a state that a slice replaces": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Mul(i, j) k = Tanh(a) o = Add(h, a)",
+        2,
+    ),
+    "a branch that reads a row": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        f"""a = Mul(i, j) k = If(yes) <then_branch = t () => ({ROWS} p) {{ p = Add(h, a) }},
+            else_branch = e () => ({ROWS} q) {{ q = Sub(h, a) }}> o = Tanh(a)""",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FISSION)
+def test_scans_of_any_form_are_parted(case):
+    attributes, takes, gives, body, left = FISSION[case]
+    text = f"""g ({ROWS} s, float[4,2,3] x, float[4,2,3] u, bool yes) => ({ROWS} last, float[a,b,c] y) {{
+        last, y = Scan<num_scan_inputs = 2, {attributes}body = step {takes} => {gives} {{ {body} }}>(s, x, u)
+    }}"""
+    weights = {"w": RNG.standard_normal((3, 3)), "bias": RNG.standard_normal(3)}
+    proto = model(text, **{name: array for name, array in weights.items() if name in body})
+    feeds = {
+        x.name: RNG.standard_normal([d.dim_value for d in x.type.tensor_type.shape.dim])
+        for x in proto.graph.input
+    }
+    feeds = {name: array.astype(np.float32) for name, array in feeds.items()} | {"yes": np.array(True)}
+    plain = graphopt.load(proto)
+    passes.Normalize()(plain)
+    fused = plain.clone()
+    passes.Fuse()(fused)
+    bodies = [n.attributes["body"].as_graph() for n in fused.graph if n.op_type == "Scan"]
+    assert sum(map(len, bodies)) == left
+    names = ["last", "y"]
+    expected, found = (
+        onnxruntime.InferenceSession(
+            ir.to_proto(m).SerializeToString(), providers=["CPUExecutionProvider"]
+        ).run(names, {x.name: feeds[x.name] for x in m.graph.inputs})
+        for m in (plain, fused)
+    )
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)

@@ -200,7 +200,7 @@ def _part(op: Emitter, steps: Steps) -> bool:
             given.sequence, rows[given.row].sequence, replace_graph_outputs=True
         )
         steps.given.remove(given)
-    return bool(moved)
+    return len(rows) > taken
 
 
 def _way(steps: Steps, node: ir.Node, rows: dict[ir.Value, Rows]) -> int | None:
