@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -245,12 +244,14 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 class Pace:
     """Chooses how many steps a call does, by the time of a step alone and of a step among several.
 
-    At first steps run alone, then in calls of as many as take `CALL` seconds; what was faster stays.
+    At first steps run alone, then in calls of as many as take `CALL` seconds; they go on alone unless calls were
+    faster by a `MARGIN`.
     """
 
     CALL = 2e-3
     MOST = 128
-    TRIED = 5  # steps alone, and calls of several, the first of which makes the graph
+    MARGIN = 0.9
+    TRIED = 5  # steps alone, and calls of several
 
     def __init__(self) -> None:
         self._alone: list[float] = []
@@ -260,10 +261,16 @@ class Pace:
     def steps(self) -> int:
         if len(self._alone) < self.TRIED:
             return 1
-        alone = statistics.median(self._alone)
-        if len(self._together) == self.TRIED and statistics.median(self._together[1:]) > alone:
+        alone = min(self._alone)  # the first ones take longer, and others may run beside
+        together = min(self._together) if len(self._together) == self.TRIED else 0.0
+        if together > self.MARGIN * alone:
             return 1
         return max(1, min(self.MOST, int(self.CALL / alone)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether steps stay alone."""
+        return self.steps == 1 and len(self._alone) == self.TRIED
 
     @contextlib.contextmanager
     def timed(self, steps: int = 1) -> Iterator[None]:
