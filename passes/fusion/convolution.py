@@ -97,6 +97,8 @@ def _of_more_columns(op: Emitter, node: ir.Node) -> ir.Value | None:
     if positions >= 2 * many and positions > 16:
         if len(kernel) < 3 and (batch is None or batch >= FEW):
             return _along_batch(op, node, x, w)
+        if len(kernel) == 3 and plain and None not in _sizes(x)[3:] and (batch is None or batch >= FEW):
+            return _by_depth(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
     if plain and len(kernel) < 3 and filters is not None and filters > many and positions > 1 and batch != 1:
         return _along_batch(op, node, x, w)
@@ -118,6 +120,23 @@ def _along_batch(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) -> ir.Val
     )
     moved: ir.Value = op.Transpose(op.Squeeze(y, [0]), perm=[n + 1, *range(n + 1)])
     return moved
+
+
+def _by_depth(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int) -> ir.Value:
+    """Let the first of three spatial axes be channels, in a convolution over the others for each place along it."""
+    strides, dilations, begin, end = _geometry(node, 3)
+    reach = ((_sizes(w)[2] or 0) - 1) * dilations[0] + 1
+    padded = op.Pad(x, [0, 0, begin[0], 0, 0, 0, 0, end[0], 0, 0])
+    kernel = op.Reshape(w, [0, -1, *_sizes(w)[3:]])
+    parts = []
+    for start in range(0, places * strides[0], strides[0]):
+        under = op.Slice(padded, [start], [start + reach], [2], [dilations[0]])
+        image = op.Reshape(under, [0, -1, *_sizes(x)[3:]])
+        pads = [*begin[1:], *end[1:]]
+        part = op.Conv(image, kernel, strides=strides[1:], dilations=dilations[1:], pads=pads)
+        parts.append(op.Unsqueeze(_along_batch(op, part.producer(), image, kernel), [2]))
+    y: ir.Value = op.Concat(*parts, axis=2)
+    return y
 
 
 def _unfolded(
