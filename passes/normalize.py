@@ -24,6 +24,7 @@ from graphopt.roles import Role, role_of, set_role
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
+from passes.lowering.written_out import GELU
 from passes.shapes import fold_shapes, infer
 
 __all__ = ["Normalize"]
@@ -36,7 +37,8 @@ IR_VERSION = 10
 class Normalize(Pass):
     """Convert to opset 21 and IR version 10, inline functions without a rule, lift weights, infer every type.
 
-    Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`). Outputs
+    Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`), and so
+    does a Gelu that is written out. Outputs
     that are strings, and labels of classical models, are set aside: the trained model has them again.
     Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers;
     initializers stop being inputs; unknown dimensions get names of their own. A model that
@@ -53,6 +55,8 @@ class Normalize(Pass):
             self._prepare(model)
             infer(model)
             fold_shapes(model)
+            if any(node.op_type == "Erf" for node in model.graph):
+                GELU.apply_to_model(model)
         infer(model)
         if is_classical:
             classical.freeze_scaling(model)

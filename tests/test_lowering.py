@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import onnxruntime
 import pytest
 import torch
 import torch_models
+from builders import model
 
 import graphopt
 import passes
@@ -591,3 +593,33 @@ def test_a_file_that_the_runtime_optimized_trains_to_the_same_losses(name, opset
         batches = [torch_models.build(name, batch=4 + i % 3, seed=i)[1:] for i in range(8)]
         losses.append([executor.step(x=x.numpy(), target=t.numpy())["loss"] for x, t in batches])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+WRITTEN_OUT = {
+    "(x p) / 2": ("s = Div(x, r2) e = Erf(s) p = Add(e, one) m = Mul(x, p) y = Mul(m, half)", ["Gelu"]),
+    "x (p / 2)": ("s = Mul(x, r) e = Erf(s) p = Add(one, e) m = Mul(half, p) y = Mul(x, m)", ["Gelu"]),
+    "(x / 2) p": ("s = Div(x, r2) e = Erf(s) p = Add(one, e) m = Mul(half, x) y = Mul(p, m)", ["Gelu"]),
+    "not quite": (
+        "s = Mul(x, half) e = Erf(s) p = Add(e, one) m = Mul(x, p) y = Mul(m, half)",
+        ["Mul", "Erf", "Add", "Mul", "Mul"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN_OUT)
+def test_a_gelu_that_is_written_out_is_one(form):
+    text, operators = WRITTEN_OUT[form]
+    numbers = {"r2": 2**0.5, "r": 0.5**0.5, "one": 1.0, "half": 0.5}
+    used = {name: np.array(number) for name, number in numbers.items() if re.search(rf"\b{name}\b", text)}
+    proto = model(f"g (float[N,5] x) => (float[N,5] y) {{ {text} }}", **used)
+    normalized = graphopt.load(proto)
+    passes.Normalize()(normalized)
+    assert [node.op_type for node in normalized.graph] == operators
+    x = np.linspace(-6, 6, 50, dtype=np.float32).reshape(10, 5)
+    expected, found = (
+        onnxruntime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+            ["y"], {"x": x}
+        )[0]
+        for m in (proto, ir.to_proto(normalized))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
