@@ -155,29 +155,30 @@ class Executor:
             waiting = list(itertools.islice(left, chosen or self._pace.steps))
             if not waiting:
                 return
-            for _, alike in itertools.groupby(waiting, _shapes):
-                yield from self._call(list(alike))
+            for alike in _alike(waiting):
+                yield from self._call(alike)
         self._several = None  # a session's memory
         yield from map(self.step, left)
 
-    def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Reported]:
-        """Run a step on each of some batches of one shape, in one call."""
+    def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterable[Reported]:
+        """Run a step on each of some batches of one shape, in one call where they can be stacked."""
         first = batches[0]
         stackable = (
             all(isinstance(x, np.ndarray) for x in first.values())
             and first.keys() <= self._program.inputs.keys()
         )
         if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
-            for batch in batches:
-                with self._pace.timed():
-                    reported = self.step(batch)
-                yield reported
-            return
+            return map(self._alone, batches)
         with self._pace.timed(len(batches)):
             reported = self._at_once(batches)
-        columns = {name: array.tolist() if array.ndim == 1 else array for name, array in reported.items()}
-        for i in range(len(batches)):
-            yield {name: column[i] for name, column in columns.items()}
+        if not reported:
+            return [{} for _ in batches]
+        columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
+        return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def _alone(self, batch: Mapping[str, Tensor]) -> Reported:
+        with self._pace.timed():
+            return self.step(batch)
 
     def _at_once(self, batches: Sequence[Mapping[str, Tensor]]) -> Reported:
         """Run a step on each of some batches of one shape, stacked, and return what they report, stacked."""
@@ -439,6 +440,18 @@ def _checked_count(steps_per_call: int | None) -> int | None:
     if steps_per_call is not None and steps_per_call < 1:
         raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {steps_per_call}")
     return steps_per_call
+
+
+def _alike(batches: list[Mapping[str, Tensor]]) -> Iterator[list[Mapping[str, Tensor]]]:
+    """Yield batches in a row whose tensors have the same names and shapes."""
+    first = batches[0]
+    if all(len(batch) == len(first) for batch in batches) and all(
+        len({getattr(batch.get(name), "shape", None) for batch in batches}) == 1 for name in first
+    ):
+        yield batches
+        return
+    for _, alike in itertools.groupby(batches, _shapes):
+        yield list(alike)
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
