@@ -132,6 +132,11 @@ def test_results_are_written_with_what_is_missing(peers):
     assert "| linear regression | sgd | 11.0 | **10.00** (110) | (1) |" in page
     assert "(1) onnxsim: has no such operator" in page
     assert "909,091" in page  # samples a second
+    results.append(run.Result("cnn", "adamw", 1, "graphopt", 10, rounds=[20.0]))  # without its peers
+    short = report.summary(results, {"linear": "linear regression", "cnn": "CNN"}, "a machine")
+    assert "| 1 thread |  | graphopt, us | PyTorch | onnxsim |" in short
+    assert "| linear regression | sgd | 11.0 | 10.00 | - |" in short
+    assert "| CNN | adamw | 20.0 |  |  |" in short
 
 
 def test_what_is_not_measured_again_stays(peers, tmp_path):

@@ -32,9 +32,11 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def ratios(results: Sequence[Any], titles: Mapping[str, str], threads: int) -> Iterator[str]:
-    """Yield a table: a line a workload and optimizer, a column a peer."""
-    chosen = [result for result in results if result.threads == threads]
+def ratios(
+    results: Sequence[Any], titles: Mapping[str, str], threads: int, short: bool = False
+) -> Iterator[str]:
+    """Yield a table: a line a workload and optimizer, a column a peer; a short one has ratios alone, and no notes."""
+    chosen = [r for r in results if r.threads == threads and not (short and r.peer.startswith("graphopt-1"))]
     peers = list(dict.fromkeys(result.peer for result in chosen))
     yield row("", "", *(HEADINGS[peer] for peer in peers))
     yield row("---", "---", *("---:" for _ in peers))
@@ -44,15 +46,20 @@ def ratios(results: Sequence[Any], titles: Mapping[str, str], threads: int) -> I
         base = found[BASE].median if BASE in found else None
         cells = []
         for peer in peers:
-            median = found[peer].median
-            if found[peer].error or median is None:
+            median = found[peer].median if peer in found else None
+            if peer not in found:
+                cells.append("")
+            elif found[peer].error or median is None:
                 note = notes.setdefault(f"{HEADINGS[peer]}: {found[peer].error}", len(notes) + 1)
-                cells.append(f"({note})")
+                cells.append("-" if short else f"({note})")
             elif peer == BASE or base is None:
                 cells.append(number(median))
             else:
-                cells.append(f"**{median / base:.2f}** ({number(median)})")
+                ratio = f"{median / base:.2f}"
+                cells.append(ratio if short else f"**{ratio}** ({number(median)})")
         yield row(titles[workload], optimizer, *cells)
+    if short:
+        return
     yield ""
     for text, note in notes.items():
         yield f"({note}) {text}  "
@@ -91,6 +98,18 @@ def details(results: Sequence[Any]) -> Iterator[str]:
             number(result.peak),
             apart,
         )
+
+
+def summary(results: Sequence[Any], titles: Mapping[str, str], machine: str) -> str:
+    """Return the short tables, for the README."""
+    lines = [
+        f"Microseconds a step of ours, and times of others by ours: above 1 graphopt is faster. {machine}."
+    ]
+    for threads in dict.fromkeys(result.threads for result in results):
+        count = f"{threads} thread{'s' if threads > 1 else ''}"
+        table = list(ratios(results, titles, threads, short=True))
+        lines += ["", table[0].replace("|  |", f"| {count} |", 1), *table[1:]]
+    return "\n".join(lines)
 
 
 def markdown(

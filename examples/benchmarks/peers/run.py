@@ -7,8 +7,9 @@ as many cores as threads. The limit is what limit.py says.
 
 Run it: python examples/benchmarks/peers/run.py
     [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling]
-It prints tables, writes them to RESULTS.md, and draws cost against batch size, width and depth, and compile time
-against the number of nodes. What it does not measure again stays as an earlier run left it beside the environments.
+It prints tables, writes them to RESULTS.md, short ones to the README, and draws cost against batch size, width and
+depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run left it
+beside the environments.
 Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
 """
 
@@ -30,11 +31,12 @@ from typing import Any
 import environments
 from environments import CACHE, ROOT, Missing
 from processes import PEERS, Failure, Process
-from report import markdown
+from report import markdown, summary
 
 HERE = Path(__file__).resolve().parent
 BASE, REFERENCE = "graphopt", "torch"
 TOLERANCE = 1e-3
+MARKS = "<!-- peers -->", "<!-- peers end -->"  # of the table in the README
 
 TABLE = (
     ("linear", "sgd"),
@@ -223,6 +225,7 @@ def arguments() -> argparse.Namespace:
         help="an interpreter in the place of one that is made",
     )
     parser.add_argument("--write", type=Path, default=HERE.parent / "RESULTS.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="whose table is replaced")
     parser.add_argument("--pictures", type=Path, default=ROOT / "examples" / "pictures")
     options = parser.parse_args()
     options.work = options.environments / "work"
@@ -269,6 +272,10 @@ def main() -> None:
         titles = {r.workload: (options.work / f"{r.workload}.txt").read_text() for r in results["table"]}
         options.write.write_text(markdown(results["table"], titles, machine(), used))
         print(f"written to {options.write}")
+        text = options.readme.read_text()
+        start, end = (text.index(mark) for mark in MARKS)
+        table = f"{MARKS[0]}\n\n{summary(results['table'], titles, machine())}\n\n"
+        options.readme.write_text(text[:start] + table + text[end:])
     if "scaling" in options.parts:
         environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))
         print(f"drawn in {options.pictures}")
