@@ -116,24 +116,24 @@ class Limit:
             counts[operation] += times
         size = sum(w.size for name, w in job.weights.items() if "running" not in name)
         counts["Mul", (size * (1 + SLOTS[job.optimizer]),), (1,), ()] += 1
-        self.parts = [(*session(operation, job.threads), times) for operation, times in counts.items()]
+        self._counts, self._threads = counts, job.threads
 
     def measure(self, seconds: float) -> list[float]:
-        """Return microseconds of all, several times, each part of it the median of three."""
-        found: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(found) < 3 or time.perf_counter() < end:
-            found.append(1e6 * sum(self._time(*part) for part in self.parts))
-        return found
+        """Return microseconds of all, each part of it the median of its share of the seconds, three runs at least."""
+        share = seconds / len(self._counts)
+        parts = (self._time(operation, share) * times for operation, times in self._counts.items())
+        return [1e6 * sum(parts)]
 
-    @staticmethod
-    def _time(bare: onnxruntime.InferenceSession, feeds: dict[str, Any], repeated: int, times: int) -> float:
-        taken = []
-        for _ in range(3):
+    def _time(self, operation: Operation, seconds: float) -> float:
+        """Return the seconds that an operation takes; one session at a time, as threads of others would spin."""
+        bare, feeds, repeated = session(operation, self._threads)
+        taken: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(taken) < 3 or time.perf_counter() < end:
             start = time.perf_counter()
             bare.run(None, feeds)
             taken.append(time.perf_counter() - start)
-        return statistics.median(taken) / repeated * times
+        return statistics.median(taken) / repeated
 
 
 if __name__ == "__main__":
