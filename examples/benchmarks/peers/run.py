@@ -52,8 +52,9 @@ TABLE = (
 SCALING = {
     "batch": [f"mlp-{batch}x256x2" for batch in (1, 4, 16, 64, 256, 1024)],
     "width": [f"mlp-32x{width}x2" for width in (16, 32, 64, 128, 256, 512, 1024)],
-    "depth": [f"mlp-32x64x{depth}" for depth in (1, 2, 4, 8, 16, 32, 64)],
+    "depth": [f"mlp-32x64x{depth}" for depth in (1, 2, 4, 8, 16, 32, 48)],
 }
+SWEPT = list(dict.fromkeys(name for swept in SCALING.values() for name in swept))
 SCALED = ("graphopt", "graphopt-run", "torch", "torch-compile", "jax", "onnxruntime-training")
 
 
@@ -187,8 +188,7 @@ def table_cells(options: argparse.Namespace) -> list[Cell]:
 
 def scaling_cells(options: argparse.Namespace) -> list[Cell]:
     peers = [peer for peer in options.peers if peer in SCALED]
-    names = dict.fromkeys(name for swept in SCALING.values() for name in swept)
-    return [(name, "sgd", 1, peers) for name in names]
+    return [(name, "sgd", 1, peers) for name in SWEPT if name in options.workloads]
 
 
 def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str]]:
@@ -206,9 +206,9 @@ def place(cell: tuple[str, str, int]) -> tuple[int, int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = sorted({workload for workload, _ in TABLE})
+    names = [*dict(TABLE), *SWEPT]
     parser.add_argument("--parts", nargs="+", choices=("table", "scaling"), default=["table", "scaling"])
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
         "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each one's own"
     )
