@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
 
 AXES = {
     "batch": "batch size (64-256-256-10)",
@@ -66,6 +67,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
         compiling.loglog(*zip(*nodes, strict=True), look, label=name)
     compiling.set(xlabel="nodes of the model", ylabel="seconds to the end of the first step")
     costs[0].legend()
+    for axes in panels.flat:
+        ticks = sorted({x for line in axes.lines for x in line.get_xdata()})
+        axes.set_xticks(ticks, [str(int(x)) for x in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
     figure.suptitle(f"MLP, SGD, 1 thread, {record['machine']}", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
