@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from graphopt.aside import restore
+from graphopt.emitter import like
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import outputs_kept
 from graphopt.roles import FROZEN, ORIGINAL_NAME, STATE, Role, role_of, with_role
@@ -20,27 +21,25 @@ _INFERENCE = "graphopt.inference"
 
 
 def in_inference(
-    node: ir.Node,
-    *,
-    inputs: Mapping[int, str] | None = None,
-    same_as: int | None = None,
-    operator: tuple[str, Mapping[str, Any]] | None = None,
-    read: Sequence[str] | None = None,
-    output: int = 0,
+    node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
 ) -> None:
-    """Note how inference differs from training.
+    """Note how inference differs from training: some inputs are others, by name; or the output is an input."""
+    node.outputs[0].metadata_props[_INFERENCE] = json.dumps({"inputs": inputs or {}, "same_as": same_as})
 
-    Some inputs are others, by name; or the output is an input; or it is an `output` of an operator, with attributes,
-    of the values that it is to `read`, by name, "" where one is left out, or of the first input.
-    """
-    changes = {
-        "inputs": inputs or {},
-        "same_as": same_as,
-        "operator": operator,
-        "read": read,
-        "output": output,
-    }
-    node.outputs[0].metadata_props[_INFERENCE] = json.dumps(changes)
+
+def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
+    """Let `outputs`, each the first of its node, take the place of an operator's in training; inference has its own."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
+    for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
+        if own.name:
+            y.metadata_props.update(own.metadata_props)
+            y.name, own.name = own.name, f"{own.name}/replaced"
+            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+            noted = {"operator": [node.op_type, attributes], "read": inputs, "output": i}
+            y.metadata_props.setdefault(
+                _INFERENCE, json.dumps(noted)
+            )  # of the model's operator, replaced twice
 
 
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
@@ -74,13 +73,13 @@ def _switch_to_inference(graph: ir.Graph) -> None:
         if noted is None:
             continue
         changes = json.loads(noted)
-        for index, name in changes["inputs"].items():
+        for index, name in changes.get("inputs", {}).items():
             node.replace_input_with(int(index), inputs[name])
-        if changes["same_as"] is not None:
+        if changes.get("same_as") is not None:
             same = node.inputs[changes["same_as"]]
             assert same is not None
             ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
-        if changes["operator"] is not None:
+        if "operator" in changes:
             y = node.outputs[0]
             other = _operator(graph, node, made, changes)
             if other is None:
@@ -99,12 +98,11 @@ def _operator(
     """
     (op_type, attributes), read = changes["operator"], changes["read"]
     key = json.dumps([op_type, attributes, read])
-    if read is None or key not in made:
+    if key not in made:
         values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-        if not {*(read or ()), ""} <= {*values, ""}:
+        if not {*read, ""} <= {*values, ""}:
             return None
-        inputs = [place.inputs[0]] if read is None else [values[name] if name else None for name in read]
-        made[key] = ir.node(op_type, inputs, attributes)
+        made[key] = ir.node(op_type, [values[name] if name else None for name in read], attributes)
         graph.insert_before(place, made[key])
     node, index = made[key], changes["output"]
     node.resize_outputs(max(index + 1, len(node.outputs)))

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from graphopt.emitter import Emitter, like
-from passes.gradients.rules.recurrent import stand_in
+from graphopt.inference import stand_in
 
 BLOCK = 8  # channels, or a multiple of it, in a block of ONNX Runtime's layout
 
@@ -63,9 +63,7 @@ def pooled_planes(model: ir.Model) -> bool:
                 continue
             if not any(user.op_type == "Resize" for user in y.consumers()):
                 continue
-            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-            planes = op.MaxPool(op.Reshape(x, [-1, 1, *sizes[2:]]), **attributes)
-            other = op.Reshape(planes, [-1, *pooled[1:]])
-            stand_in(node, [other])
+            planes = op.MaxPool(op.Reshape(x, [-1, 1, *sizes[2:]]), **node.attributes)
+            stand_in(node, [op.Reshape(planes, [-1, *pooled[1:]])])
             changed = True
     return changed

@@ -13,7 +13,7 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from graphopt.inference import in_inference
+from graphopt.inference import stand_in
 from passes.gradients.bodies import Step, scan_over
 from passes.gradients.rules.control_flow import KNOWN, SAVING
 from passes.gradients.rules.expansion import expansion
@@ -173,20 +173,6 @@ def prepared(
     for bias in (wb, rb):
         gates = gates if bias is None else gates + bias
     return gates, lambda op, *values: CELLS[op_type](op, *values, *extra, *functions)
-
-
-def stand_in(node: Node, outputs: Sequence[Value]) -> None:
-    """Let `outputs` be those of a recurrent operator in training; in inference they are its own."""
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
-    for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
-        producer = y.producer()
-        assert producer is not None
-        if own.name:
-            y.metadata_props.update(own.metadata_props)
-            y.name, own.name = own.name, f"{own.name}/replaced"
-            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
-            in_inference(producer, operator=(node.op_type, attributes), read=inputs, output=i)
 
 
 def run(
