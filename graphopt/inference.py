@@ -15,16 +15,14 @@ from graphopt.aside import restore
 from graphopt.emitter import like
 from graphopt.errors import GraphoptError, known
 from graphopt.rewriting import outputs_kept
-from graphopt.roles import FROZEN, ORIGINAL_NAME, STATE, Role, role_of, with_role
-
-_INFERENCE = "graphopt.inference"
+from graphopt.roles import FROZEN, INFERENCE, ORIGINAL_NAME, STATE, Role, role_of, with_role
 
 
 def in_inference(
     node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
 ) -> None:
     """Note how inference differs from training: some inputs are others, by name; or the output is an input."""
-    node.outputs[0].metadata_props[_INFERENCE] = json.dumps({"inputs": inputs or {}, "same_as": same_as})
+    node.outputs[0].metadata_props[INFERENCE] = json.dumps({"inputs": inputs or {}, "same_as": same_as})
 
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
@@ -38,7 +36,7 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
             ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
             noted = {"operator": [node.op_type, attributes], "read": inputs, "output": i}
             y.metadata_props.setdefault(
-                _INFERENCE, json.dumps(noted)
+                INFERENCE, json.dumps(noted)
             )  # of the model's operator, replaced twice
 
 
@@ -67,30 +65,43 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
 
 def _switch_to_inference(graph: ir.Graph) -> None:
     inputs = {value.name: value for value in graph.inputs}
+    same: dict[str, ir.Value] = {}
+    cast: set[ir.DataType | None] = set()
     made: dict[str, ir.Node] = {}
     for node in list(graph):
-        noted = node.outputs[0].metadata_props.pop(_INFERENCE, None)
+        noted = node.outputs[0].metadata_props.pop(INFERENCE, None)
         if noted is None:
             continue
         changes = json.loads(noted)
         for index, name in changes.get("inputs", {}).items():
             node.replace_input_with(int(index), inputs[name])
         if changes.get("same_as") is not None:
-            same = node.inputs[changes["same_as"]]
-            assert same is not None
-            ir.convenience.replace_all_uses_with(node.outputs[0], same, replace_graph_outputs=True)
+            x, y = node.inputs[changes["same_as"]], node.outputs[0]
+            assert x is not None
+            same[str(y.name)] = x
+            if y.is_graph_output():
+                x.type = y.type
+            elif x.dtype != y.dtype:
+                cast |= {x.dtype, y.dtype}
+            ir.convenience.replace_all_uses_with(y, x, replace_graph_outputs=True)
         if "operator" in changes:
             y = node.outputs[0]
-            other = _operator(graph, node, made, changes)
+            other = _operator(graph, node, made, same, changes)
             if other is None:
                 continue
             other.name, y.name = y.name, f"{y.name}/training"
             other.type, other.shape = y.type, y.shape
             ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
+    for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
+        y.type = y.shape = None  # what it is computed from is not cast any more
 
 
 def _operator(
-    graph: ir.Graph, place: ir.Node, made: dict[str, ir.Node], changes: Mapping[str, Any]
+    graph: ir.Graph,
+    place: ir.Node,
+    made: dict[str, ir.Node],
+    same: dict[str, ir.Value],
+    changes: Mapping[str, Any],
 ) -> ir.Value | None:
     """Return an output of the operator that does in inference what a node does in training, made once for all.
 
@@ -99,7 +110,7 @@ def _operator(
     (op_type, attributes), read = changes["operator"], changes["read"]
     key = json.dumps([op_type, attributes, read])
     if key not in made:
-        values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+        values = ir.convenience.create_value_mapping(graph, include_subgraphs=False) | same
         if not {*read, ""} <= {*values, ""}:
             return None
         made[key] = ir.node(op_type, [values[name] if name else None for name in read], attributes)

@@ -12,7 +12,7 @@ from typing import final
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
-from graphopt.roles import STOP, clear_role
+from graphopt.roles import INFERENCE, STOP, clear_role
 from graphopt.state import detached
 
 
@@ -69,16 +69,18 @@ def hidden(nodes: Iterable[ir.Node]) -> Iterator[None]:
         node.domain = ""
 
 
-def needed_identities(model: ir.Model) -> list[ir.Node]:
-    """Return the Identity nodes that mean something: where gradients stop, and what bodies return.
+def needed(model: ir.Model) -> list[ir.Node]:
+    """Return the nodes that change no number, or its precision alone, and mean something.
 
-    Without the latter a body's output could be an outer value, which is invalid.
+    These are: where gradients stop; what bodies return, of which an output could else be an outer value, which is
+    invalid; and casts that inference leaves out, as a constant that was cast would stay so.
     """
     results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
     return [
         node
         for node in model.graph.all_nodes()
-        if node.op_type == "Identity" and (STOP in node.metadata_props or node.outputs[0] in results)
+        if (node.op_type == "Identity" and (STOP in node.metadata_props or node.outputs[0] in results))
+        or (node.op_type == "Cast" and INFERENCE in node.outputs[0].metadata_props)
     ]
 
 

@@ -19,6 +19,7 @@ OF_BATCH = (
     "graphopt.of_batch"  # marks a BatchNormalization of inference form whose statistics are its input's
 )
 STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
+INFERENCE = "graphopt.inference"  # marks a value that inference computes in another way, with how
 RUNTIME = "graphopt.runtime"  # marks a model that one runtime alone has the operators for, by its package
 TRAINING_RUNTIME = "onnxruntime-training"
 

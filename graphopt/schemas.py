@@ -31,3 +31,14 @@ def input_name(domain: str, op_type: str, version: int, index: int) -> str:
     formal = inputs[min(index, last)]
     variadic = formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
     return f"{formal.name}[{index - last}]" if variadic else formal.name
+
+
+def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
+    """Tell whether an input of a node may be of a floating type; a few are float32 alone."""
+    if node.domain != "":
+        return True
+    schema = onnx.defs.get_schema(node.op_type, version, "")
+    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+    return (
+        not any("float" in name for name in formal.types) or f"tensor({dtype.name.lower()})" in formal.types
+    )

@@ -20,6 +20,7 @@ from graphopt.roles import Role, role_of, set_role, with_role
 _INITIAL = "graphopt.initial"
 STEP = "step"
 LEARNING_RATE = "learning_rate"
+LOSS_SCALE = "loss_scale"
 ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
@@ -15,6 +14,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load
 from graphopt.reference import evaluator
+from graphopt.schemas import takes
 
 Arrays = dict[str, np.ndarray]
 
@@ -166,17 +166,6 @@ def _is_precision(node: ir.Node, name: str) -> bool:
     """Tell whether an attribute names an element type that may be float64."""
     names = {"to", "dtype", "output_dtype", "softmax_precision", "stash_type"}
     return name in names and (node.op_type, name) != ("LayerNormalization", "stash_type")
-
-
-def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
-    """Tell whether an input of a node may be of a floating type; a few are float32 alone."""
-    if node.domain != "":
-        return True
-    schema = onnx.defs.get_schema(node.op_type, version, "")
-    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-    return (
-        not any("float" in name for name in formal.types) or f"tensor({dtype.name.lower()})" in formal.types
-    )
 
 
 def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:

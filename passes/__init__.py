@@ -8,6 +8,7 @@ from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient
 from passes.losses import *
+from passes.mixed_precision import *
 from passes.normalize import *
 from passes.optimizers import *
 from passes.ort_gradient import *

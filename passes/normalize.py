@@ -19,7 +19,7 @@ import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
+from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.walk import is_differentiable
@@ -78,7 +78,7 @@ class Normalize(Pass):
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        with hidden(needed_identities(model)):
+        with hidden(needed(model)):
             common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)

@@ -16,7 +16,7 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.dataflow import forward_nodes
 from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import hidden, needed_identities
+from graphopt.rewriting import hidden, needed
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -46,7 +46,7 @@ def _ifs(model: ir.Model) -> int:
 def _fold(model: ir.Model) -> None:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
-    with hidden([*dropouts, *needed_identities(model)]):  # a Dropout may yet be switched on
+    with hidden([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
 
 

@@ -24,7 +24,7 @@ from onnxscript.rewriter.rules.common import (
 )
 
 from graphopt.memory import results_when_ready
-from graphopt.rewriting import Pass, hidden, needed_identities, outputs_kept
+from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 
 __all__ = ["Simplify"]
 
@@ -105,7 +105,7 @@ def _outputs_aside(model: ir.Model) -> Iterator[None]:
 
 def simplify(model: ir.Model) -> None:
     """Do what `Simplify` does, and leave the rest of the nodes in their order; inside a pass."""
-    with outputs_kept(model), hidden(needed_identities(model)):
+    with outputs_kept(model), hidden(needed(model)):
         with _outputs_aside(model):
             _rewrite(model)
             onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)

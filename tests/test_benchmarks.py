@@ -128,25 +128,55 @@ def test_results_are_written_with_what_is_missing(peers):
         run.Result("linear", "sgd", 1, "torch", 10, rounds=[110.0, 110.0], apart=0.0, compile=1, peak=300),
         run.Result("linear", "sgd", 1, "onnxsim", error="has no such operator"),
     ]
-    page = report.markdown(results, {"linear": "linear regression"}, "a machine", {"torch": "torch 2"})
+    titles = {"linear": "linear regression", "cnn": "CNN"}
+    page = report.markdown(results, [], titles, "a machine", None, {"torch": "torch 2"})
     assert "| linear regression | sgd | 11.0 | **10.00** (110) | (1) |" in page
     assert "(1) onnxsim: has no such operator" in page
     assert "909,091" in page  # samples a second
     results.append(run.Result("cnn", "adamw", 1, "graphopt", 10, rounds=[20.0]))  # without its peers
-    short = report.summary(results, {"linear": "linear regression", "cnn": "CNN"}, "a machine")
+    short = report.summary(results, [], titles, "a machine", None)
     assert "| 1 thread |  | graphopt, us | PyTorch | onnxsim |" in short
     assert "| linear regression | sgd | 11.0 | 10.00 | - |" in short
     assert "| CNN | adamw | 20.0 |  |  |" in short
 
 
+def test_results_on_a_gpu_have_tables_of_their_own(peers):
+    run, report = peers("run"), peers("report")
+    times = {"graphopt-cuda": 10.0, "torch-cuda": 30.0, "graphopt-cuda-mixed": 5.0, "torch-cuda-mixed": 20.0}
+    gpu = [run.Result("cnn", "adamw", 0, peer, 64, rounds=[time]) for peer, time in times.items()]
+    for text in (
+        report.markdown([], gpu, {"cnn": "CNN"}, "a machine", "a GPU", {}),
+        report.summary([], gpu, {"cnn": "CNN"}, "a machine", "a GPU"),
+    ):
+        assert "a GPU, float32" in text and "a GPU, mixed precision" in text
+        assert "| graphopt, us | PyTorch |" in text
+    assert "| CNN | adamw | 10.0 | 3.00 |" in text and "| CNN | adamw | 5.00 | 4.00 |" in text
+
+
+def test_peers_train_the_same_in_mixed_precision_but_for_rounding(peers, tmp_path):
+    """On the CPU, as there may be no GPU; curves of both are near that of float32."""
+    protocol = peers("protocol")
+    peers("workloads").write(tmp_path, "mlp-small")
+    runs = {
+        (name, variant): protocol.losses(
+            peers(f"{name}_peer").build, protocol.Job(tmp_path, "mlp-small", "adamw", 1, variant)
+        )[1]
+        for name in ("graphopt", "torch")
+        for variant in ("", "mixed")
+    }
+    for name in ("graphopt", "torch"):
+        np.testing.assert_allclose(runs[name, "mixed"], runs["torch", ""], rtol=peers("run").ROUNDED)
+    assert runs["torch", "mixed"] != runs["torch", ""]
+
+
 def test_what_is_not_measured_again_stays(peers, tmp_path):
     run = peers("run")
     path = tmp_path / "results.json"
-    assert run.before(path) == ({"table": [], "scaling": []}, {})
+    assert run.before(path) == ({"table": [], "scaling": [], "gpu": []}, {}, None)
     results = [
         run.Result(*cell, "graphopt", rounds=[1.0]) for cell in (("cnn", "adamw", 2), ("linear", "sgd", 1))
     ]
     path.write_text(json.dumps({"table": [asdict(r) for r in results], "versions": {"torch": "2"}}))
-    found, versions = run.before(path)
+    found, versions, _ = run.before(path)
     assert found["table"] == results and versions == {"torch": "2"}
     assert sorted(found["table"], key=lambda r: run.place(r.cell)) == results[::-1]

@@ -115,7 +115,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "blocked    by nothing" in said
     written = Path("out/report.txt").read_text()
     assert "== before the first pass ==" in written
-    assert "== after gradient: Gradient() ==" in written
+    assert "== after gradient: Gradient(loss_scale=None) ==" in written
 
 
 def test_report_says_all_that_blocks(

@@ -91,6 +91,18 @@ def test_training_graphs_of_built_in_models_have_cuda_kernels(network: str, opti
     assert without_cuda_kernel(step) == {}
 
 
+MIXED = {
+    "precision": passes.MixedPrecision(),
+    "gradient": passes.Gradient(loss_scale=2.0**12),
+    "loss_scale": passes.DynamicLossScale(),
+}
+
+
+@each_network
+def test_training_graphs_in_mixed_precision_have_cuda_kernels(network: str) -> None:
+    assert without_cuda_kernel(compiled(network, **MIXED)) == {}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
 def test_schedules_have_cuda_kernels(schedule: Any) -> None:
     assert without_cuda_kernel(compiled("mlp", schedule=schedule, accumulate=passes.Accumulate(2))) == {}
@@ -154,6 +166,18 @@ def test_steps_equal_those_on_the_cpu(network: str) -> None:
         assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=1e-3)
     same(on_cpu, on_cuda)
     assert on_cuda.evaluate(feeds)["loss"] == pytest.approx(on_cpu.evaluate(feeds)["loss"], rel=1e-3)
+
+
+@on_gpu
+@each_network
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_mixed_precision_is_as_on_the_cpu_but_for_rounding(network: str, cuda_graph: bool) -> None:
+    on_cpu = graphopt.Executor(compiled(network))
+    on_cuda = graphopt.Executor(compiled(network, **MIXED), device="cuda", cuda_graph=cuda_graph)
+    feeds = batch(on_cpu, network)
+    for _ in range(5):
+        assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=2e-2)
+    assert on_cuda.state["step"] == 5
 
 
 @on_gpu

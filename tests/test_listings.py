@@ -53,6 +53,14 @@ GRAPHS = {
     "cnn_fused": lambda: graphopt.compile(
         cnn(), loss=passes.CrossEntropy(), optimizer=passes.SGD(momentum=0.9)
     ),
+    "mlp_mixed_precision": lambda: graphopt.compile(
+        mlp(activation="Relu"),
+        loss=passes.CrossEntropy(),
+        precision=passes.MixedPrecision(),
+        gradient=passes.Gradient(loss_scale=2.0**15),
+        optimizer=passes.SGD(),
+        loss_scale=passes.DynamicLossScale(),
+    ),
     "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
 }
 

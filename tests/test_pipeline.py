@@ -38,7 +38,13 @@ def losses(step, count=5):
 
 @pytest.mark.parametrize("cut", [name for name in STANDARD if name != "simplify"])
 def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
-    pipeline = full_pipeline(accumulate=passes.Accumulate(2), recompute=passes.Recompute())
+    pipeline = full_pipeline(
+        precision=passes.MixedPrecision(),
+        gradient=passes.Gradient(loss_scale=2.0**12),
+        recompute=passes.Recompute(),
+        loss_scale=passes.DynamicLossScale(),
+        accumulate=passes.Accumulate(2),
+    )
     graphopt.save(pipeline.until(cut)(mlp()), tmp_path / "prefix.onnx")
     onnx.checker.check_model(tmp_path / "prefix.onnx", full_check=True)
     assert losses(pipeline.after(cut)(tmp_path / "prefix.onnx")) == losses(pipeline(mlp()))

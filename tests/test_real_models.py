@@ -254,3 +254,31 @@ def test_a_detector_of_speech_with_its_if_is_fine_tuned() -> None:
     feeds = speech(sr=np.array(16000), target=np.array([[0], [1]], np.float32))
     model = pretrained("silero_vad", "data/silero_vad_op18_ifless.onnx")
     check(Case(model, feeds, {"loss": passes.BinaryCrossEntropy(from_logits=False, output="output")}))
+
+
+@pytest.mark.parametrize("name", ["squeezenet", "silero_vad"])
+def test_mixed_precision_trains_a_real_model(name: str) -> None:
+    """The scale is at first one that gradients do not bear: steps are left out until it is."""
+    if name == "silero_vad":
+        feeds = speech(target=np.array([[0], [1]], np.float32))
+        model = fixed(pretrained("silero_vad", "data/silero_vad.onnx"), feeds, sr=16000)
+        case = Case(model, feeds, {"loss": passes.BinaryCrossEntropy(from_logits=False, output="output")})
+    else:
+        case = light(name)
+    optimizer, clip = passes.SGD(case.rate), passes.ClipGlobalNorm(1.0)
+    mixed = {
+        "precision": passes.MixedPrecision(),
+        "gradient": passes.Gradient(loss_scale=2.0**24),
+        "loss_scale": passes.DynamicLossScale(),
+    }
+    step = graphopt.compile(case.model, optimizer=optimizer, clip=clip, **case.steps, **mixed)
+    executor = graphopt.Executor(step)
+    expected = losses(case)
+    found = [executor.step(case.feeds)["loss"] for _ in range(30)]
+    left_out = 30 - int(executor.state["step"])
+    assert 0 < left_out < 25
+    np.testing.assert_allclose(found[: left_out + 1], expected[0], rtol=1e-2)
+    np.testing.assert_allclose(found[left_out : left_out + 3], expected[:3], rtol=2e-2)
+    trained = executor.trained()
+    onnx.checker.check_model(trained, full_check=True)
+    assert onnx.TensorProto.FLOAT16 not in {tensor.data_type for tensor in trained.graph.initializer}

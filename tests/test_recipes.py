@@ -71,6 +71,10 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         assert node == {path.parent.name: None}
     elif path.stem == "cuda":
         assert node == {"defaults": ["cpu"], "device": "cuda"}
+    elif path.parent.name == "precision":
+        node = node.get("precision", node)  # float16 is about more than its group
+        assert node["dtype"] == path.stem
+        check({**node, "dtype": "float16"})
     else:
         check(OmegaConf.to_container(OmegaConf.load(path)), FROM_ELSEWHERE.get(path.parent.name, set()))
 
@@ -138,6 +142,15 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
         name: value for name, value in expected.items() if name not in ("executor", "data", "observers")
     }
     assert config["fit"] == {**expected, "log_steps": False}
+
+
+def test_float16_scales_the_loss_unless_told_otherwise() -> None:
+    config = composed("precision=float16")
+    assert config.gradient.loss_scale == 2**15
+    assert config.loss_scale._target_ == "passes.DynamicLossScale"
+    assert composed("precision=float16", "loss_scale=none").loss_scale is None
+    for other in (composed(), composed("precision=bfloat16")):
+        assert other.gradient.loss_scale is None and other.loss_scale is None
 
 
 def test_a_bare_run_is_digits_mlp() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt import roles
+from graphopt import roles, state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
+from graphopt.state import LOSS_SCALE
 from passes.gradients import rules as rules
 from passes.gradients.registry import elementwise, has_rule, no_gradient, rule
 from passes.gradients.walk import backward, is_differentiable, lost
@@ -35,10 +37,16 @@ __all__ = [
 class GradientSource(Pass):
     """Differentiate the loss by every parameter: an output `NAME.grad` each.
 
+    Args:
+        loss_scale: differentiate the loss times the hyperparameter `loss_scale`, which starts as this, and divide the
+            gradients by it: what is computed in 16 bits on the way does not vanish.
+
     Raises:
         GraphoptError: there is no loss or no parameter; operators without a gradient block a parameter; or the loss
             does not depend on a parameter.
     """
+
+    loss_scale: float | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def backward(
@@ -61,12 +69,20 @@ class GradientSource(Pass):
             )
         ensure_typed(model)
         with Emitter(model) as op:
-            gradients = self.backward(op, model, {loss: op.constant(1.0, like=loss)}, parameters)
+            seed, scale = op.constant(1.0, like=loss), None
+            if self.loss_scale is not None:
+                start = np.array(self.loss_scale, np.float32)
+                scale = state.declare(model, LOSS_SCALE, start, Role.HYPERPARAMETER)
+                seed = op.Cast(scale, to=loss.dtype)
+            gradients = self.backward(op, model, {loss: seed}, parameters)
             missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
             if missing:
                 raise GraphoptError(f"the loss does not depend on {', '.join(missing)}: freeze them")
             for parameter in parameters:
-                gradient = op.Identity(gradients[parameter], _outputs=[f"{parameter.name}.grad"])
+                gradient = gradients[parameter]
+                if scale is not None:
+                    gradient = gradient * op.Cast(1 / scale, to=gradient.dtype)
+                gradient = op.Identity(gradient, _outputs=[f"{parameter.name}.grad"])
                 gradient.metadata_props[roles.GRADIENT_OF] = str(parameter.name)
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)

@@ -1,6 +1,7 @@
 """graphopt: the training graph on the ONNX Runtime of its environment.
 
-Variants: `run`, several steps in a call of the runtime; `fused`, onnxruntime-training's optimizer kernels.
+Variants: `run`, several steps in a call of the runtime; `fused`, onnxruntime-training's optimizer kernels; `graph`, a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import passes
 
 
 def build(job: Job) -> Step:
-    fused = job.variant == "fused"
+    fused = "fused" in job.words
+    mixed = {
+        "precision": passes.MixedPrecision(),
+        "gradient": passes.Gradient(loss_scale=2.0**16),
+        "loss_scale": passes.DynamicLossScale(),
+    }
     optimizers = {
         "sgd": passes.SGD(job.rate, fused=fused),
         "momentum": passes.SGD(job.rate, momentum=0.9, fused=fused),
@@ -26,10 +32,20 @@ def build(job: Job) -> Step:
         training=passes.TrainingMode(),
         loss=passes.CrossEntropy() if job.classifies else passes.MeanSquaredError(),
         optimizer=optimizers[job.optimizer],
+        **(mixed if "mixed" in job.words else {}),
     )
-    executor = graphopt.Executor(training, threads=job.threads, report=["loss"])
+    executor = graphopt.Executor(
+        training,
+        device=job.device,
+        threads=job.threads or None,
+        report=["loss"],
+        cuda_graph="graph" in job.words,
+        provider_options={"use_tf32": 0} if job.device == "cuda" else None,
+    )
     batches = [{"x": x, "target": target} for x, target in job.data]
-    if job.variant == "run":
+    if job.device == "cuda":
+        batches = [executor.on_device(batch) for batch in batches]
+    if "run" in job.words:
         reports = executor.run(itertools.cycle(batches))
         return lambda i: next(reports)["loss"]
     return lambda i: executor.step(batches[i])["loss"]

@@ -1,4 +1,7 @@
-"""Peers as processes, each on as many cores as threads, with which `run.py` talks as `protocol.py` says."""
+"""Peers as processes, each on as many cores as threads, with which `run.py` talks as `protocol.py` says.
+
+Threads of 0 are all cores.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds that a peer may take to compile, or for a round
 
-# A peer: its script, its environment, its variant.
+# A peer: its script, its environment, the words of its variant.
 PEERS = {
     "graphopt": ("graphopt_peer", "graphopt", ""),
     "graphopt-run": ("graphopt_peer", "graphopt", "run"),
@@ -26,6 +29,14 @@ PEERS = {
     "onnxruntime-training": ("onnxruntime_training_peer", "onnxruntime-training", ""),
     "onnxsim": ("onnxsim_peer", "onnxsim", ""),
     "limit": ("limit", "graphopt", ""),
+    "graphopt-cuda": ("graphopt_peer", "graphopt-gpu", "cuda"),
+    "graphopt-cuda-graph": ("graphopt_peer", "graphopt-gpu", "cuda graph"),
+    "torch-cuda": ("torch_peer", "torch-gpu", "cuda"),
+    "torch-cuda-compile": ("torch_peer", "torch-gpu", "cuda compile"),
+    "graphopt-cuda-mixed": ("graphopt_peer", "graphopt-gpu", "cuda mixed"),
+    "graphopt-cuda-graph-mixed": ("graphopt_peer", "graphopt-gpu", "cuda graph mixed"),
+    "torch-cuda-mixed": ("torch_peer", "torch-gpu", "cuda mixed"),
+    "torch-cuda-compile-mixed": ("torch_peer", "torch-gpu", "cuda compile mixed"),
 }
 
 
@@ -49,7 +60,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
                 preexec_fn=confined(threads),
             )
 
@@ -84,8 +95,8 @@ class Process:
 
 
 def confined(cores: int) -> Callable[[], None] | None:
-    """Return what a new process calls to run on some cores alone, where the system can do that."""
-    if not hasattr(os, "sched_setaffinity"):
+    """Return what a new process calls to run on some cores alone, where that is asked for and the system can do it."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
         return None
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     return lambda: os.sched_setaffinity(0, chosen)

@@ -30,13 +30,26 @@ Step = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, with what: the files of a workload, `sgd`, `momentum` or `adamw`, and a variant of the peer."""
+    """What to train, with what: the files of a workload, `sgd`, `momentum` or `adamw`, and a variant of the peer.
+
+    Args:
+        threads: 0 for as many as the peer takes by itself.
+        variant: words; `cuda`: on the GPU, with float32 products in float32; `mixed`: mixed precision in float16.
+    """
 
     folder: Path
     workload: str
     optimizer: str
     threads: int = 1
     variant: str = ""
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(self.variant.split())
+
+    @property
+    def device(self) -> str:
+        return "cuda" if "cuda" in self.words else "cpu"
 
     @property
     def family(self) -> str:

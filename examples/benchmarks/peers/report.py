@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-BASE, LIMIT = "graphopt", "limit"
+BASES = ("graphopt", "graphopt-cuda", "graphopt-cuda-mixed")
 HEADINGS = {
     "graphopt": "graphopt, us",
     "graphopt-run": "graphopt `run`",
@@ -17,6 +17,15 @@ HEADINGS = {
     "onnxruntime-training": "onnxruntime-training Module",
     "onnxsim": "onnxsim",
     "limit": "limit",
+} | {
+    f"{peer}{mixed}": title
+    for mixed in ("", "-mixed")
+    for peer, title in {
+        "graphopt-cuda": "graphopt, us",
+        "graphopt-cuda-graph": "graphopt, CUDA graph",
+        "torch-cuda": "PyTorch",
+        "torch-cuda-compile": "torch.compile",
+    }.items()
 }
 
 
@@ -32,18 +41,17 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def ratios(
-    results: Sequence[Any], titles: Mapping[str, str], threads: int, short: bool = False
-) -> Iterator[str]:
+def ratios(chosen: Sequence[Any], titles: Mapping[str, str], short: bool = False) -> Iterator[str]:
     """Yield a table: a line a workload and optimizer, a column a peer; a short one has ratios alone, and no notes."""
-    chosen = [r for r in results if r.threads == threads and not (short and r.peer.startswith("graphopt-1"))]
+    if short:
+        chosen = [result for result in chosen if not result.peer.startswith("graphopt-1")]
     peers = list(dict.fromkeys(result.peer for result in chosen))
     yield row("", "", *(HEADINGS[peer] for peer in peers))
     yield row("---", "---", *("---:" for _ in peers))
     notes: dict[str, int] = {}
     for workload, optimizer in dict.fromkeys((result.workload, result.optimizer) for result in chosen):
         found = {r.peer: r for r in chosen if (r.workload, r.optimizer) == (workload, optimizer)}
-        base = found[BASE].median if BASE in found else None
+        base = next((found[peer].median for peer in BASES if peer in found), None)
         cells = []
         for peer in peers:
             median = found[peer].median if peer in found else None
@@ -52,7 +60,7 @@ def ratios(
             elif found[peer].error or median is None:
                 note = notes.setdefault(f"{HEADINGS[peer]}: {found[peer].error}", len(notes) + 1)
                 cells.append("-" if short else f"({note})")
-            elif peer == BASE or base is None:
+            elif peer in BASES or base is None:
                 cells.append(number(median))
             else:
                 ratio = f"{median / base:.2f}"
@@ -89,7 +97,7 @@ def details(results: Sequence[Any]) -> Iterator[str]:
         yield row(
             result.workload,
             result.optimizer,
-            str(result.threads),
+            str(result.threads or "GPU"),
             result.peer,
             number(result.median),
             spread,
@@ -100,22 +108,39 @@ def details(results: Sequence[Any]) -> Iterator[str]:
         )
 
 
-def summary(results: Sequence[Any], titles: Mapping[str, str], machine: str) -> str:
+def groups(table: Sequence[Any], gpu: Sequence[Any], card: str | None) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the results of a table each, with its title."""
+    for threads in dict.fromkeys(result.threads for result in table):
+        title = f"{threads} thread{'s' if threads > 1 else ''}"
+        yield title, [result for result in table if result.threads == threads]
+    for precision in ("float32", "mixed precision") if gpu else ():
+        mixed = precision != "float32"
+        yield f"{card}, {precision}", [r for r in gpu if r.peer.endswith("mixed") == mixed]
+
+
+def summary(
+    table: Sequence[Any], gpu: Sequence[Any], titles: Mapping[str, str], machine: str, card: str | None
+) -> str:
     """Return the short tables, for the README."""
     lines = [
         f"Microseconds a step of ours, and times of others by ours: above 1 graphopt is faster. {machine}."
     ]
-    for threads in dict.fromkeys(result.threads for result in results):
-        count = f"{threads} thread{'s' if threads > 1 else ''}"
-        table = list(ratios(results, titles, threads, short=True))
-        lines += ["", table[0].replace("|  |", f"| {count} |", 1), *table[1:]]
+    for title, results in groups(table, gpu, card):
+        head, *rest = ratios(results, titles, short=True)
+        lines += ["", head.replace("|  |", f"| {title} |", 1), *rest]
     return "\n".join(lines)
 
 
 def markdown(
-    results: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str]
+    table: Sequence[Any],
+    gpu: Sequence[Any],
+    titles: Mapping[str, str],
+    machine: str,
+    card: str | None,
+    versions: Mapping[str, str],
 ) -> str:
     """Return everything as a page."""
+    results = [*table, *gpu]
     rounds = min(len(result.rounds) for result in results if result.rounds)
     lines = [
         "# graphopt beside its peers",
@@ -123,17 +148,13 @@ def markdown(
         "Made by `python examples/benchmarks/peers/run.py`. Times by graphopt's, in bold: above 1 graphopt is faster; "
         "microseconds a step in brackets.",
         f"Medians of {rounds} rounds or more in which all take turns, on {machine}.",
-        "All start from the same weights and see the same rows; their losses agree to 1e-3 over 20 steps. The limit "
-        "is bare MatMul and Conv of the step's shapes, and one pass over parameters and state, on the same runtime.",
+        "All start from the same weights and see the same rows; their losses agree to 1e-3 over 20 steps"
+        f"{', in mixed precision to 3e-2' if gpu else ''}. The limit is bare MatMul and Conv of the step's shapes, "
+        "and one pass over parameters and state, on the same runtime.",
         "",
     ]
-    for threads in dict.fromkeys(result.threads for result in results):
-        lines += [
-            f"## {threads} thread{'s' if threads > 1 else ''}",
-            "",
-            *ratios(results, titles, threads),
-            "",
-        ]
+    for title, chosen in groups(table, gpu, card):
+        lines += [f"## {title}", "", *ratios(chosen, titles), ""]
     lines += ["## All numbers", "", *details(results), "", "## Versions", ""]
     lines += [f"- {name}: {found}" for name, found in versions.items()]
     return "\n".join(lines) + "\n"

@@ -5,8 +5,10 @@ who trains something else is not timed. Then peers take turns, round by round, s
 ratios are those of medians over rounds, a peer's time by graphopt's: above 1 graphopt is faster. Every process may use
 as many cores as threads. The limit is what limit.py says.
 
+On a machine with an NVIDIA GPU four workloads are also measured there, in float32 and in mixed precision.
+
 Run it: python examples/benchmarks/peers/run.py
-    [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling]
+    [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling gpu]
 It prints tables, writes them to RESULTS.md, short ones to the README, and draws cost against batch size, width and
 depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run left it
 beside the environments.
@@ -21,7 +23,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,11 +35,11 @@ from typing import Any
 import environments
 from environments import CACHE, ROOT, Missing
 from processes import PEERS, Failure, Process
-from report import markdown, summary
+from report import BASES, markdown, summary
 
 HERE = Path(__file__).resolve().parent
-BASE, REFERENCE = "graphopt", "torch"
-TOLERANCE = 1e-3
+REFERENCES = ("torch", "torch-cuda")
+TOLERANCE, ROUNDED = 1e-3, 3e-2  # the latter of 16 bits
 MARKS = "<!-- peers -->", "<!-- peers end -->"  # of the table in the README
 
 TABLE = (
@@ -56,6 +60,8 @@ SCALING = {
 }
 SWEPT = list(dict.fromkeys(name for swept in SCALING.values() for name in swept))
 SCALED = ("graphopt", "graphopt-run", "torch", "torch-compile", "jax", "onnxruntime-training")
+GPU = (("mlp-wide", "adamw"), ("cnn", "adamw"), ("resnet", "momentum"), ("transformer", "adamw"))
+PARTS = ("table", "scaling", "gpu")
 
 
 @dataclass
@@ -90,18 +96,18 @@ def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def check(results: Sequence[Result]) -> None:
-    """Compare curves with PyTorch's, or with the first's; who is not equal gets an error."""
+    """Compare curves with PyTorch's in float32, or with the first's; who is not equal gets an error."""
     trained = [result for result in results if result.losses and not result.error]
     if not trained:
         return
-    reference = next((result for result in trained if result.peer == REFERENCE), trained[0])
+    reference = next((result for result in trained if result.peer in REFERENCES), trained[0])
     assert reference.losses is not None
     if max(reference.losses) - min(reference.losses) < 10 * TOLERANCE * abs(reference.losses[0]):
         reference.error = "its losses do not change: nothing to compare"
     for result in trained:
         assert result.losses is not None
         result.apart = disagreement(result.losses, reference.losses)
-        if not result.apart <= TOLERANCE:
+        if not result.apart <= (ROUNDED if "mixed" in result.peer else TOLERANCE):
             result.error = (
                 f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
             )
@@ -152,8 +158,8 @@ def compare(
 def lines(results: Sequence[Result]) -> Iterator[str]:
     """Yield what to print of the peers on one workload."""
     first = results[0]
-    yield f"{first.workload}, {first.optimizer}, {first.threads} thread(s)"
-    base = next((result.median for result in results if result.peer == BASE), None)
+    yield f"{first.workload}, {first.optimizer}, {first.threads or 'all'} thread(s)"
+    base = next((result.median for result in results if result.peer in BASES), None)
     for result in results:
         median = result.median
         if result.error or median is None:
@@ -176,6 +182,14 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}{load}"
 
 
+def gpu() -> str | None:
+    """Return the name of the GPU, or None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0] or None
+
+
 Cell = tuple[str, str, int, Sequence[str]]  # a workload, an optimizer, threads, and the peers that do it
 
 
@@ -183,7 +197,8 @@ def table_cells(options: argparse.Namespace) -> list[Cell]:
     pairs = [pair for pair in TABLE if pair[0] in options.workloads]
     if options.optimizers:
         pairs = [(name, kind) for name in dict(pairs) for kind in options.optimizers]
-    return [(*pair, threads, options.peers) for pair in pairs for threads in options.threads]
+    peers = [peer for peer in options.peers if "cuda" not in peer]
+    return [(*pair, threads, peers) for pair in pairs for threads in options.threads]
 
 
 def scaling_cells(options: argparse.Namespace) -> list[Cell]:
@@ -191,11 +206,16 @@ def scaling_cells(options: argparse.Namespace) -> list[Cell]:
     return [(name, "sgd", 1, peers) for name in SWEPT if name in options.workloads]
 
 
-def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str]]:
-    """Return what earlier runs measured, of which a cell that is measured again is replaced, and with what."""
+def gpu_cells(options: argparse.Namespace) -> list[Cell]:
+    peers = [peer for peer in options.peers if "cuda" in peer]
+    return [(*pair, 0, peers) for pair in GPU if pair[0] in options.workloads]
+
+
+def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str], str | None]:
+    """Return what earlier runs measured, with what, and on which GPU; a cell that is measured again is replaced."""
     record = json.loads(path.read_text()) if path.exists() else {}
-    results = {part: [Result(**result) for result in record.get(part, [])] for part in ("table", "scaling")}
-    return results, record.get("versions", {})
+    results = {part: [Result(**result) for result in record.get(part, [])] for part in PARTS}
+    return results, record.get("versions", {}), record.get("gpu_name")
 
 
 def place(cell: tuple[str, str, int]) -> tuple[int, int]:
@@ -207,7 +227,7 @@ def place(cell: tuple[str, str, int]) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [*dict(TABLE), *SWEPT]
-    parser.add_argument("--parts", nargs="+", choices=("table", "scaling"), default=["table", "scaling"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS if gpu() else PARTS[:2])
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
         "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each one's own"
@@ -237,7 +257,8 @@ def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
     """Return an interpreter for each peer, or why there is none."""
     given = dict(pair.split("=", 1) for pair in options.python)
     found: dict[str, Path | Missing] = {name: Path(path) for name, path in given.items()}
-    for name in dict.fromkeys(["graphopt", *(PEERS[peer][1] for peer in options.peers)]):
+    peers = [peer for peer in options.peers if "cuda" not in peer or "gpu" in options.parts]
+    for name in dict.fromkeys(["graphopt", *(PEERS[peer][1] for peer in peers)]):
         if name not in found:
             try:
                 found[name] = environments.python_of(name, options.environments)
@@ -253,11 +274,16 @@ def main() -> None:
     if isinstance(pythons["graphopt"], Missing):
         raise SystemExit(f"graphopt has no environment: {pythons['graphopt']}")
     own = str(pythons["graphopt"])
-    cells: dict[str, list[Cell]] = {"table": table_cells(options), "scaling": scaling_cells(options)}
+    cells: dict[str, list[Cell]] = {
+        "table": table_cells(options),
+        "scaling": scaling_cells(options),
+        "gpu": gpu_cells(options),
+    }
     workloads = {cell[0] for part in options.parts for cell in cells[part]}
     environments.call(own, str(HERE / "workloads.py"), str(options.work), *sorted(workloads))
     path = options.work / "results.json"
-    results, used = before(path)
+    results, used, card = before(path)
+    card = gpu() if "gpu" in options.parts else card
     used |= {n: environments.versions(python) for n, python in pythons.items() if isinstance(python, Path)}
     for part in options.parts:
         for workload, optimizer, threads, peers in cells[part]:
@@ -267,14 +293,17 @@ def main() -> None:
             replaced = [r for r in results[part] if r.cell != (workload, optimizer, threads)]
             results[part] = sorted(replaced + found, key=lambda result: place(result.cell))
             record: dict[str, Any] = {name: list(map(asdict, of_part)) for name, of_part in results.items()}
-            path.write_text(json.dumps(record | {"machine": machine(), "swept": SCALING, "versions": used}))
-    if results["table"]:
-        titles = {r.workload: (options.work / f"{r.workload}.txt").read_text() for r in results["table"]}
-        options.write.write_text(markdown(results["table"], titles, machine(), used))
+            record |= {"machine": machine(), "gpu_name": card, "swept": SCALING, "versions": used}
+            path.write_text(json.dumps(record))
+    if results["table"] or results["gpu"]:
+        named = {r.workload for part in ("table", "gpu") for r in results[part]}
+        titles = {name: (options.work / f"{name}.txt").read_text() for name in named}
+        options.write.write_text(markdown(results["table"], results["gpu"], titles, machine(), card, used))
         print(f"written to {options.write}")
         text = options.readme.read_text()
         start, end = (text.index(mark) for mark in MARKS)
-        table = f"{MARKS[0]}\n\n{summary(results['table'], titles, machine())}\n\n"
+        short = summary(results["table"], results["gpu"], titles, machine(), card)
+        table = f"{MARKS[0]}\n\n{short}\n\n"
         options.readme.write_text(text[:start] + table + text[end:])
     if "scaling" in options.parts:
         environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))

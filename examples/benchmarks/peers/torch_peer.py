@@ -140,8 +140,12 @@ def network(job: Job) -> nn.Module:
 
 
 def build(job: Job) -> Step:
-    torch.set_num_threads(job.threads)
-    built = network(job)
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    torch.backends.cudnn.allow_tf32 = False  # as it is of products
+    built = network(job).to(job.device)
+    mixed = "mixed" in job.words
+    scaler = torch.amp.GradScaler(job.device, enabled=mixed)
     kinds = {
         "sgd": lambda weights: torch.optim.SGD(weights, job.rate, fused=True),
         "momentum": lambda weights: torch.optim.SGD(weights, job.rate, momentum=0.9, fused=True),
@@ -149,19 +153,21 @@ def build(job: Job) -> Step:
     }
     optimizer = kinds[job.optimizer](list(built.parameters()))
     compare = functional.cross_entropy if job.classifies else functional.mse_loss
-    batches = [(torch.from_numpy(x), torch.from_numpy(target)) for x, target in job.data]
+    batches = [tuple(torch.from_numpy(array).to(job.device) for array in pair) for pair in job.data]
 
     def cost(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return compare(built(x), target)
+        with torch.autocast(job.device, torch.float16, enabled=mixed):
+            return compare(built(x), target)
 
-    if job.variant == "compile":
+    if "compile" in job.words:
         cost = torch.compile(cost)
 
     def step(i: int) -> float:
         optimizer.zero_grad()
         loss = cost(*batches[i])
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         return loss.item()
 
     return step

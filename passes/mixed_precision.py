@@ -1,0 +1,204 @@
+"""Mixed precision: products in 16 bits, parameters and what is delicate in 32.
+
+Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt import state
+from graphopt.emitter import Emitter, like, subgraphs
+from graphopt.errors import GraphoptError
+from graphopt.inference import in_inference
+from graphopt.rewriting import Pass, Pattern, matches, retire
+from graphopt.roles import GRADIENT_OF, STATE, Role, clear_role, role_of, set_role, with_role
+from graphopt.schemas import takes
+from graphopt.state import LOSS_SCALE
+from passes.shapes import ensure_typed
+
+__all__ = ["DynamicLossScale", "MixedPrecision"]
+
+WIDE = ir.DataType.FLOAT
+
+# What is computed in 16 bits: the operators that most of the time goes to, which sum in float32 themselves, ...
+PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+# ... and, where nothing else than their results is read, what moves numbers, or rounds each once. Not what compares in
+# its gradient what it read with what it gave, as Clip and MaxPool: on the CPU one of them may not be rounded.
+FOLLOWING = """
+    Abs Add AveragePool Concat DepthToSpace Div Dropout Elu Expand Flatten Gather Gelu HardSigmoid HardSwish Identity
+    LeakyRelu Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze Sub
+    Tanh Tile Transpose Unsqueeze Where
+    """
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Pass):
+    """Compute matrix products and convolutions, and what lies between them, in 16 bits; before Gradient.
+
+    Parameters, their gradients, slots, reductions, normalizations, Softmax, the loss and all that the graph takes and
+    returns stay float32. Evaluation, prediction and the trained model are in float32 throughout. In float16 small
+    gradients vanish: scale the loss (`Gradient(loss_scale=...)`, `DynamicLossScale`).
+
+    Args:
+        dtype: `float16`, or `bfloat16`, which has the range of float32 and which fewer runtimes have kernels for.
+        keep: names of nodes to leave in float32, shell-style, one or several.
+
+    Raises:
+        GraphoptError: `dtype` is another, the gradient is there already, or no operator could be cast.
+    """
+
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    keep: Pattern = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise GraphoptError(f"precision.dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}")
+
+    def rewrite(self, model: ir.Model) -> None:
+        if with_role(model, Role.GRADIENT):
+            raise GraphoptError(
+                "MixedPrecision precedes the gradient, found gradients: run it before Gradient"
+            )
+        ensure_typed(model)
+        narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
+        for node in list(model.graph):
+            if not matches(node.name, self.keep) and narrow.fits(node):
+                narrow.cast(node)
+        if not narrow.of:
+            raise GraphoptError(
+                f"precision: expected {', '.join(sorted(PRODUCTS))} nodes of float32 that take {self.dtype} in opset "
+                f"{model.opset_imports['']}, found none: leave precision out"
+            )
+
+
+class _Narrow:
+    """The values of a model that are there in 16 bits, `of` those in float32."""
+
+    def __init__(self, model: ir.Model, dtype: ir.DataType) -> None:
+        self._model, self._dtype = model, dtype
+        self._made: set[ir.Value] = set()
+        self.of: dict[ir.Value, ir.Value] = {}
+
+    def fits(self, node: ir.Node) -> bool:
+        """Tell whether a node is to be computed in 16 bits, now that those before it are."""
+        if node.domain or subgraphs(node) or node.op_type not in PRODUCTS.union(FOLLOWING.split()):
+            return False
+        wide = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype == WIDE]
+        version = self._model.opset_imports[""]
+        if not wide or not all(takes(self._dtype, version, node, i) and self._holds(x) for i, x in wide):
+            return False
+        read = [x for _, x in wide if not _is_weight(x)]
+        return node.op_type in PRODUCTS or (bool(read) and self._made.issuperset(read))
+
+    def cast(self, node: ir.Node) -> None:
+        """Compute a node in 16 bits, and cast its results for those that read them so far."""
+        with Emitter(self._model) as op:
+            for i, x in enumerate(node.inputs):
+                if x is not None and x.dtype == WIDE:
+                    if x not in self.of:
+                        self.of[x] = _cast(op, x, self._dtype)
+                    node.replace_input_with(i, self.of[x])
+            for y in [y for y in node.outputs if y.dtype == WIDE]:
+                y.type = ir.TensorType(self._dtype)
+                wide = _cast(op, y, WIDE)
+                self.of[wide] = y
+                self._made.add(wide)
+                for reader, i in [use for use in y.uses() if use.node is not wide.producer()]:
+                    reader.replace_input_with(i, wide)
+                if y.is_graph_output():
+                    self._return(y, wide)
+
+    def _return(self, y: ir.Value, wide: ir.Value) -> None:
+        """Return `wide` from the graph in the place of `y`, with its name and role."""
+        outputs = self._model.graph.outputs
+        outputs[list(outputs).index(y)] = wide
+        wide.name, y.name = y.name, f"{y.name}/{self._dtype.name.lower()}"
+        role = role_of(y)
+        if role is not None:
+            set_role(wide, role)
+            clear_role(y)
+
+    def _holds(self, x: ir.Value) -> bool:
+        """Tell whether 16 bits have the range of a value, as far as it is known."""
+        tensor = ir.convenience.get_const_tensor(x)
+        if tensor is None:
+            return True
+        largest = np.max(np.abs(tensor.numpy()), initial=0)
+        return bool(largest <= self._dtype.max)
+
+
+def _is_weight(x: ir.Value) -> bool:
+    """Tell whether a value is a parameter or a constant."""
+    return role_of(x) is Role.PARAMETER or ir.convenience.get_const_tensor(x) is not None
+
+
+def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Emit a cast that inference leaves out."""
+    y: ir.Value = op.Cast(x, to=dtype)
+    node = y.producer()
+    assert node is not None
+    in_inference(node, same_as=0)
+    return y
+
+
+@dataclass(frozen=True)
+class DynamicLossScale(Pass):
+    """Let the scale of the loss follow what gradients bear; after the optimizer and the schedule, before Accumulate.
+
+    In a step in which a gradient is not finite all state stays as it was, and the scale shrinks; after so many steps
+    without one it grows. It becomes state.
+
+    Args:
+        growth: what the scale is multiplied by after `interval` steps in which all gradients were finite.
+        backoff: what it is multiplied by after a step in which one was not.
+
+    Raises:
+        GraphoptError: a factor is out of its range, the loss has no scale, or there is no optimizer.
+    """
+
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (self.growth >= 1 > self.backoff > 0 and self.interval >= 1):
+            raise GraphoptError(
+                f"loss_scale: expected growth of 1 or more, backoff between 0 and 1 and interval of 1 or more, found "
+                f"{self.growth}, {self.backoff} and {self.interval}"
+            )
+
+    def rewrite(self, model: ir.Model) -> None:
+        scale = next((x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE), None)
+        gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF in y.metadata_props]
+        following = with_role(model, Role.NEXT)
+        if scale is None or not following:
+            found = "no optimizer" if scale else "no scale"
+            raise GraphoptError(
+                f"DynamicLossScale needs a scaled loss and an optimizer's update, found {found}: set "
+                f"gradient.loss_scale, and run the optimizer first"
+            )
+        states = {f"{x.name}.next": x for x in with_role(model, *STATE)}
+        with Emitter(model) as op:
+            total = op.Sum(*[op.ReduceSum(_single(op, gradient), keepdims=0) for gradient in gradients])
+            finite = op.Less(op.Abs(total), math.inf)
+            for y in following:
+                x = states[str(y.name)]
+                model.graph.outputs.remove(y)
+                retire(model, y)
+                state.set_next(model, x, like(op.Where(finite, y, x), x))
+            steps = state.declare(model, f"{LOSS_SCALE}.steps", np.array(0, np.int64), Role.SLOT)
+            done = op.Add(steps, 1)
+            grows = op.GreaterOrEqual(done, self.interval)
+            grown = op.Where(grows, self.growth * scale, scale)
+            state.set_next(model, set_role(scale, Role.SLOT), op.Where(finite, grown, self.backoff * scale))
+            state.set_next(model, steps, op.Where(op.And(finite, op.Not(grows)), done, 0))
+
+
+def _single(op: Emitter, gradient: ir.Value) -> ir.Value:
+    return gradient if gradient.dtype == WIDE else op.Cast(gradient, to=WIDE)
