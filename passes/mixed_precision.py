@@ -41,16 +41,18 @@ FOLLOWING = """
 class MixedPrecision(Pass):
     """Compute matrix products and convolutions, and what lies between them, in 16 bits; before Gradient.
 
-    Parameters, their gradients, slots, reductions, normalizations, Softmax, the loss and all that the graph takes and
-    returns stay float32. Evaluation, prediction and the trained model are in float32 throughout. In float16 small
-    gradients vanish: scale the loss (`Gradient(loss_scale=...)`, `DynamicLossScale`).
+    Parameters, their gradients, slots, reductions, normalizations, Softmax, recurrent operators, bodies of If, Loop and
+    Scan, the loss and all that the graph takes and returns stay float32. Evaluation, prediction and the trained model
+    are in float32 throughout. In float16 small gradients vanish: scale the loss (`Gradient(loss_scale=...)`,
+    `DynamicLossScale`).
 
     Args:
         dtype: `float16`, or `bfloat16`, which has the range of float32 and which fewer runtimes have kernels for.
         keep: names of nodes to leave in float32, shell-style, one or several.
 
     Raises:
-        GraphoptError: `dtype` is another, the gradient is there already, or no operator could be cast.
+        GraphoptError: `dtype` is another, `keep` matches no node, the gradient is there already, or no operator could
+            be cast.
     """
 
     dtype: Literal["float16", "bfloat16"] = "float16"
@@ -65,9 +67,13 @@ class MixedPrecision(Pass):
             raise GraphoptError(
                 "MixedPrecision precedes the gradient, found gradients: run it before Gradient"
             )
+        nodes = list(model.graph)
+        if self.keep and not any(matches(node.name, self.keep) for node in nodes):
+            known = ", ".join(str(node.name) for node in nodes if node.op_type in PRODUCTS)
+            raise GraphoptError(f"precision.keep={self.keep!r} matches no node; the model has: {known}")
         ensure_typed(model)
         narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
-        for node in list(model.graph):
+        for node in nodes:
             if not matches(node.name, self.keep) and narrow.fits(node):
                 narrow.cast(node)
         if not narrow.of:
