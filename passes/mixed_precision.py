@@ -29,10 +29,10 @@ WIDE = ir.DataType.FLOAT
 # What is computed in 16 bits: the operators that most of the time goes to, which sum in float32 themselves, ...
 PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # ... and, where nothing else than their results is read, what moves numbers, or rounds each once. Not what compares in
-# its gradient what it read with what it gave, as Clip and MaxPool: on the CPU one of them may not be rounded.
+# its gradient what it read with what it gave, as MaxPool: on the CPU one of them may not be rounded.
 FOLLOWING = """
-    Abs Add AveragePool Concat DepthToSpace Div Dropout Elu Expand Flatten Gather Gelu HardSigmoid HardSwish Identity
-    LeakyRelu Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze Sub
+    Abs Add AveragePool Clip Concat DepthToSpace Div Dropout Elu Expand Flatten Gather Gelu HardSigmoid HardSwish
+    Identity LeakyRelu Max Min Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze Sub
     Tanh Tile Transpose Unsqueeze Where
     """
 

@@ -13,10 +13,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders import attention, mlp, model, run
+from gradient_cases import CASES
+from test_gradient import model_of, run_in_onnxruntime, seeded
 
 import graphopt
 import passes
-from graphopt import models
+from graphopt import models, testing
+from graphopt.roles import Role, with_role
+from graphopt.testing import distance, gradient_model
+from passes.mixed_precision import FOLLOWING, PRODUCTS
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((16, 4)).astype(np.float32)
@@ -245,6 +250,59 @@ def test_several_steps_a_call_and_checkpoints_are_bit_for_bit_the_same(tmp_path:
     for name, value in single.state.items():
         np.testing.assert_array_equal(several.state[name], value, err_msg=name)
         np.testing.assert_array_equal(other.state[name], value, err_msg=name)
+
+
+NARROW = [case for case in CASES if case.op_type in PRODUCTS.union(FOLLOWING.split()) and case.double]
+
+
+@pytest.mark.parametrize("op_type", sorted({case.op_type for case in NARROW}))
+def test_gradients_of_what_is_computed_in_16_bits_are_as_in_64_but_for_rounding(op_type: str) -> None:
+    for case in (case for case in NARROW if case.op_type == op_type):
+        feeds = seeded(case, np.float16)
+        double = {name: x.astype(np.float64) if x.dtype == np.float16 else x for name, x in feeds.items()}
+        expected = testing.run(gradient_model(model_of(case, np.float64)), double)
+        narrow = gradient_model(model_of(case, np.float16))
+        runs = [testing.run(narrow, feeds)]
+        if op_type != "Dropout":  # which drops others
+            runs.append(run_in_onnxruntime(narrow, feeds))
+        for found in runs:
+            for name, gradient in found.items():
+                assert distance(gradient, expected[name]) < 1e-2, f"{case}: {name}"
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "Relu(c)",
+        "LeakyRelu(c)",
+        "Clip(c, low, high)",
+        "Max(c, low)",
+        "Max(c, low, high)",
+        "Min(c, high)",
+        "MaxPool<kernel_shape=[2,2], strides=[2,2]>(c)",
+    ],
+)
+def test_a_model_in_float16_has_the_gradients_of_one_in_float32(activation: str) -> None:
+    """Also where the runtime computes in float32 and rounds what some operators read, and others not."""
+    found = []
+    for name, dtype in (("float", np.float32), ("float16", np.float16)):
+        random = np.random.default_rng(0)
+        network = model(
+            f"""g ({name}[N,1,8,8] x) => ({name}[N,3] y) {{
+                c = Conv<pads=[1,1,1,1]>(x, first)  a = {activation}  d = Conv<strides=[2,2]>(a, second)
+                p = GlobalAveragePool(d)  y = Flatten(p)
+            }}""",
+            dtype=dtype,
+            first=random.standard_normal((4, 1, 3, 3)),
+            second=random.standard_normal((3, 4, 3, 3)) / 3,
+            low=np.array(0.0),
+            high=np.array(1.0),
+        )
+        step = graphopt.compile(network, loss=passes.CrossEntropy())
+        weights = {str(x.name): x.const_value.numpy() for x in with_role(step, Role.PARAMETER)}
+        feeds = {"x": IMAGES.astype(dtype), "target": np.arange(8) % 3, **weights}
+        found.append(run_in_onnxruntime(step, feeds)["first.grad"])
+    assert distance(found[1], found[0]) < 1e-2
 
 
 def test_a_node_can_be_kept_and_numbers_beyond_the_range_are() -> None:

@@ -140,12 +140,19 @@ def where(op: Emitter, dy: Value, condition: Value, a: Value, b: Value) -> Gradi
 def clip(
     op: Emitter, dy: Value, x: Value, low: Value | None = None, high: Value | None = None, *, y: Value
 ) -> Gradients:
-    """The upper bound is the last to act: with a lower one above it, all is the upper one."""
-    at_least = x if low is None else op.Max(x, low)
+    """The upper bound is the last to act: with a lower one above it, all is the upper one.
+
+    In 16 bits `x` is not compared with `y`, as on ONNX Runtime's CPU provider one of them may not have been rounded.
+    """
+    assert x.dtype is not None
+    never = op.constant(False)
+    below = never if low is None else op.Less(x, low)
+    above = never if high is None else op.Greater(x if low is None else op.Max(x, low), high)
+    inside = op.Equal(x, y) if x.dtype.itemsize > 2 else op.Not(op.Or(below, above))
     return [
-        dy * mask(op, op.Equal(x, y), x),
-        low and dy * mask(op, op.And(op.Less(x, low), op.Equal(y, low)), x),
-        high and dy * mask(op, op.Greater(at_least, high), x),
+        dy * mask(op, inside, x),
+        low and dy * mask(op, op.And(below, op.Not(above)), x),
+        high and dy * mask(op, above, x),
     ]
 
 
@@ -160,11 +167,13 @@ def mean(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
 
 
 @rule("Max", "Min")
-def extremum(op: Emitter, dy: Value, *inputs: Value, y: Value) -> Gradients:
-    """Give the gradient to the first of equal inputs; the last takes what no other has taken."""
+def extremum(op: Emitter, dy: Value, *inputs: Value, node: Node) -> Gradients:
+    """Give the gradient to the first of equal inputs: one not behind those after it takes what is left."""
+    compare, most = (op.GreaterOrEqual, op.Max) if node.op_type == "Max" else (op.LessOrEqual, op.Min)
     gradients = []
-    for x in inputs[:-1]:
-        gradients.append(dy * mask(op, op.Equal(x, y), dy))
+    for i, x in enumerate(inputs[:-1], 1):
+        after = inputs[i] if len(inputs) == i + 1 else most(*inputs[i:])
+        gradients.append(dy * mask(op, compare(x, after), dy))
         dy = dy - gradients[-1]
     return [*gradients, dy]
 
