@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 import onnxruntime  # noqa: F401  before the clock of compiling starts
-from protocol import Job, Step, serve
+from protocol import LOSS_SCALE, Job, Step, serve
 
 import graphopt
 import passes
@@ -19,7 +19,7 @@ def build(job: Job) -> Step:
     fused = "fused" in job.words
     mixed = {
         "precision": passes.MixedPrecision(),
-        "gradient": passes.Gradient(loss_scale=2.0**16),
+        "gradient": passes.Gradient(loss_scale=LOSS_SCALE),
         "loss_scale": passes.DynamicLossScale(),
     }
     optimizers = {

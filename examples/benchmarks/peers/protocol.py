@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 RATES = {"sgd": 0.02, "momentum": 3e-3, "adamw": 3e-4}  # momentum 0.9; AdamW as in PyTorch, weight decay 0.01
+LOSS_SCALE = 2.0**10  # of mixed precision at first: no step is left out
 STRETCH = 0.02
 
 Step = Callable[[int], float]

@@ -141,7 +141,7 @@ def markdown(
 ) -> str:
     """Return everything as a page."""
     results = [*table, *gpu]
-    rounds = min(len(result.rounds) for result in results if result.rounds)
+    rounds = min((len(result.rounds) for result in results if result.rounds), default=0)
     lines = [
         "# graphopt beside its peers",
         "",

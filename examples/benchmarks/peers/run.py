@@ -163,12 +163,12 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         median = result.median
         if result.error or median is None:
-            yield f"  {result.peer:<22}{result.error or 'not timed'}"
+            yield f"  {result.peer:<26}{result.error or 'not timed'}"
             continue
         ratio = f"{median / base:8.2f}" if base else " " * 8
         compiled = "" if result.compile is None else f"{result.compile:9.2f} s to compile"
         peak = "" if result.peak is None else f"{result.peak:7.0f} MB"
-        yield f"  {result.peer:<22}{median:12.1f} us{ratio}{compiled}{peak}"
+        yield f"  {result.peer:<26}{median:12.1f} us{ratio}{compiled}{peak}"
 
 
 def machine() -> str:

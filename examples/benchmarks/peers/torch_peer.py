@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 import numpy as np
 import torch
-from protocol import Job, Step, serve
+from protocol import LOSS_SCALE, Job, Step, serve
 from torch import nn
 from torch.nn import functional
 
@@ -145,7 +145,7 @@ def build(job: Job) -> Step:
     torch.backends.cudnn.allow_tf32 = False  # as it is of products
     built = network(job).to(job.device)
     mixed = "mixed" in job.words
-    scaler = torch.amp.GradScaler(job.device, enabled=mixed)
+    scaler = torch.amp.GradScaler(job.device, LOSS_SCALE, enabled=mixed)
     kinds = {
         "sgd": lambda weights: torch.optim.SGD(weights, job.rate, fused=True),
         "momentum": lambda weights: torch.optim.SGD(weights, job.rate, momentum=0.9, fused=True),
