@@ -127,8 +127,11 @@ class Device:
                     f"kernels"
                 ) from error
             by = "" if self.provider == CPU else f"{self.provider} of "
+            reason = " ".join(str(error).split())
+            if "NOT_IMPLEMENTED" in reason:
+                reason += ", for these element types: take another precision, runtime or provider"
             raise GraphoptError(
-                f"{by}onnxruntime {self.ort.__version__} refuses the graph: {' '.join(str(error).split())}"
+                f"{by}onnxruntime {self.ort.__version__} refuses the graph: {reason}"
             ) from error
         if self.provider not in session.get_providers():
             raise GraphoptError(self._not_started)

@@ -371,6 +371,20 @@ def test_a_step_takes_the_steps_of_the_rules_and_survives_saving(name: str, tmp_
 
 
 @training
+@pytest.mark.parametrize("name", ["mlp", "built-in cnn", "built-in transformer"])
+def test_mixed_precision_takes_the_steps_of_the_rules(name: str) -> None:
+    mixed = {"precision": passes.MixedPrecision(), "loss_scale": passes.DynamicLossScale()}
+    losses = []
+    for source in (passes.Gradient, passes.OrtGradient):
+        gradient = source(loss_scale=2.0**10)
+        step = compiled(MODELS[name](), gradient=gradient, optimizer=passes.SGD(1e-3), **mixed)
+        executor = graphopt.Executor(step)
+        feeds = {key: array for key, array in feeds_of(step).items() if key in executor.inputs}
+        losses.append([executor.step(feeds)["loss"] for _ in range(5)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+
+
+@training
 def test_the_pipeline_can_be_cut_after_the_gradient(tmp_path: Any) -> None:
     pipeline = graphopt.standard(
         loss=passes.MeanSquaredError(),
