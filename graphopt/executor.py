@@ -8,6 +8,7 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -28,6 +29,8 @@ from graphopt.state import ACCUMULATED, LEARNING_RATE, STEP
 
 if TYPE_CHECKING:
     import onnxruntime
+
+SHAPE = attrgetter("shape")
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -186,7 +189,7 @@ class Executor:
             model = self._reporting.clone()
             pkgutil.resolve_name("passes:Unroll")()(model)
             self._several = self._compiled(model)
-        stacked = {name: np.array([batch[name] for batch in batches]) for name in batches[0]}
+        stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._several.check(stacked)
         reported = self._several.run(self._buffers.current, stacked)
         if self._accept(reported):
@@ -444,10 +447,12 @@ def _checked_count(steps_per_call: int | None) -> int | None:
 
 def _alike(batches: list[Mapping[str, Tensor]]) -> Iterator[list[Mapping[str, Tensor]]]:
     """Yield batches in a row whose tensors have the same names and shapes."""
-    first = batches[0]
-    if all(len(batch) == len(first) for batch in batches) and all(
-        len({getattr(batch.get(name), "shape", None) for batch in batches}) == 1 for name in first
-    ):
+    try:
+        sizes = [{*map(SHAPE, map(itemgetter(name), batches))} for name in batches[0]]
+        sizes.append({*map(len, batches)})
+    except (AttributeError, KeyError):  # of what is no array, or has no such tensor
+        sizes = []
+    if sizes and all(len(found) == 1 for found in sizes):
         yield batches
         return
     for _, alike in itertools.groupby(batches, _shapes):

@@ -248,8 +248,8 @@ class Pace:
     faster by a `MARGIN`.
     """
 
-    CALL = 2e-3
-    MOST = 128
+    CALL = 4e-3
+    MOST = 256
     MARGIN = 0.9
     TRIED = 5  # steps alone, and calls of several
 
