@@ -35,6 +35,7 @@ FOLLOWING = """
     Identity LeakyRelu Max Min Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze Sub
     Tanh Tile Transpose Unsqueeze Where
     """
+NARROW = PRODUCTS.union(FOLLOWING.split())
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class _Narrow:
 
     def fits(self, node: ir.Node) -> bool:
         """Tell whether a node is to be computed in 16 bits, now that those before it are."""
-        if node.domain or subgraphs(node) or node.op_type not in PRODUCTS.union(FOLLOWING.split()):
+        if node.domain or subgraphs(node) or node.op_type not in NARROW:
             return False
         wide = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype == WIDE]
         version = self._model.opset_imports[""]
@@ -115,20 +116,14 @@ class _Narrow:
                 wide = _cast(op, y, WIDE)
                 self.of[wide] = y
                 self._made.add(wide)
-                for reader, i in [use for use in y.uses() if use.node is not wide.producer()]:
-                    reader.replace_input_with(i, wide)
-                if y.is_graph_output():
-                    self._return(y, wide)
-
-    def _return(self, y: ir.Value, wide: ir.Value) -> None:
-        """Return `wide` from the graph in the place of `y`, with its name and role."""
-        outputs = self._model.graph.outputs
-        outputs[list(outputs).index(y)] = wide
-        wide.name, y.name = y.name, f"{y.name}/{self._dtype.name.lower()}"
-        role = role_of(y)
-        if role is not None:
-            set_role(wide, role)
-            clear_role(y)
+                ir.convenience.replace_all_uses_with(y, wide, replace_graph_outputs=True)
+                wide.producer().replace_input_with(0, y)  # type: ignore[union-attr]
+                if wide.is_graph_output():
+                    wide.name, y.name = y.name, f"{y.name}/{self._dtype.name.lower()}"
+                    role = role_of(y)
+                    if role is not None:
+                        clear_role(y)
+                        set_role(wide, role)
 
     def _holds(self, x: ir.Value) -> bool:
         """Tell whether 16 bits have the range of a value, as far as it is known."""
@@ -191,7 +186,8 @@ class DynamicLossScale(Pass):
             )
         states = {f"{x.name}.next": x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
-            total = op.Sum(*[op.ReduceSum(_single(op, gradient), keepdims=0) for gradient in gradients])
+            sums = [op.ReduceSum(op.Cast(gradient, to=WIDE), keepdims=0) for gradient in gradients]
+            total = op.Sum(*sums)
             finite = op.Less(op.Abs(total), math.inf)
             for y in following:
                 x = states[str(y.name)]
@@ -204,7 +200,3 @@ class DynamicLossScale(Pass):
             grown = op.Where(grows, self.growth * scale, scale)
             state.set_next(model, set_role(scale, Role.SLOT), op.Where(finite, grown, self.backoff * scale))
             state.set_next(model, steps, op.Where(op.And(finite, op.Not(grows)), done, 0))
-
-
-def _single(op: Emitter, gradient: ir.Value) -> ir.Value:
-    return gradient if gradient.dtype == WIDE else op.Cast(gradient, to=WIDE)

@@ -69,19 +69,19 @@ class GradientSource(Pass):
             )
         ensure_typed(model)
         with Emitter(model) as op:
-            seed, scale = op.constant(1.0, like=loss), None
+            seed, inverse = op.constant(1.0, like=loss), None
             if self.loss_scale is not None:
                 start = np.array(self.loss_scale, np.float32)
                 scale = state.declare(model, LOSS_SCALE, start, Role.HYPERPARAMETER)
-                seed = op.Cast(scale, to=loss.dtype)
+                seed, inverse = op.Cast(scale, to=loss.dtype), 1 / scale
             gradients = self.backward(op, model, {loss: seed}, parameters)
             missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
             if missing:
                 raise GraphoptError(f"the loss does not depend on {', '.join(missing)}: freeze them")
             for parameter in parameters:
                 gradient = gradients[parameter]
-                if scale is not None:
-                    gradient = gradient * op.Cast(1 / scale, to=gradient.dtype)
+                if inverse is not None:
+                    gradient = gradient * op.Cast(inverse, to=gradient.dtype)
                 gradient = op.Identity(gradient, _outputs=[f"{parameter.name}.grad"])
                 gradient.metadata_props[roles.GRADIENT_OF] = str(parameter.name)
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
