@@ -21,6 +21,7 @@ __all__ = ["TrainingMode"]
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
 SUMMANDS = (0x7FEB352D, 0x846CA68B - 2**32)  # Wellons, https://github.com/skeeto/hash-prospector
+PYTORCH = "pytorch"  # as its exporters name themselves
 SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
 
@@ -28,14 +29,17 @@ SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 class TrainingMode(Pass):
     """Let BatchNormalization use each batch's statistics and Dropout drop, whichever mode the model comes in.
 
-    BatchNormalization's running statistics become state, updated as ONNX's specification says:
-    running * momentum + batch * (1 - momentum). Dropout's mask comes from integers alone (see `uniform`): the same
+    BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). ONNX's
+    specification, Keras and Flax divide the batch's squared deviations by their count n, PyTorch by n - 1 (Bessel's
+    correction) for the running variance, and by n for what the batch is normalized with. Dropout's mask comes from integers alone (see `uniform`): the same
     on every runtime, another each step, and the same again when training resumes. Evaluation, prediction and the
     trained model have the inference form, with the new statistics.
 
     Args:
         batch_normalization: switch BatchNormalization.
         dropout: switch Dropout.
+        unbiased_variance: whether the running variance divides by n - 1; None: in models that PyTorch exported. One
+            value a channel, which PyTorch refuses to train on, counts as the variance 0.
         seed: of the masks.
 
     Raises:
@@ -45,6 +49,7 @@ class TrainingMode(Pass):
 
     batch_normalization: bool = True
     dropout: bool = True
+    unbiased_variance: bool | None = None
     seed: int = 0
 
     def rewrite(self, model: ir.Model) -> None:
@@ -52,9 +57,12 @@ class TrainingMode(Pass):
         self._check_bodies(model)
         nodes = [node for node in model.graph if node.domain == ""]
         if self.batch_normalization:
+            unbiased = self.unbiased_variance
+            if unbiased is None:
+                unbiased = model.producer_name == PYTORCH
             for node in nodes:
                 if node.op_type == "BatchNormalization":
-                    _normalize_batch(model, node)
+                    _normalize_batch(model, node, unbiased)
         if self.dropout:
             dropouts = (node for node in nodes if node.op_type == "Dropout")
             for number, node in zip(itertools.count(), dropouts, strict=False):
@@ -71,7 +79,7 @@ class TrainingMode(Pass):
                     )
 
 
-def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
+def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
     """Give a node of the inference form the batch's statistics."""
     x = node.inputs[0]
     assert x is not None and x.shape is not None
@@ -85,8 +93,10 @@ def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
         for index, statistic in zip((3, 4), batch, strict=True):
             old = _statistic(model, node, index)
             new = op.Cast(statistic, to=old.dtype)
-            state.set_next(model, old, op.Identity(momentum * old + (1 - momentum) * new))
             node.replace_input_with(index, new)
+            if unbiased and index == 4:
+                new = new * _bessel(op, x, axes, old)
+            state.set_next(model, old, op.Identity(momentum * old + (1 - momentum) * new))
             running.append(str(old.name))
     for output in node.outputs[1:]:
         if output.uses() or output.is_graph_output():
@@ -98,6 +108,13 @@ def _normalize_batch(model: ir.Model, node: ir.Node) -> None:
     node.attributes.pop("training_mode", None)
     node.metadata_props[OF_BATCH] = "true"
     in_inference(node, inputs={3: running[0], 4: running[1]})
+
+
+def _bessel(op: Emitter, x: ir.Value, axes: list[int], like: ir.Value) -> ir.Value:
+    """Emit n / (n - 1) of the n elements along some axes, 1 where n is 1; 16 bits would not hold n."""
+    wide = ir.DataType.DOUBLE if like.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=wide)
+    return op.Cast(n / op.Max(n - 1, 1), to=like.dtype)
 
 
 def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 import torch_models
-from builders import model, run
+from builders import TYPES, model, run
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
@@ -82,6 +82,81 @@ def test_batch_normalization_trains_as_pytorchs(mode):
     np.testing.assert_allclose(found, executor.predict(x=x.numpy())["y"], rtol=1e-4, atol=1e-5)
     one = ReferenceEvaluator(inference).run(None, {"x": x.numpy()[:1]})[0]
     np.testing.assert_allclose(one, found[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_the_running_variance_of_a_pytorch_model_is_pytorchs(exporter, rows):
+    torch.manual_seed(5)
+    network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=0.3), nn.Tanh(), nn.Linear(4, 2))
+    network.eval()
+    step = graphopt.compile(
+        torch_models.export(network, torch.randn(4, 5), exporter),
+        training=passes.TrainingMode(),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    executor = graphopt.Executor(step)
+    optimizer = torch.optim.SGD(network.train().parameters(), 0.1)
+    for _ in range(10):
+        x, t = torch.randn(rows, 5), torch.randn(rows, 2)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(network(x), t).backward()
+        optimizer.step()
+        executor.step(x=x.numpy(), target=t.numpy())
+    statistics = [executor.state[str(v.name)] for v in roles.with_role(step, Role.STATISTIC)]
+    for expected in (network[1].running_mean, network[1].running_var):
+        assert any(np.allclose(found, expected, rtol=1e-4, atol=1e-5) for found in statistics)
+    x = torch.randn(20, 5)
+    (found,) = graphopt.executor.run(executor.trained(), {"x": x.numpy()}).values()
+    np.testing.assert_allclose(found, network.eval()(x).detach(), rtol=1e-3, atol=1e-4)
+
+
+NORMALIZED = """g (T[N,3,S] x) => (T[N,3,S] y) {
+    y = BatchNormalization<momentum=0.6>(x, scale, shift, mean, variance)
+}"""
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("producer", "option", "degrees"),
+    [("", None, 0), ("keras", None, 0), ("", True, 1), ("pytorch", None, 1), ("pytorch", False, 0)],
+)
+@pytest.mark.parametrize("shape", [(4, 3, 5), (1, 3, 2), (1, 3, 1)])
+def test_the_running_variance_divides_by_the_count_of_its_exporter(producer, option, degrees, dtype, shape):
+    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(
+        ["shift", "mean"], np.zeros(3)
+    )
+    proto = model(NORMALIZED.replace("T[", f"{TYPES[dtype]}["), dtype=dtype, **weights)
+    proto.producer_name = producer
+    step = graphopt.compile(
+        proto,
+        training=passes.TrainingMode(unbiased_variance=option),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    executor = graphopt.Executor(step)
+    x = np.random.default_rng(2).standard_normal(shape).astype(dtype)
+    executor.step(x=x, target=x)
+    ddof = degrees if x.size > 3 else 0
+    expected = 0.6 + 0.4 * x.astype(np.float64).var(axis=(0, 2), ddof=ddof)
+    rtol = {np.float16: 3e-3, np.float32: 1e-5, np.float64: 1e-7}[dtype]
+    np.testing.assert_allclose(executor.state["variance"], expected, rtol=rtol)
+
+
+def test_the_running_variance_of_more_values_than_16_bits_hold_is_finite():
+    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(
+        ["shift", "mean"], np.zeros(3)
+    )
+    proto = model(NORMALIZED.replace("T[", "float16["), dtype=np.float16, **weights)
+    training = passes.TrainingMode(unbiased_variance=True)
+    step = graphopt.compile(
+        proto, training=training, loss=passes.MeanSquaredError(reduction="sum"), optimizer=passes.SGD(0.0)
+    )
+    x = np.tile(np.array([-1, 1], np.float16), (70, 3, 500))
+    executor = graphopt.Executor(step, on_nonfinite="warn")
+    executor.step(x=x, target=x)
+    np.testing.assert_allclose(executor.state["variance"], np.ones(3), rtol=1e-2)
 
 
 def dropout(ratio="ratio", training="training"):

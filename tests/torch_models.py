@@ -102,7 +102,7 @@ def export(network: nn.Module, x: torch.Tensor, exporter: str) -> onnx.ModelProt
             input_names=["x"],
             output_names=["y"],
             optimize=not any(
-                isinstance(module, nn.BatchNorm2d) for module in network.modules()
+                isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in network.modules()
             ),  # it folds those
             verbose=False,
         )
