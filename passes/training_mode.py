@@ -31,9 +31,9 @@ class TrainingMode(Pass):
 
     BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). ONNX's
     specification, Keras and Flax divide the batch's squared deviations by their count n, PyTorch by n - 1 (Bessel's
-    correction) for the running variance, and by n for what the batch is normalized with. Dropout's mask comes from integers alone (see `uniform`): the same
-    on every runtime, another each step, and the same again when training resumes. Evaluation, prediction and the
-    trained model have the inference form, with the new statistics.
+    correction) for the running variance, and by n for what the batch is normalized with. Dropout's mask comes from
+    integers alone (see `uniform`): the same on every runtime, another each step, and the same again when training
+    resumes. Evaluation, prediction and the trained model have the inference form, with the new statistics.
 
     Args:
         batch_normalization: switch BatchNormalization.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxscript
 import pytest
@@ -17,6 +19,7 @@ from onnxscript.onnx_types import DOUBLE
 
 import graphopt
 import passes
+from graphopt.fit import evaluate
 
 RNG = np.random.default_rng(0)
 P = RNG.standard_normal((6, 4))
@@ -129,6 +132,92 @@ def test_sample_weights_weigh_rows(loss, target, reduction):
     np.testing.assert_allclose(weighted, (weights * rows).sum() / divisor, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("loss", "labels", "twin"),
+    [
+        (passes.CrossEntropy(), LABELS, F.cross_entropy),
+        (passes.CrossEntropy(ignore_index=2), LABELS, lambda p, t: F.cross_entropy(p, t, ignore_index=2)),
+        (passes.CrossEntropy(ignore_index=-100), IGNORED, F.cross_entropy),
+        (
+            passes.CrossEntropy(label_smoothing=0.2),
+            LABELS,
+            lambda p, t: F.cross_entropy(p, t, label_smoothing=0.2),
+        ),
+        (
+            passes.CrossEntropy(axis=-1, class_weights=CLASS_WEIGHTS),
+            LABELS,
+            lambda p, t: F.cross_entropy(p, t, W),
+        ),
+        (passes.CrossEntropy(target_probabilities=True), SHARES, F.cross_entropy),
+        (passes.KLDivergence(), SHARES, lambda p, t: F.kl_div(F.log_softmax(p, 1), t, reduction="batchmean")),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, passes.Loss) else "",
+)
+def test_the_data_alone_may_tell_how_many_classes_there_are(loss, labels, twin):
+    graph = identity("N,positions", "double")
+    step = graphopt.compile(
+        graph, parameters=passes.Parameters(pattern="w"), loss=loss, optimizer=passes.SGD(1.0)
+    )
+    found = graphopt.Executor(step)
+    before = found.parameters["w"]
+    outputs = found.step(x=P, target=labels)
+    x = torch.tensor(P, requires_grad=True)
+    expected = twin(x, torch.tensor(labels))
+    expected.backward()
+    np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-9)
+    np.testing.assert_allclose(before - found.parameters["w"], [x.grad.sum().item()], atol=1e-12)
+
+
+class Answers(torch.nn.Module):
+    """The head and the shape of extractive question answering: where an answer starts, and where it ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(13, 8)
+        self.mixed = torch.nn.Conv1d(8, 8, 3, padding=1)
+        self.answers = torch.nn.Linear(8, 2)
+
+    def forward(self, tokens):
+        h = torch.tanh(self.mixed(self.embedding(tokens).transpose(1, 2))).transpose(1, 2)
+        start, end = self.answers(h).split(1, dim=-1)
+        return start.squeeze(-1), end.squeeze(-1)
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_question_answering_trains_as_in_pytorch(exporter):
+    torch.manual_seed(3)
+    network = Answers()
+    tokens = torch.randint(0, 13, (4, 7))
+    given = {"input_names": ["tokens"], "output_names": ["start", "end"]}
+    buffer = io.BytesIO()
+    if exporter == "dynamo":
+        dims = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("positions")},)
+        proto = torch.onnx.export(network, (tokens,), dynamo=True, dynamic_shapes=dims, **given).model_proto
+    else:
+        dims = {name: {0: "batch", 1: "positions"} for name in ["tokens", "start", "end"]}
+        torch.onnx.export(network, (tokens,), buffer, dynamo=False, dynamic_axes=dims, **given)
+        proto = onnx.load_from_string(buffer.getvalue())
+    heads = dict.fromkeys(["start", "end"], passes.CrossEntropy(ignore_index=-1))
+    executor = graphopt.Executor(
+        graphopt.compile(proto, loss=passes.Losses(heads), optimizer=passes.SGD(0.5))
+    )
+    optimizer = torch.optim.SGD(network.parameters(), 0.5)
+    for rows, positions in [(4, 7), (3, 9), (4, 7), (5, 2)] * 3:
+        tokens = torch.randint(0, 13, (rows, positions))
+        start, end = torch.randint(-1, positions, (2, rows))
+        logits = network(tokens)
+        losses = [F.cross_entropy(p, t, ignore_index=-1) for p, t in zip(logits, (start, end), strict=True)]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+        found = executor.step(tokens=tokens.numpy(), target_start=start.numpy(), target_end=end.numpy())
+        np.testing.assert_allclose(found["loss"], sum(losses).item(), rtol=1e-5)
+    data = {"tokens": tokens.numpy(), "target_start": start.numpy(), "target_end": end.numpy()}
+    assert 0 <= evaluate(executor, data)["target_start.accuracy"] <= 1
+    with pytest.raises(graphopt.GraphoptError, match="expected labels from 0 on, found -2"):
+        evaluate(executor, {**data, "target_end": np.full(5, -2)})
+
+
 def test_the_gradient_at_zero_logits_is_exact():
     outputs = run(
         of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))}
@@ -221,8 +310,11 @@ def test_a_target_tells_its_metric():
     ("loss", "message"),
     [
         (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean', 'sum' or 'none', found 'max'"),
-        (lambda: passes.CrossEntropy(axis=5), "loss.axis=5: the prediction 'y' has 2 axes"),
-        (lambda: passes.CrossEntropy(axis=0), "known number of classes along axis 0"),
+        (lambda: passes.CrossEntropy(axis=5), r"CrossEntropy\(axis=5\): the prediction 'y' has 2 axes"),
+        (
+            lambda: passes.CrossEntropy(axis=0),
+            r"axis=0\): expected the axis of the classes, found that of the rows",
+        ),
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
         (
             lambda: passes.MeanSquaredError(output="z"),

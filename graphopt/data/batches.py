@@ -122,10 +122,12 @@ class _Column:
             self._refuse(rows, part, np.isnan(part), "numbers", "; fit.allow_nan=true trains with it")
         if self._metric.get("task") == "classification" and not self._metric.get("target_probabilities"):
             classes, ignored = self._metric["classes"], self._metric.get("ignore_index")
-            wrong = (part < 0) | (part >= classes)
+            wrong = (part < 0) | (part >= (np.inf if classes is None else classes))
             if ignored is not None:
                 wrong &= part != ignored
-            self._refuse(rows, part, wrong, f"labels from 0 to {classes - 1}")
+            self._refuse(
+                rows, part, wrong, f"labels from 0 {'on' if classes is None else f'to {classes - 1}'}"
+            )
         elif self._metric.get("task") == "binary":
             low, high = self._metric["labels"]
             wrong = (part < low) | (part > high)

@@ -82,7 +82,8 @@ class CrossEntropy(Loss):
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
-            q = (1 - self.label_smoothing) * q + whole * (self.label_smoothing / self._classes(prediction))
+            share = self.label_smoothing / op.count(prediction, [self.axis])
+            q = (1 - self.label_smoothing) * q + whole * share
         if self.class_weights is not None:
             q = q * self._weights(op, prediction)
         return -op.ReduceSum(q * log_p, [self.axis], keepdims=0)
@@ -102,7 +103,12 @@ class CrossEntropy(Loss):
         dims = list(prediction.shape)
         if not -len(dims) <= self.axis < len(dims):
             raise GraphoptError(
-                f"loss.axis={self.axis}: the prediction {prediction.name!r} has {len(dims)} axes"
+                f"CrossEntropy(axis={self.axis}): the prediction {prediction.name!r} has {len(dims)} axes"
+            )
+        if self.axis % len(dims) == 0 and not isinstance(dims[0], int):
+            raise GraphoptError(
+                f"CrossEntropy(axis={self.axis}): expected the axis of the classes, found that of the rows, of "
+                f"{prediction.name!r} of shape {prediction.shape}"
             )
         del dims[self.axis]
         return ir.DataType.INT64, ir.Shape(dims)
@@ -110,44 +116,38 @@ class CrossEntropy(Loss):
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
         return {
             "axis": self.axis,
-            "classes": self._classes(prediction),
+            "classes": _classes(prediction, self.axis),
             "ignore_index": self.ignore_index,
             "target_probabilities": self.target_probabilities,
         }
 
-    def _classes(self, prediction: ir.Value) -> int:
-        assert prediction.shape is not None
-        classes = prediction.shape[self.axis]
-        if not isinstance(classes, int):
-            raise GraphoptError(
-                f"CrossEntropy: expected a known number of classes along axis {self.axis} of {prediction.name!r}, "
-                f"found shape {prediction.shape}: set loss.axis"
-            )
-        if self.class_weights is not None and len(self.class_weights) != classes:
-            raise GraphoptError(
-                f"loss.class_weights: expected {classes} numbers, one a class, found {len(self.class_weights)}"
-            )
-        return classes
-
-    def _along_axis(self, array: np.ndarray, prediction: ir.Value) -> np.ndarray:
+    def _along_axis(self, prediction: ir.Value) -> list[int]:
+        """Return the shape of what has a number a class, so that it spreads over the prediction."""
         assert prediction.shape is not None
         rank = len(prediction.shape)
-        return array.reshape([-1 if axis == self.axis % rank else 1 for axis in range(rank)])
+        return [-1 if axis == self.axis % rank else 1 for axis in range(rank)]
 
     def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        classes = op.constant(self._along_axis(np.arange(self._classes(prediction)), prediction))
-        hot: ir.Value = op.Cast(op.Equal(op.Unsqueeze(target, [self.axis]), classes), to=prediction.dtype)
-        if self.ignore_index is not None and 0 <= self.ignore_index < self._classes(prediction):
-            hot = hot * op.Cast(
-                op.Not(op.Equal(op.Unsqueeze(target, [self.axis]), self.ignore_index)), to=hot.dtype
-            )
+        classes = _classes(prediction, self.axis)
+        if classes is None:
+            size = op.Squeeze(op.Gather(op.shape_of(prediction), [self.axis]))
+            numbers = op.Reshape(op.Range(0, size, 1), self._along_axis(prediction))
+        else:
+            numbers = op.constant(np.arange(classes).reshape(self._along_axis(prediction)))
+        hot: ir.Value = op.Cast(op.Equal(op.Unsqueeze(target, [self.axis]), numbers), to=prediction.dtype)
+        if self.ignore_index is not None and self.ignore_index in range(classes or 2**63):
+            counts = op.Not(op.Equal(op.Unsqueeze(target, [self.axis]), self.ignore_index))
+            hot = hot * op.Cast(counts, to=hot.dtype)
         return hot
 
     def _weights(self, op: Emitter, prediction: ir.Value) -> ir.Value:
-        self._classes(prediction)
-        return op.constant(
-            self._along_axis(np.array(self.class_weights), prediction).tolist(), like=prediction
-        )
+        weights = np.array(self.class_weights)
+        classes = _classes(prediction, self.axis)
+        if classes not in (None, len(weights)):
+            raise GraphoptError(
+                f"CrossEntropy(class_weights=...): expected {classes} numbers, one a class, found {len(weights)}"
+            )
+        return op.constant(weights.reshape(self._along_axis(prediction)).tolist(), like=prediction)
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,15 @@ class KLDivergence(Loss):
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
-        assert prediction.shape is not None
-        classes = prediction.shape[self.axis]
-        known = classes if isinstance(classes, int) else None
-        return {"axis": self.axis, "classes": known, "ignore_index": None, "target_probabilities": True}
+        classes = _classes(prediction, self.axis)
+        return {"axis": self.axis, "classes": classes, "ignore_index": None, "target_probabilities": True}
+
+
+def _classes(prediction: ir.Value, axis: int) -> int | None:
+    """Return how many classes a prediction has, None where the data alone tells."""
+    assert prediction.shape is not None
+    classes = prediction.shape[axis]
+    return classes if isinstance(classes, int) else None
 
 
 def _logits(
