@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.checkpoint import Property, load_state, save_state
+from graphopt.checkpoint import Property, load_state
 from graphopt.device import Device
+from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.roles import STATE, Role, with_role
@@ -32,9 +34,10 @@ class Buffers:
         kept = {str(x.name) for x in with_role(model, *STATE)}
         updated = {str(y.name).removesuffix(".next") for y in with_role(model, Role.NEXT)}
         self._inputs = {str(x.name): Input(x) for x in model.graph.inputs if x.name in initial}
-        first = {name: device.buffer(array) for name, array in initial.items() if name in kept}
-        second = {name: device.buffer(initial[name]) if name in updated else first[name] for name in first}
-        self.sets = (first, second)
+        first, one = device.buffers({name: array for name, array in initial.items() if name in kept})
+        second, other = device.buffers({name: initial[name] for name in first if name in updated})
+        self.sets = (first, first | second)
+        self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: device.buffer(array) for name, array in fed.items()}
@@ -43,6 +46,20 @@ class Buffers:
     def swap(self) -> None:
         """Let the next step read what the last one wrote."""
         self.current ^= 1
+
+    def spoiled(self) -> str | None:
+        """Return the name of a state that the last step has made infinite or not a number, or None.
+
+        A number of that kind that was there before does not count.
+        """
+        if self._totals[1 - self.current].finite():
+            return None
+        before, after = self.sets[self.current], self.sets[1 - self.current]
+        for name, value in after.items():
+            wrong = ~_finite(value.numpy())
+            if wrong.any() and (wrong & _finite(before[name].numpy())).any():
+                return name
+        return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
         """Return the buffers that the next step reads."""
@@ -83,10 +100,6 @@ class Buffers:
                 self.fed[name].update_inplace(array)
                 self.hyperparameters[name] = _number(array)
 
-    def save(self, path: str | os.PathLike[str], properties: Mapping[str, Property]) -> None:
-        """Write all state and properties of the user's to a checkpoint."""
-        save_state(self.arrays(), path, properties)
-
     def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
         """Return the state and the properties in a checkpoint.
 
@@ -101,6 +114,46 @@ class Buffers:
                 f"{', '.join(unlike[:5])} are not in both"
             )
         return arrays, properties
+
+
+class Total:
+    """Tells whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
+
+    On the CPU it is the product of the buffers' memory with itself. It may overflow although all are finite.
+    """
+
+    def __init__(
+        self, device: Device, values: Mapping[str, onnxruntime.OrtValue], memory: Sequence[np.ndarray]
+    ) -> None:
+        self._device, self._memory = device, memory
+        self._values: Mapping[str, onnxruntime.OrtValue] = {}
+        if device.kind != "cpu":
+            model, self._values = _summed(values)
+            self._session = device.session(model)
+
+    def finite(self) -> bool:
+        """Tell whether the sum is finite."""
+        if self._values:
+            total = self._device.compute(self._session, self._values, ["total"])["total"].numpy()
+            return math.isfinite(total)
+        return all(math.isfinite(np.vdot(flat, flat)) for flat in self._memory)
+
+
+def _summed(
+    values: Mapping[str, onnxruntime.OrtValue],
+) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
+    """Return a graph whose output `total` is the sum of all floating numbers in buffers, and those buffers."""
+    typed = {name: ir.DataType(value.element_type()) for name, value in values.items()}
+    floating = {name: values[name] for name, dtype in typed.items() if dtype.is_floating_point()}
+    inputs = [
+        ir.Value(name=name, type=ir.TensorType(typed[name]), shape=ir.Shape(value.shape()))
+        for name, value in floating.items()
+    ]
+    model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    with Emitter(model) as op:
+        sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
+        model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))
+    return model, floating
 
 
 def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -132,6 +185,10 @@ def parted(vector: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np
     ends = np.cumsum([array.size for array in arrays.values()])[:-1]
     parts = zip(arrays, np.split(vector, ends), strict=True)
     return {name: part.reshape(arrays[name].shape) for name, part in parts}
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    return np.isfinite(array) if array.dtype.kind != "i" else np.ones_like(array, bool)
 
 
 def _number(array: np.ndarray) -> Any:

@@ -129,16 +129,14 @@ def _train(recipe: _Recipe) -> float:
     try:
         with Display(console, epochs=not sweep) as display:
             records = fit(executor, recipe.data, **fields, observers=[folder, header, display])
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, NonFiniteLoss) as error:
         if executor.steps:
             save(executor.trained(), trained)
             say(console, "stopped", f"after step {executor.steps}: {trained}")
+        if isinstance(error, NonFiniteLoss) and sweep:
+            _complain(error)
+            return math.inf
         raise
-    except NonFiniteLoss as error:
-        if not sweep:
-            raise
-        _complain(error)
-        return math.inf
     save(executor.trained(), trained)
     last = records[-1]
     seconds = sum(record["seconds"] for record in records)

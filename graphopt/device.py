@@ -20,6 +20,8 @@ Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or what speaks DLPac
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+ALIGNED = 64  # bytes, as the runtime's own buffers are
+SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
@@ -187,6 +189,27 @@ class Device:
         value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
         return value
 
+    def buffers(
+        self, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, onnxruntime.OrtValue], list[np.ndarray]]:
+        """Return a buffer for each of some arrays and, on the CPU, the memory in which those of one type lie in a row.
+
+        Between them are zeros, so that each starts at a multiple of `ALIGNED` bytes.
+        """
+        values, memory = {}, []
+        for dtype in SUMMED if self.kind == "cpu" else ():
+            alike = {name: array for name, array in arrays.items() if array.dtype == dtype}
+            sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in alike.values()]
+            raw = np.zeros(sum(sizes) + ALIGNED, np.uint8)
+            start = -raw.ctypes.data % ALIGNED
+            flat = raw[start : start + sum(sizes)].view(dtype)
+            for (name, array), part in zip(alike.items(), _cut(flat, sizes), strict=True):
+                part = part[: array.size].reshape(array.shape)
+                part[...] = array
+                values[name] = self.shared(part)
+            memory.append(flat)
+        return {name: values.get(name) or self.buffer(array) for name, array in arrays.items()}, memory
+
     def shared(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Return a value in the host's memory that is `array`'s."""
         return self.ort.OrtValue.ortvalue_from_numpy(array)
@@ -292,6 +315,11 @@ class Device:
             session.run_with_iobinding(binding, options)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+
+
+def _cut(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return parts of some bytes each of a vector."""
+    return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize) if sizes else []
 
 
 def _is_double(model: ir.Model) -> bool:

@@ -25,6 +25,8 @@ class Display:
         epochs: print a line an epoch; otherwise show what is live alone.
     """
 
+    reads_state = False
+
     def __init__(self, console: Console, *, epochs: bool = True) -> None:
         self._console = console
         self._lines = epochs
@@ -88,6 +90,8 @@ class Display:
 
 class Header:
     """Says what is about to run, as an observer of `fit`."""
+
+    reads_state = False
 
     def __init__(self, console: Console, title: str | None = None, *, model: str, data: str) -> None:
         self._console = console

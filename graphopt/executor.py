@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import pkgutil
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -18,7 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt import inference
 from graphopt.buffers import Buffers, joined, parted
-from graphopt.checkpoint import Property
+from graphopt.checkpoint import Property, save_state
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input
@@ -46,23 +47,29 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
 
 class NonFiniteLoss(GraphoptError):
-    """A step's loss is infinite or not a number; the state is that before the step."""
+    """A step's loss, or a number of the state that it leads to, is infinite or not a number.
+
+    The state is that before the step.
+    """
 
 
 class Executor:
     """Runs a training graph step by step; its state lives on the device.
+
+    Threads may share an executor: its calls run one after the other, each whole, `run` a call of the runtime at a time.
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
         device: `cpu`, `cuda` or `cuda:N`.
         threads: threads an operator may use; the runtime's choice by default.
         deterministic: ask the runtime for kernels that give the same numbers each run.
-        on_nonfinite: what a loss that is not finite does: `raise` an error, `warn` and go on, or `skip` the step;
-            with `raise` and `skip` the state stays as it was.
+        on_nonfinite: what a step does whose loss, or a number of the state after it, is not finite: `raise` an error,
+            `warn` and go on, or `skip` the step; with `raise` and `skip` the state stays as it was, so that all of
+            it is finite if it was so at first.
         steps_per_call: how many steps `run` does in one call of the runtime; None tries calls of several, and keeps
             them if a step takes a tenth less time.
         report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
-            nothing, so that nothing is read from the device and a loss that is not finite goes unnoticed.
+            nothing, so that nothing is read from the device and what is not finite goes unnoticed.
         provider, provider_options, cuda_graph, low_memory: as for `Device`. A CUDA graph needs a step without If,
             Loop and Scan; every shape of the batch has one of its own.
         static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
@@ -105,6 +112,7 @@ class Executor:
         )
         self._static = static_shapes or cuda_graph
         self._model = load(step)
+        self._lock = threading.RLock()
         self.steps = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
@@ -120,19 +128,20 @@ class Executor:
 
         Raises:
             GraphoptError: an array is missing, unknown, or of another type or shape; nothing has run.
-            NonFiniteLoss: the loss is infinite or not a number, and `on_nonfinite` is `raise`.
+            NonFiniteLoss: the loss or the new state is infinite or not a number, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
-        if not self._program.fits(feeds):
-            fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-            feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
-            self._program.check(feeds)
-            self.set_hyperparameters(**fed)
-        reported = self._program.run(self._buffers.current, feeds)
-        if self._accept(reported):
-            self._buffers.swap()
-            self.steps += 1
-        return reported
+        with self._lock:
+            if not self._program.fits(feeds):
+                fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
+                feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
+                self._program.check(feeds)
+                self.set_hyperparameters(**fed)
+            reported = self._program.run(self._buffers.current, feeds)
+            if self._accept(reported):
+                self._buffers.swap()
+                self.steps += 1
+            return reported
 
     def run(
         self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
@@ -147,8 +156,8 @@ class Executor:
 
         Raises:
             GraphoptError: an array does not fit; no step of its call has run.
-            NonFiniteLoss: a loss is infinite or not a number: the state is that before the first step of the call,
-                with `on_nonfinite=skip` also.
+            NonFiniteLoss: a loss or the new state is infinite or not a number: the state is that before the step, as a
+                call in which this happens is done again step by step.
         """
         chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
         if chosen is None and not self._device.on_cpu:
@@ -160,7 +169,8 @@ class Executor:
                 return
             for alike in _alike(waiting):
                 yield from self._call(alike)
-        self._several = None  # a session's memory
+        with self._lock:
+            self._several = None  # a session's memory
         yield from map(self.step, left)
 
     def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterable[Reported]:
@@ -172,19 +182,24 @@ class Executor:
         )
         if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
             return map(self._alone, batches)
-        with self._pace.timed(len(batches)):
+        with self._lock, self._pace.timed(len(batches)):
             reported = self._at_once(batches)
+        if reported is None:
+            return map(self.step, batches)
         if not reported:
             return [{} for _ in batches]
         columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
         return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _alone(self, batch: Mapping[str, Tensor]) -> Reported:
-        with self._pace.timed():
+        with self._lock, self._pace.timed():
             return self.step(batch)
 
-    def _at_once(self, batches: Sequence[Mapping[str, Tensor]]) -> Reported:
-        """Run a step on each of some batches of one shape, stacked, and return what they report, stacked."""
+    def _at_once(self, batches: Sequence[Mapping[str, Tensor]]) -> Reported | None:
+        """Run a step on each of some batches of one shape, stacked, and return what they report, stacked.
+
+        None where something is not finite: the state is that before the first of them.
+        """
         if self._several is None:
             model = self._reporting.clone()
             pkgutil.resolve_name("passes:Unroll")()(model)
@@ -192,9 +207,10 @@ class Executor:
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._several.check(stacked)
         reported = self._several.run(self._buffers.current, stacked)
-        if self._accept(reported):
-            self._buffers.swap()
-            self.steps += len(batches)
+        if self._wrong(reported) is not None:
+            return None
+        self._buffers.swap()
+        self.steps += len(batches)
         return reported
 
     def placement(self) -> dict[str, dict[str, int]]:
@@ -220,7 +236,8 @@ class Executor:
     @property
     def state(self) -> dict[str, np.ndarray]:
         """Copies of all state: parameters, optimizer slots and counters, by name."""
-        return self._buffers.arrays()
+        with self._lock:
+            return self._buffers.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -232,14 +249,16 @@ class Executor:
         Raises:
             GraphoptError: a name is unknown, or an array is of another type or shape.
         """
-        self._buffers.update(arrays)
-        if STEP in arrays:
-            self.steps = int(arrays[STEP])
+        with self._lock:
+            self._buffers.update(arrays)
+            if STEP in arrays:
+                self.steps = int(arrays[STEP])
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters, by name, in alphabetical order."""
-        return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
+        with self._lock:
+            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters end to end in one vector, in alphabetical order.
@@ -260,20 +279,23 @@ class Executor:
         """
         new = parted(vector, self._weights(frozen))
         trained = set(self._of(Role.PARAMETER))
-        self.update_state({name: array for name, array in new.items() if name in trained})
         fixed = {name: array for name, array in new.items() if name not in trained}
-        for name, array in fixed.items():
-            value = self._model.graph.initializers[name]
-            value.const_value = ir.tensor(np.array(array), name=name)
-        if fixed:  # they are constants of the sessions
-            self._open()
+        with self._lock:
+            self.update_state({name: array for name, array in new.items() if name in trained})
+            for name, array in fixed.items():
+                value = self._model.graph.initializers[name]
+                value.const_value = ir.tensor(np.array(array), name=name)
+            if fixed:  # they are constants of the sessions
+                self._open()
 
     def reset_gradients(self) -> None:
         """Forget the gradients that `passes.Accumulate` has added up since the last update."""
         names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
         if not names:
             raise GraphoptError("reset_gradients: the training graph accumulates none: add passes.Accumulate")
-        self.update_state({name: np.zeros_like(array) for name, array in self._buffers.arrays(names).items()})
+        with self._lock:
+            arrays = self._buffers.arrays(names)
+            self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -304,20 +326,26 @@ class Executor:
         Raises:
             GraphoptError: there is no hyperparameter of that name, or the value does not fit.
         """
-        self._buffers.feed(values)
+        with self._lock:
+            self._buffers.feed(values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
-        self._buffers.save(path, self.properties)
+        with self._lock:
+            arrays, properties = self._buffers.arrays(), dict(self.properties)
+        save_state(arrays, path, properties)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.
 
         Raises:
-            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
+            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph; nothing is
+                replaced.
         """
-        arrays, self.properties = self._buffers.load(path)
-        self.update_state(arrays)
+        arrays, properties = self._buffers.load(path)
+        with self._lock:
+            self.update_state(arrays)
+            self.properties = properties
 
     @property
     def device(self) -> str:
@@ -402,11 +430,11 @@ class Executor:
         return dict(sorted({**self.parameters, **fixed}.items()))
 
     def _accept(self, reported: Reported) -> bool:
-        loss = reported.get("loss", 0.0)
-        if math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all():
+        """Tell whether the state after a step is to be kept; raise an error or warn where it is not finite."""
+        wrong = self._wrong(reported)
+        if wrong is None:
             return True
-        wrong = 0 if isinstance(loss, float) else int(np.argmin(np.isfinite(loss)))
-        message = f"step {self.steps + wrong}: expected a finite loss, found {np.ravel(loss)[wrong]}"
+        message = f"step {self.steps}: {wrong}"
         if self._on_nonfinite == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
@@ -414,9 +442,24 @@ class Executor:
         warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
         return self._on_nonfinite == "warn"
 
+    def _wrong(self, reported: Reported) -> str | None:
+        """Return what is not finite after a step: its loss, or a number of the state."""
+        if "loss" not in reported:
+            return None
+        loss = reported["loss"]
+        if not (math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
+            return f"expected a finite loss, found {loss}"
+        name = self._buffers.spoiled()
+        if name is None:
+            return None
+        return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
+
     def _forward(self, names: Sequence[str], feeds: Mapping[str, Tensor]) -> Reported:
         """Run the part of the graph that computes some of its outputs, in its inference form."""
-        wanted = tuple(names)
+        with self._lock:
+            return self._part(tuple(names), feeds)
+
+    def _part(self, wanted: tuple[str, ...], feeds: Mapping[str, Tensor]) -> Reported:
         if wanted not in self._forwards:
             outputs = {str(y.name): y for y in self._model.graph.outputs}
             part = inference.extract(self._model, [outputs[name] for name in wanted])

@@ -29,7 +29,11 @@ Data = Dataset | Mapping[str, np.ndarray]
 
 
 class Observer(Protocol):
-    """Watches a training run: `start` once, then `step` after each step and `epoch` after each epoch."""
+    """Watches a training run: `start` once, then `step` after each step and `epoch` after each epoch.
+
+    In `step` the executor's state is that after this very step, and can be saved. An observer that does not look at it
+    has an attribute `reads_state`, False: if all have, several steps may run in one call before the first is shown.
+    """
 
     def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
 
@@ -196,8 +200,9 @@ def _steps(
             yield executor.on_device(batches.take(rows))
 
     step = executor.steps
+    one_by_one = any(getattr(observer, "reads_state", True) for observer in observers)
     with contextlib.closing(prefetched(feeds(), prefetch)) as ahead:
-        for values in executor.run(ahead):
+        for values in executor.run(ahead, steps_per_call=1 if one_by_one else None):
             step += 1
             rows = drawn.popleft()
             values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))

@@ -28,6 +28,8 @@ class RunFolder:
         log_steps: write a line a step to metrics.jsonl, beside that an epoch.
     """
 
+    reads_state = False
+
     def __init__(self, path: Path, step: ir.Model, config: str, *, log_steps: bool = False) -> None:
         self._path = path
         self._model = step

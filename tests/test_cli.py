@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,10 +143,24 @@ def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_diverged_run_does_not_end_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["-m", *MINE, "optimizer=sgd", "optimizer.learning_rate=inf,1e-3"]) == 0
+    assert cli.main(["-m", *MINE, "optimizer=sgd", "optimizer.learning_rate=1e38,1e-3"]) == 0
     said = capsys.readouterr()
     assert "expected a finite loss" in said.err
     assert Path("out/1/trained.onnx").exists()
+
+
+def test_a_run_that_diverges_late_leaves_the_last_good_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate grows a thousandfold a step until a loss overflows: trained.onnx has the weights of the step before."""
+    schedule = ["schedule=exponential", "schedule.factor=1e4", "optimizer.learning_rate=1e-12"]
+    loss = ["loss=mean_squared_error", "optimizer=sgd", "model=linear", "data.path=numbers.npz"]
+    np.savez("numbers.npz", x=X, target=X)
+    assert cli.main([*MINE, *schedule, *loss, "fit.epochs=20", "fit.log_steps=true"]) == 1
+    said = capsys.readouterr()
+    done = int(re.findall(r"stopped +after step (\d+): .*trained.onnx", said.out)[0])
+    assert done > 2 and f"error: step {done}: expected " in said.err
+    weights = [onnx.numpy_helper.to_array(x) for x in onnx.load("out/trained.onnx").graph.initializer]
+    assert all(np.isfinite(array).all() for array in weights)
+    assert [line["step"] for line in lines("out/metrics.jsonl") if "rows" in line][-1] == done
 
 
 def test_a_folder_of_one_s_own() -> None:

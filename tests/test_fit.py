@@ -150,6 +150,35 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
         fit(executor(optimizer=passes.SGD(1e20)), DATA, epochs=3)
 
 
+@pytest.mark.parametrize("reads_state", [None, True, False])
+def test_an_observer_sees_the_state_of_its_step(tmp_path: Path, reads_state: bool | None) -> None:
+    """A checkpoint taken at step 7 is that of seven steps; who says not to look may see later ones."""
+
+    class Checkpoints(Seen):
+        def step(self, record: dict[str, Any]) -> None:
+            super().step(record)
+            runner.save(tmp_path / f"{record['step']}")
+            ahead.append(runner.steps - record["step"])
+
+    runner, twin, ahead = executor(), executor(), []
+    runner.steps_per_call = 4
+    observer = Checkpoints()
+    if reads_state is not None:
+        observer.reads_state = reads_state  # type: ignore[attr-defined]
+    fit(runner, DATA, epochs=2, batch_size=5, shuffle=False, validation=None, observers=[observer])
+    assert [record["step"] for record in observer.steps] == list(range(1, 21))
+    if reads_state is False:
+        assert max(ahead) == 3
+        return
+    assert not any(ahead)
+    for step in range(20):
+        rows = slice(step % 10 * 5, step % 10 * 5 + 5)
+        assert twin.step(x=X[rows], target=TARGET[rows])["loss"] == observer.steps[step]["loss"]
+        again = executor()
+        again.load(tmp_path / f"{step + 1}")
+        assert all((again.state[name] == array).all() for name, array in twin.state.items())
+
+
 def test_skipped_steps_do_not_stop_it() -> None:
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(1e-3))
     runner = graphopt.Executor(step, threads=1, on_nonfinite="skip")
