@@ -24,8 +24,9 @@ class Lacking:
         return f"{self.domain}::{self.op_type}" if self.domain else self.op_type
 
     def __str__(self) -> str:
+        blocks = f"; blocks {_quoted(self.blocks)}" if self.blocks else ""
         reason = f"; {self.reason}" if self.reason else ""
-        return f"{self.operator} (nodes {_quoted(self.nodes)}; blocks {_quoted(self.blocks)}{reason})"
+        return f"{self.operator} (nodes {_quoted(self.nodes)}{blocks}{reason})"
 
 
 class NoGradient(GraphoptError):

@@ -14,7 +14,7 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 from graphopt.aside import restore
 from graphopt.emitter import like
 from graphopt.errors import GraphoptError, known
-from graphopt.rewriting import outputs_kept
+from graphopt.rewriting import hidden, needed, outputs_kept
 from graphopt.roles import FROZEN, INFERENCE, ORIGINAL_NAME, STATE, Role, role_of, with_role
 
 
@@ -43,17 +43,18 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     """Return the part of a training graph that computes `outputs`, in its inference form, and what it needs."""
 
-    def needed(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
-        part = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
-        return ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+    def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
+        cut = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
+        return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
-    extracted = needed(model.graph, outputs)
+    extracted = part(model.graph, outputs)
     with outputs_kept(extracted):
         _switch_to_inference(extracted.graph)
     # Again, as what the bodies of nodes without a use read counts as used.
-    extracted = needed(extracted.graph, extracted.graph.outputs)
+    extracted = part(extracted.graph, extracted.graph.outputs)
     graph = extracted.graph
-    IdentityEliminationPass()(extracted)
+    with hidden(needed(extracted)):
+        IdentityEliminationPass()(extracted)
     RemoveUnusedNodesPass()(extracted)
     for value in list(graph.inputs):
         if not value.uses() and not value.is_graph_output():

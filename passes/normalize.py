@@ -24,6 +24,7 @@ from graphopt.roles import Role, role_of, set_role
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
+from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
 from passes.shapes import fold_shapes, infer
 
@@ -38,7 +39,7 @@ class Normalize(Pass):
     """Convert to opset 21 and IR version 10, inline functions without a rule, lift weights, infer every type.
 
     Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`), and so
-    does a Gelu that is written out. Outputs
+    does a Gelu that is written out. Sequences become the tensors that they hold, where the graph tells these. Outputs
     that are strings, and labels of classical models, are set aside: the trained model has them again.
     Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers;
     initializers stop being inputs; unknown dimensions get names of their own. A model that
@@ -54,6 +55,7 @@ class Normalize(Pass):
         with outputs_kept(model):
             self._prepare(model)
             infer(model)
+            lower_sequences(model)
             fold_shapes(model)
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.dataflow import ancestors
 from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.roles import STOP
@@ -278,15 +279,7 @@ def between(
 
 
 def reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
-    """Tell whether any of `nodes` depends on `x`."""
-    targets = set(nodes)
-    seen: set[ir.Node] = set()
-    front = [x]
-    while front:
-        for user in front.pop().consumers():
-            if user in targets:
-                return True
-            if user not in seen:
-                seen.add(user)
-                front.extend(user.outputs)
-    return False
+    """Tell whether any of `nodes` depends on `x`, through bodies too."""
+    nodes = list(nodes)
+    before = ancestors(y for node in nodes for y in reads(node) if y is not None)
+    return any(x in reads(node) for node in before.union(nodes))

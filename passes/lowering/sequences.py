@@ -1,0 +1,333 @@
+"""Sequences of tensors as the tensors that they hold, where the graph tells what these are."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.emitter import Emitter, like, subgraphs
+
+__all__ = ["lower_sequences"]
+
+READERS = {"SequenceAt", "SequenceLength", "ConcatFromSequence"}
+
+Size = int | ir.SymbolicDim
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A sequence of tensors of one shape, along the first axis of one tensor."""
+
+    tensor: ir.Value
+
+
+Held = list[ir.Value] | Stack
+
+
+def lower_sequences(model: ir.Model) -> None:
+    """Replace what reads sequences by what reads tensors, those in bodies too; types must be known.
+
+    What a sequence holds is known where nodes put it together one by one, at known places, or where each turn of a
+    Loop appends to it tensors of one shape: then it is a scan output of the Loop. Other sequences stay.
+    """
+    if not any(node.op_type in READERS for node in model.graph.all_nodes()):
+        return
+    sizes = {dim for x in model.graph.inputs for dim in x.shape or ()}
+    with Emitter(model) as op:
+        _lower(op, model.graph, {}, sizes)
+    RemoveUnusedNodesPass()(model)
+
+
+def _lower(op: Emitter, graph: ir.Graph, held: dict[ir.Value, Held], sizes: Container[Size]) -> None:
+    """Lower the nodes of a graph in order.
+
+    Args:
+        held: what is known of sequences so far.
+        sizes: symbolic dimensions that are the same in each turn of a loop.
+    """
+    graph.sort()
+    for node in list(graph):
+        if node.domain != "":
+            continue
+        if node.op_type == "Loop":
+            _pass_through(node, held)
+        for body in subgraphs(node):
+            with op.within(body) as inner:
+                _lower(inner, body, held, sizes)
+        if node.op_type == "Loop":
+            _scan(op, node, held, sizes)
+            continue
+        _type(op, node)
+        content = _held(op, node, held)
+        if content is not None:
+            held[node.outputs[0]] = content
+        result = _read(op, node, held)
+        if result is not None:
+            _replace(op, node.outputs[0], result)
+            graph.remove(node, safe=True)
+    graph.sort()
+
+
+def _type(op: Emitter, node: ir.Node) -> None:
+    """Infer shapes that depend on constants of the graphs around a body, which ONNX's inference does not see."""
+    if all(y.shape is not None or isinstance(y.type, ir.SequenceType) for y in node.outputs):
+        return
+    branches = subgraphs(node)
+    if node.op_type == "If":
+        for y, *results in zip(node.outputs, *(branch.outputs for branch in branches), strict=True):
+            shapes = [result.shape for result in results]
+            if None not in shapes and len({len(shape) for shape in shapes if shape is not None}) == 1:
+                dims = zip(*(shape for shape in shapes if shape is not None), strict=True)
+                y.shape = ir.Shape([a if a == b else None for a, b in dims])
+    elif not branches:
+        op.infer(node)
+
+
+def _held(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> Held | None:
+    """Return what the sequence that a node makes holds, or None where that is not known."""
+    x = node.inputs[0] if node.inputs else None
+    before = None if x is None else held.get(x)
+    match node.op_type:
+        case "SequenceEmpty":
+            return []
+        case "SequenceConstruct":
+            return [element for element in node.inputs if element is not None]
+        case "Identity":
+            return before
+        case "SplitToSequence":
+            return _split(op, node)
+        case "SequenceInsert" if isinstance(before, list):
+            place = _place(node, 2, len(before) + 1)
+            element = node.inputs[1]
+            if place is not None and element is not None:
+                return [*before[:place], element, *before[place:]]
+        case "SequenceErase" if isinstance(before, list):
+            place = _place(node, 1, len(before))
+            if place is not None:
+                return [*before[:place], *before[place + 1 :]]
+    return None
+
+
+def _place(node: ir.Node, index: int, places: int) -> int | None:
+    """Return a known place in a sequence, by default the last of some, or None."""
+    given = node.inputs[index] if index < len(node.inputs) else None
+    if given is None:
+        return places - 1
+    tensor = ir.convenience.get_const_tensor(given)
+    place = None if tensor is None else int(tensor.numpy().item())
+    return place % places if place is not None and -places <= place < places else None
+
+
+def _split(op: Emitter, node: ir.Node) -> Held | None:
+    """Emit the parts of a tensor, as a stack where only the run tells how many there are."""
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return None
+    axis = node.attributes.get_int("axis", 0) % len(x.shape)
+    size = x.shape[axis]
+    split = node.inputs[1] if len(node.inputs) > 1 else None
+    if split is None:
+        alone = not node.attributes.get_int("keepdims", 1)
+        if not isinstance(size, int):
+            rows = op.Transpose(x, perm=[axis, *(i for i in range(len(x.shape)) if i != axis)])
+            return Stack(rows if alone else op.Unsqueeze(rows, [axis + 1]))
+        parts = _parts(op, x, [1] * size, axis)
+        return [op.Squeeze(part, [axis]) for part in parts] if alone else parts
+    tensor = ir.convenience.get_const_tensor(split)
+    if tensor is None:
+        return None
+    if tensor.shape.rank():
+        return _parts(op, x, tensor.numpy().tolist(), axis)
+    if not isinstance(size, int):
+        return None
+    part = int(tensor.numpy().item())
+    return _parts(op, x, [min(part, size - start) for start in range(0, size, part)], axis)
+
+
+def _parts(op: Emitter, x: ir.Value, sizes: Sequence[int], axis: int) -> list[ir.Value]:
+    if len(sizes) < 2:
+        return [x] * len(sizes)
+    parts = op.call_op("Split", [x, np.array(sizes, np.int64)], {"axis": axis}, outputs=len(sizes))
+    return list(parts)  # type: ignore[arg-type]
+
+
+def _read(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> ir.Value | None:
+    """Emit the tensor that a node reads out of a sequence; None where that is not known."""
+    x = node.inputs[0] if node.inputs else None
+    content = None if x is None else held.get(x)
+    if content is None:
+        return None
+    match node.op_type:
+        case "SequenceLength":
+            if isinstance(content, list):
+                return op.constant(np.array(len(content), np.int64))
+            return op.Squeeze(op.Shape(content.tensor, start=0, end=1), [0])
+        case "SequenceAt":
+            place = _place(node, 1, len(content)) if isinstance(content, list) else None
+            if isinstance(content, list) and place is not None:
+                return content[place]
+            stack = _stacked(op, content)
+            return stack and op.Gather(stack, node.inputs[1], axis=0)
+        case "ConcatFromSequence":
+            return _concatenated(op, node, content)
+    return None
+
+
+def _stacked(op: Emitter, content: Held) -> ir.Value | None:
+    """Emit the elements along a first axis, or return None where their shapes may differ."""
+    if isinstance(content, Stack):
+        return content.tensor
+    shapes = [x.shape for x in content]
+    if not content or None in shapes or any(shape != shapes[0] for shape in shapes):
+        return None
+    rows = [op.Unsqueeze(x, [0]) for x in content]
+    return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=0)
+
+
+def _concatenated(op: Emitter, node: ir.Node, content: Held) -> ir.Value | None:
+    axis, new = node.attributes.get_int("axis", 0), node.attributes.get_int("new_axis", 0)
+    if isinstance(content, list):
+        if not content or (new and any(x.shape is None for x in content)):
+            return None
+        if new:
+            axis %= len(content[0].shape or ()) + 1
+            content = [op.Unsqueeze(x, [axis]) for x in content]
+        return content[0] if len(content) == 1 else op.Concat(*content, axis=axis)
+    stack = content.tensor
+    assert stack.shape is not None
+    rank = len(stack.shape) - 1
+    axis %= rank + 1 if new else rank
+    perm = [*range(1, axis + 1), 0, *range(axis + 1, rank + 1)]
+    moved = op.Transpose(stack, perm=perm) if axis else stack
+    if new:
+        return moved
+    if stack.shape[axis + 1] == 1:
+        return op.Squeeze(moved, [axis + 1])
+    return op.Reshape(
+        moved, op.Concat(op.Shape(moved, end=axis), [-1], op.Shape(moved, start=axis + 2), axis=0)
+    )
+
+
+def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]:
+    """Yield of each sequence among a Loop's states its index, what it starts as, and what a turn makes of what."""
+    body = node.attributes["body"].as_graph()
+    for i, start in enumerate(node.inputs[2:]):
+        if start is not None and isinstance(body.inputs[i + 2].type, ir.SequenceType):
+            yield i, start, body.inputs[i + 2], body.outputs[i + 1]
+
+
+def _pass_through(node: ir.Node, held: dict[ir.Value, Held]) -> None:
+    """Note what sequences hold that a Loop leaves as they are."""
+    body = node.attributes["body"].as_graph()
+    for i, start, before, after in _states(node):
+        if start in held and _appended(before, after) == []:
+            held[before] = held[start]
+            body.outputs[i + 1] = before
+
+
+def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Container[Size]) -> None:
+    """Let a Loop return what its turns append to sequences as scan outputs, and drop sequences that it leaves."""
+    body = node.attributes["body"].as_graph()
+    _drop_unused(body)
+    replaced: dict[int, tuple[list[ir.Value], Held]] = {}
+    for i, start, before, after in _states(node):
+        rows, first = _appended(before, after), held.get(start)
+        if rows is None or first is None or len(before.uses()) > bool(rows):
+            continue
+        readers = list(node.outputs[i].consumers())
+        if not rows or (isinstance(first, list) and _are_alike([*rows, *first], readers, sizes)):
+            replaced[i] = rows, first
+    if not replaced:
+        return
+    states = len(node.inputs) - 2
+    left = [i for i in range(states) if i not in replaced]
+    kept = [node.outputs[i] for i in [*left, *range(states, len(node.outputs))]]
+    outputs = [ir.Value(type=y.type, shape=y.shape) for y in kept]
+    with op.within(body) as inner:
+        for rows, _ in replaced.values():
+            if rows:
+                row = inner.Concat(*(inner.Unsqueeze(x, [0]) for x in rows), axis=0)
+                body.outputs.append(row)
+                outputs.append(ir.Value(type=row.type, shape=ir.Shape([None, *row.shape])))
+    for i in sorted(replaced, reverse=True):
+        del body.outputs[i + 1]
+        del body.inputs[i + 2]
+    _drop_unused(body)
+    inputs = [*node.inputs[:2], *(node.inputs[i + 2] for i in left)]
+    op.call_op(
+        "Loop", inputs, {"body": body.clone(allow_outer_scope_values=True)}, outputs=outputs, name=node.name
+    )
+    for y, new in zip(kept, outputs, strict=False):
+        _replace(op, y, new)
+    stacks = iter(outputs[len(kept) :])
+    for i, (rows, first) in replaced.items():
+        y, whole = node.outputs[i], first
+        if rows:
+            stack = next(stacks)
+            tensor = op.Reshape(stack, op.Concat([-1], op.Shape(stack, start=2), axis=0))
+            if first:
+                tensor = op.Concat(_stacked(op, first), tensor, axis=0)
+            whole = Stack(tensor)
+        again = (
+            op.SplitToSequence(whole.tensor, axis=0, keepdims=0)
+            if isinstance(whole, Stack)
+            else op.Identity(node.inputs[i + 2])
+        )
+        held[_replace(op, y, again)] = whole
+    node.graph.remove(node, safe=True)  # type: ignore[union-attr]
+
+
+def _drop_unused(body: ir.Graph) -> None:
+    RemoveUnusedNodesPass()(ir.Model(body, ir_version=10))
+
+
+def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
+    """Return what a turn of a Loop appends to a sequence, or None where it does anything else."""
+    rows: list[ir.Value] = []
+    while after is not before:
+        node = after.producer()
+        if node is None or len(after.uses()) + after.is_graph_output() != 1:
+            return None
+        if node.op_type == "SequenceInsert" and len(node.inputs) == 2 and node.inputs[1] is not None:
+            rows.append(node.inputs[1])
+        elif node.op_type != "Identity":
+            return None
+        assert node.inputs[0] is not None
+        after = node.inputs[0]
+    return rows[::-1]
+
+
+def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Container[Size]) -> bool:
+    """Tell whether tensors have one shape, the same in each turn, as scan outputs have.
+
+    Those that ConcatFromSequence reads differ along its axis alone.
+    """
+    shapes = [tuple(row.shape) for row in rows if row.shape is not None]
+    if len(shapes) < len(rows) or len({len(shape) for shape in shapes}) > 1:
+        return False
+    rank = len(shapes[0])
+    axes: set[int] = set()
+    for node in readers:
+        if node.op_type == "ConcatFromSequence":
+            if not node.attributes.get_int("new_axis", 0):
+                axes.add(node.attributes.get_int("axis", 0) % rank)
+        elif node.op_type != "SequenceLength":
+            axes.update(range(rank))
+    return all(
+        (isinstance(dim, int) or dim in sizes) and all(shape[axis] == dim for shape in shapes)
+        for axis in axes
+        for dim in [shapes[0][axis]]
+    )
+
+
+def _replace(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
+    """Let a copy of `result` take the place and the name of `y`, and return it."""
+    result = like(op.Identity(result), y)
+    name, y.name = y.name, f"{y.name}/replaced"
+    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
+    result.name = name
+    return result
