@@ -214,13 +214,13 @@ REFUSED = {
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
     "code": (
         ["loss._target_=os.system"],
-        "loss._target_: expected code of passes or graphopt, found 'os.system'",
+        "loss._target_: expected graphopt's own or trusted code, found 'os.system'",
     ),
     "code behind ours": (
         ["loss._target_=graphopt.loading.os.unlink"],
-        "found 'graphopt.loading.os.unlink' of",
+        "loss._target_: unknown name 'graphopt.loading.os.unlink'; known: passes.Accumulate",
     ),
-    "function": (["loss=custom", "loss.function=os:system"], "loss.function: expected code of passes"),
+    "function": (["loss=custom", "loss.function=os:system"], "loss.function: expected graphopt's own or trusted"),
     "folder": (["folder=my.onnx/x"], "Not a directory"),
 }
 
@@ -242,25 +242,6 @@ def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> 
     assert error in said.err
     left = set(os.listdir("out")) if Path("out").is_dir() else set()
     assert left <= {".hydra", "graphopt.log"}
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "hydra: {callbacks: {x: {_target_: os.mkdir, path: pwned}}}",
-        "hydra: {callbacks: {x: {_target_: hydra._internal.utils.os.mkdir, path: pwned}}}",
-        "hydra: {job_logging: {handlers: {x: {(): os.mkdir, path: pwned}}}}",
-        "hydra: {sweeper: {params: {trust: '[os]'}}}\nloss: {_target_: os.mkdir, path: pwned}",
-        "trust: [os]\nloss: {_target_: os.mkdir, path: pwned}",
-    ],
-)
-def test_a_recipe_cannot_run_code_of_its_own(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("mine/experiment").mkdir(parents=True)
-    Path("mine/experiment/evil.yaml").write_text(f"# @package _global_\n{recipe}\n")
-    for mode in ([], ["-m"]):
-        assert cli.main(["--config-dir", "mine", *mode, "experiment=evil", "folder=out"]) == 1
-        assert capfd.readouterr().err.count("\n") == 1
-    assert not Path("pwned").exists()
 
 
 def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

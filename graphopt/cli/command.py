@@ -1,0 +1,232 @@
+"""The arguments of the `graphopt` command, and what it does with a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import onnx_ir as ir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from graphopt.artifacts import FILES, export_artifacts
+from graphopt.cli.hydra_config import PRIMARY, CommandLine, composing
+from graphopt.cli.recipe import Recipe
+from graphopt.display import Display, Header, counted, measures, say
+from graphopt.errors import GraphoptError, known
+from graphopt.executor import NonFiniteLoss
+from graphopt.fit import fit
+from graphopt.listing import size
+from graphopt.loading import save
+from graphopt.report import report
+from graphopt.roles import Role, with_role
+from graphopt.runs import RunFolder, write
+
+INTERRUPTED = 130
+MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        arguments: what stands after `graphopt` on the command line; sys.argv by default.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            _run(_parser().parse_intermixed_args(arguments))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    except MENDABLE as error:
+        _complain(error)
+        return 1
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Arguments whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise GraphoptError(f"{message}: fields are written key=value, options are listed by graphopt --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
+    parser.add_argument("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
+    parser.add_argument("--help", "-h", action="store_true", help="show this, with the fields of the recipe")
+    parser.add_argument("--version", action="version", version=_version(), help="show graphopt's version")
+    parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of a=1,2 b=3,4")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of more recipes")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe, run nothing")
+    parser.add_argument(
+        "--resolve", action="store_true", help="with --cfg: show values instead of references"
+    )
+    parser.add_argument("--package", "-p", metavar="FIELD", help="with --cfg: show that part alone")
+    parser.add_argument("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
+    parser.add_argument("--hydra-help", action="store_true", help="show the help of Hydra")
+    parser.add_argument(
+        "--shell-completion", "-sc", action="store_true", help="install=SHELL, uninstall=SHELL"
+    )
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    overrides = list(arguments.arguments)
+    command_line = CommandLine.of(overrides, arguments.config_dir)
+    with composing(command_line) as hydra:
+        if arguments.help:
+            hydra.app_help(PRIMARY, _parser(), argparse.Namespace(overrides=overrides, resolve=False))
+        elif arguments.hydra_help:
+            hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
+        elif arguments.cfg:
+            hydra.show_cfg(PRIMARY, overrides, arguments.cfg, arguments.package, arguments.resolve)
+        elif arguments.info:
+            hydra.show_info(arguments.info, PRIMARY, overrides)
+        elif arguments.shell_completion:
+            hydra.shell_completion(PRIMARY, overrides)
+        else:
+            job = functools.partial(_job, command_line)
+            mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
+            start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
+            start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
+
+
+def _job(command_line: CommandLine, config: DictConfig) -> float | None:
+    """Do what a recipe says; return the validation loss, or the training loss where no rows are held out."""
+    try:
+        hydra = HydraConfig.get()
+        recipe = Recipe(config, hydra.runtime.choices, command_line)
+        runs = {"train": _train, "compile": _compile, "artifacts": _artifacts, "report": _report}
+        run = recipe.fields["run"]
+        if run not in runs:
+            raise GraphoptError(known("run", str(run), runs))
+        return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+    except MENDABLE as error:
+        _complain(error)
+        raise SystemExit(1) from error  # which Hydra lets through, without a line of its own
+
+
+def _train(recipe: Recipe, folder: Path) -> float:
+    console = Console()
+    step = recipe.compile()
+    executor = recipe.executor(step)
+    fields = recipe.fit
+    hydra = HydraConfig.get()
+    sweep = hydra.mode == RunMode.MULTIRUN
+    trained = folder / "trained.onnx"
+    files = RunFolder(folder, step, recipe.text(), log_steps=bool(recipe.fields["fit"]["log_steps"]))
+    title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
+    model = f"{recipe.fields['model']}, {_parameters(step)}"
+    header = Header(console, title, model=model, data=recipe.choices["data"])
+    try:
+        with Display(console, epochs=not sweep) as display:
+            records = fit(executor, recipe.data, **fields, observers=[files, header, display])
+    except (KeyboardInterrupt, NonFiniteLoss) as error:
+        if executor.steps:
+            save(executor.trained(), trained)
+            say(console, "stopped", f"after step {executor.steps}: {trained}")
+        if isinstance(error, NonFiniteLoss) and sweep:
+            _complain(error)
+            return math.inf
+        raise
+    save(executor.trained(), trained)
+    last = records[-1]
+    seconds = sum(record["seconds"] for record in records)
+    say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
+    if "validation_loss" in last:
+        names = list(last)
+        held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
+        say(console, "held out", measures(held_out))
+    say(console, "written", f"{folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
+    return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
+
+
+def _compile(recipe: Recipe, folder: Path) -> None:
+    console = Console()
+    step = recipe.compile()
+    save(step, folder / "step.onnx")
+    write(folder / "config.yaml", recipe.text())
+    say(console, "model", f"{recipe.fields['model']}, {_parameters(step)}")
+    say(console, "written", f"{folder}/step.onnx, {size(step)} nodes")
+
+
+def _artifacts(recipe: Recipe, folder: Path) -> None:
+    export_artifacts(recipe.model(), recipe.pipeline, folder)
+    write(folder / "config.yaml", recipe.text())
+    say(Console(), "written", f"{folder}: {', '.join(FILES)}")
+
+
+def _report(recipe: Recipe, folder: Path) -> None:
+    found = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
+    summary = found.summary()
+    if str(recipe.fields["executor"]["device"]).startswith("cuda"):
+        summary += found.on_cuda()
+    write(folder / "report.txt", f"{summary}\n{found.listings()}")
+    write(folder / "config.yaml", recipe.text())
+    console = Console()
+    console.print(summary, markup=False, highlight=False, soft_wrap=True, end="")
+    files = "report.txt, with the graph after each pass"
+    if found.picture(folder / "graph.svg"):
+        files += "; graph.svg, before the first pass and after the last"
+    say(console, "written", f"{folder}/{files}")
+
+
+def _parameters(step: ir.Model) -> str:
+    trained = with_role(step, Role.PARAMETER)
+    numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
+    tensors = counted(len(trained), "tensor")
+    return f"{counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
+
+
+def _version() -> str:
+    try:
+        return f"graphopt {metadata.version('graphopt')}"
+    except metadata.PackageNotFoundError:
+        return "graphopt, not installed"
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"graphopt: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _complain(error: BaseException) -> None:
+    print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error as one line that says what there is instead."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        return (
+            known(group, name, error.options) if error.options else text.partition(" Config search path")[0]
+        )
+    override = re.match(r"Could not override '([^']+)'", text)
+    if override:
+        parent = getattr(error.__cause__, "parent_node", None)
+        path, _, name = override[1].rpartition(".")
+        if isinstance(parent, DictConfig):
+            names = [key for key in parent if not str(key).startswith("_")]
+            return f"{path}: {known('field', name, names)}" if path else known("option", name, names)
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename}: {error.strerror}" if error.filename else text
+    text = re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)
+    field = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
+    return f"{field}: {text}" if field and str(field) not in text else text

@@ -1,0 +1,212 @@
+"""Composition of recipes by Hydra, whose own config names code and files: recipes of others may not write it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+import graphopt
+from graphopt.errors import GraphoptError
+
+RECIPES = (
+    Path(graphopt.__file__).parents[1] / "recipes"
+)  # not by name: a `recipes` in the working directory is another
+PRIMARY = "graphopt"
+SEARCH_PATH = "hydra.searchpath"
+POPULATED = ("job.override_dirname", "runtime.choices", "runtime.config_sources")  # what Hydra sets itself
+REFUSED_RESOLVERS = {
+    "oc.create": oc.create,
+    "oc.decode": oc.decode,
+    "oc.deprecated": oc.deprecated,
+    "oc.env": oc.env,
+}
+ODD = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)  # by configs of odd shapes
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user, and no recipe, has said.
+
+    Args:
+        overrides: the arguments `key=value`.
+        folders: where recipes are beside graphopt's own: `file://FOLDER` or `pkg://PACKAGE`.
+    """
+
+    overrides: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, overrides: Sequence[str], folder: str | None) -> CommandLine:
+        """Return the command line of a run with `--config-dir folder`."""
+        if folder is not None and not os.path.isdir(folder):
+            raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
+        added = [one.value() for one in parsed(overrides) if one.key_or_group == SEARCH_PATH]
+        named = [folder] if folder else []
+        named += [str(one) for value in added for one in (value if isinstance(value, list) else [value])]
+        return cls(
+            tuple(overrides),
+            tuple(one if "://" in one else f"file://{os.path.abspath(one)}" for one in named),
+        )
+
+    @property
+    def trust(self) -> tuple[str, ...]:
+        """The packages whose code recipes may name.
+
+        Raises:
+            GraphoptError: they are not a list of names.
+        """
+        trusted: tuple[str, ...] = ()
+        for override in parsed(self.overrides):
+            if override.key_or_group == "trust":
+                value = override.value()
+                if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+                    raise GraphoptError(
+                        f"trust: expected a list of packages, as in trust=[my_package], found {override.input_line!r}"
+                    )
+                trusted = tuple(value)
+        return trusted
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether the command line says `hydra.mode=MULTIRUN`."""
+        return any(one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides))
+
+    def names(self, field: str) -> bool:
+        """Tell whether a field of the recipe has its value from the command line."""
+        for override in parsed(self.overrides):
+            key = override.key_or_group
+            if field == key or (field.startswith(f"{key}.") and isinstance(override.value(), dict)):
+                return True
+        return False
+
+
+class RecipeLoader(ConfigLoaderImpl):  # type: ignore[misc]
+    """Composes recipes; refuses what the recipes of a folder may not say before Hydra acts on it.
+
+    All that Hydra does with a config, in a single run, in each run of a sweep and in help, goes through
+    `load_configuration`. The node `hydra` of a composed config has to be the one that graphopt's own recipes and the
+    command line give, but for the values to sweep over, `hydra.sweeper.params`.
+
+    Args:
+        search_path: Hydra's own configs, and graphopt's.
+        command_line: what the user has said.
+    """
+
+    def __init__(self, search_path: ConfigSearchPath, command_line: CommandLine) -> None:
+        whole = copy.deepcopy(search_path)
+        for folder in command_line.folders:
+            whole.prepend("command-line", folder, SearchPathQuery(provider="schema"))
+        super().__init__(whole)
+        self._own = ConfigLoaderImpl(search_path)
+        self._command_line = command_line
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        for name in REFUSED_RESOLVERS:
+            OmegaConf.clear_resolver(name)
+        overrides = [one.input_line for one in parsed(overrides) if one.key_or_group != SEARCH_PATH]
+        how = (run_mode, from_shell, validate_sweep_overrides)
+        try:
+            config = super().load_configuration(config_name, overrides, *how)
+            if self._command_line.folders:
+                self._check(config, config_name, overrides, how)
+        except ODD as error:
+            if isinstance(error, GraphoptError):
+                raise
+            raise GraphoptError(f"recipe: expected a config that Hydra can compose: {error}") from error
+        return config
+
+    def _check(
+        self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
+    ) -> None:
+        """Refuse what the command line alone may say: all of Hydra's config, `folder` and `trust`."""
+        said = {override.input_line for override in parsed(self._command_line.overrides)}
+        lines = {True: [], False: []}  # type: dict[bool, list[str]]
+        for override in parsed(overrides):
+            lines[override.is_hydra_override()].append(override.input_line)
+        kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # which we add
+        expected = self._own.load_configuration(config_name, kept, *how)
+        ours = OmegaConf.to_container(expected.hydra, resolve=False)
+        theirs = OmegaConf.to_container(config.hydra, resolve=False)
+        ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
+        values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
+        ours["sweeper"].pop("params", None)
+        for name, value in (values or {}).items():
+            if not isinstance(value, bool | int | float | str) or "${" in str(value):
+                raise GraphoptError(f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}")
+        ours, theirs = dict(_leaves(ours)), dict(_leaves(theirs))
+        for field in sorted(ours.keys() | theirs.keys()):
+            populated = any(field == one or field.startswith(f"{one}.") for one in POPULATED)
+            if not populated and ours.get(field, ...) != theirs.get(field, ...):
+                raise _on_the_command_line(f"hydra.{field}")
+        if config_name is not None:
+            plain = OmegaConf.to_container(config, resolve=False)
+            own = OmegaConf.to_container(expected, resolve=False)
+            if plain.get("folder") != own["folder"] and not self._command_line.names("folder"):
+                raise _on_the_command_line("folder")
+            if plain.get("trust") and not self._command_line.names("trust"):
+                raise _on_the_command_line("trust")
+
+
+@contextlib.contextmanager
+def composing(command_line: CommandLine) -> Iterator[Any]:
+    """Return Hydra, set up to compose and run recipes, for the length of a `with` block."""
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
+            application = GlobalHydra.instance().hydra
+            application.config_loader = RecipeLoader(
+                application.config_loader.get_search_path(), command_line
+            )
+            yield application
+    finally:
+        for name, resolver in REFUSED_RESOLVERS.items():
+            OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Return arguments as Hydra's grammar reads them."""
+    return list(OverridesParser.create().parse_overrides(list(overrides)))
+
+
+def _on_the_command_line(field: str) -> GraphoptError:
+    return GraphoptError(f"{field}: expected it on the command line alone, found it in a recipe")
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings and lists that is neither, or is empty, and where it stands."""
+    items: Any = (
+        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    )
+    if not items:
+        yield path, node
+    for key, value in items:
+        yield from _leaves(value, f"{path}.{key}" if path else str(key))

@@ -1,0 +1,21 @@
+"""What a sweep prints when it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+
+from graphopt.runs import sweep_table
+
+PLAIN_WIDTH = 200
+
+
+class SweepTable(Callback):  # type: ignore[misc]
+    """Print a table of a sweep's runs: a callback of Hydra, which graphopt.yaml names."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        console = Console()
+        console.print(sweep_table(config.hydra.sweep.dir), width=None if console.is_terminal else PLAIN_WIDTH)

@@ -1,0 +1,232 @@
+"""Validate a recipe, a plain mapping, before anything of it runs, and build the objects that it describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from graphopt.errors import GraphoptError, known
+
+MISSING = "???"
+TARGET = "_target_"
+NAMED = {  # what recipes may name, by the place where it stands; everywhere else: passes
+    "data": tuple(
+        f"graphopt.data.{name}" for name in ("csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
+    ),
+    "executor": ("graphopt.Executor",),
+    "models": tuple(f"graphopt.models.{name}" for name in ("cnn", "linear", "mlp", "transformer")),
+    "pipeline": ("graphopt.Pipeline",),
+}
+
+
+def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] = ()) -> None:
+    """Refuse a recipe that names code that is not listed or trusted, or fields that do not fit.
+
+    Args:
+        node: mappings, lists and plain values.
+        path: where the node stands in the recipe: `data`, `models.mlp`, `pipeline`, ...
+        trust: names of packages or modules whose code recipes may name, too.
+        given: fields of the node's own target that come from elsewhere.
+
+    Raises:
+        GraphoptError: names the place, what was expected and what was found.
+    """
+    for where, mapping in mappings(node, path):
+        if TARGET in mapping:
+            resolve(mapping[TARGET], where, trust)
+    for where, mapping in mappings(node, path):
+        if TARGET in mapping:
+            target = resolve(mapping[TARGET], where, trust)
+            fields = {name: value for name, value in mapping.items() if name != TARGET}
+            check_fields(target, fields, where, given if where == path else (), trust)
+
+
+def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
+    """Return what a checked recipe describes: each mapping with `_target_` becomes a call of what it names.
+
+    Strings are taken as they are: nothing is interpolated.
+
+    Args:
+        given: more arguments of the node's own target.
+    """
+    if isinstance(node, list):
+        return [build(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    built = {name: build(value, f"{path}.{name}", trust) for name, value in node.items() if name != TARGET}
+    if TARGET not in node:
+        return built
+    target = resolve(node[TARGET], path, trust)
+    for name, hint in _hints(target).items():
+        if isinstance(built.get(name), str) and _is_code(hint):
+            built[name] = _trusted(built[name], f"{path}.{name}", trust)
+    return target(**built, **given)
+
+
+def check_fields(
+    target: Any, fields: Mapping[str, Any], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
+) -> None:
+    """Refuse fields that a class or function does not take, and values of another type than it says.
+
+    Raises:
+        GraphoptError: names the field, what was expected and what was found.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind is not parameter.VAR_POSITIONAL
+    }
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    hints = _hints(target)
+    for name, value in fields.items():
+        if not isinstance(name, str) or (name.startswith("_") and name.endswith("_")):
+            raise GraphoptError(f"{path}.{name}: recipes may not use it")
+        if is_open:
+            continue
+        if name not in parameters:
+            raise GraphoptError(
+                f"{path}: {known('field', name, [one for one in parameters if one not in given])}"
+            )
+        if name in given:
+            continue
+        hint = hints.get(name, Any)
+        if isinstance(value, str) and value != MISSING and _is_code(hint):
+            _trusted(value, f"{path}.{name}", trust)
+        elif value != MISSING and not _fits(value, hint, trust):
+            expected = str(parameters[name].annotation).removeprefix("<class '").removesuffix("'>")
+            raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
+    for name, parameter in parameters.items():
+        if not is_open and parameter.default is parameter.empty and name not in (*fields, *given):
+            raise GraphoptError(f"{path}.{name}: missing: add +{path}.{name}=...")
+
+
+def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
+    """Return what `_target_` names in a recipe: one of the listed names, or code of a trusted package.
+
+    Raises:
+        GraphoptError: it is neither, or there is no such thing.
+    """
+    if isinstance(name, str):
+        if name in _offered(path):
+            return pkgutil.resolve_name(name)
+        if _within(name.replace(":", "."), trust):
+            return _trusted(name, f"{path}.{TARGET}", trust)
+    package = str(name).partition(".")[0].partition(":")[0]
+    if package in ("graphopt", "passes"):
+        raise GraphoptError(f"{path}.{TARGET}: {known('name', name, _offered(path))}")
+    raise _untrusted(name, f"{path}.{TARGET}")
+
+
+def _offered(path: str) -> Sequence[str]:
+    """Return the names of graphopt's own code that may stand at a place of the recipe."""
+    group, _, rest = path.partition(".")
+    if group in NAMED and bool(rest) == (group == "models") and "." not in rest:
+        return NAMED[group]
+    return _passes()
+
+
+@functools.cache
+def _passes() -> tuple[str, ...]:
+    """Return the names of the passes, and of their parts: the concrete dataclasses that `passes` exports."""
+    library = pkgutil.resolve_name("passes")
+    return tuple(
+        f"passes.{name}"
+        for name, member in vars(library).items()
+        if inspect.isclass(member) and dataclasses.is_dataclass(member) and not inspect.isabstract(member)
+    )
+
+
+def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
+    """Return what a dotted name names if it is in a trusted package, and was written there."""
+    dotted = name.replace(":", ".")
+    if not _within(dotted, trust) or any(part.startswith("__") for part in dotted.split(".")):
+        raise _untrusted(name, path)
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise GraphoptError(f"{path}: cannot find {name!r}: {error}") from error
+    if not callable(found):
+        raise GraphoptError(f"{path}: expected a class or a function, found {name!r}")
+    if inspect.isroutine(found) or inspect.isclass(found):
+        home = str(found.__module__)
+    else:  # an object, such as an onnxscript function: it is of the module that holds it
+        holder = pkgutil.resolve_name(name.rpartition(":" if ":" in name else ".")[0])
+        home = getattr(holder, "__name__", "")
+    if not _within(home, trust):
+        raise _untrusted(name, path, f" of {home!r}", home)
+    return found
+
+
+def _untrusted(name: Any, path: str, of: str = "", home: str = "") -> GraphoptError:
+    package = (home or str(name)).partition(".")[0].partition(":")[0]
+    return GraphoptError(
+        f"{path}: expected graphopt's own or trusted code, found {name!r}{of}; "
+        f"trust=[{package}] on the command line trusts all code of {package}"
+    )
+
+
+def _within(name: str, packages: Sequence[str]) -> bool:
+    return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
+
+
+def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping in a recipe and where it stands."""
+    if isinstance(node, Mapping):
+        yield path, node
+        for key, value in node.items():
+            yield from mappings(value, f"{path}.{key}")
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from mappings(value, f"{path}[{i}]")
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
+    try:
+        return typing.get_type_hints(target.__init__ if is_plain_class else target)
+    except (NameError, TypeError):  # a user's own annotations, which need not resolve
+        return {}
+
+
+def _is_code(hint: Any) -> bool:
+    """Tell whether a string in a field is the name of a function."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return any(typing.get_origin(part) is Callable for part in parts) and str in parts
+
+
+def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
+    """Tell whether a recipe's value, or what it describes, is of a type."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part, trust) for part in parts)
+    if isinstance(value, Mapping) and TARGET in value:
+        return _makes(value[TARGET], hint, trust)
+    if origin is Literal:
+        return any(value == part and type(value) is type(part) for part in parts)
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(one, parts[1], trust) for one in value.values())
+    if inspect.isclass(origin) and issubclass(origin, Sequence):
+        return isinstance(value, list) and all(_fits(one, parts[0], trust) for one in value)
+    return value is not None and not isinstance(value, Mapping)
+
+
+def _makes(target: Any, hint: Any, trust: Sequence[str]) -> bool:
+    """Tell whether what a recipe names may make an instance of a type; only a class tells."""
+    made, kind = resolve(target, "", trust), typing.get_origin(hint) or hint
+    return not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))

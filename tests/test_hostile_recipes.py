@@ -1,0 +1,551 @@
+"""Recipes of someone else: whatever they say, no code of theirs runs and no file that the user did not name is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import mlp
+
+from graphopt import cli
+
+ROOT = Path(cli.__file__).parents[2]
+NAMED = ["data=npz", "data.path=train.npz", "model=my.onnx"]  # what a user says beside the recipe's name
+SWEEP = ["-m", "optimizer.learning_rate=1e-3,1e-2"]
+TRUST = "expected it on the command line alone, found it in a recipe"
+
+seen: list[str] | None = None  # what the process under test has done that it must not
+
+
+def watch(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note code that runs, pickles, and secrets that are read: an audit hook, which Python calls itself."""
+    if seen is None:
+        return
+    named = str(arguments[0]) if arguments else ""
+    if event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"):
+        seen.append(f"{event} {named}")
+    elif event in ("open", "os.mkdir", "os.rename", "os.remove", "os.chdir", "os.putenv"):
+        if any(word in f"{arguments}" for word in ("pwned", "secret", "PWNED")):
+            seen.append(f"{event} {named}")
+    elif event == "import" and named.startswith("evil"):
+        seen.append(f"{event} {named}")
+
+
+sys.addaudithook(watch)
+
+
+def experiment(text: str) -> dict[str, str]:
+    return {"experiment/evil.yaml": f"# @package _global_\n{text}\n"}
+
+
+MKDIR = "{_target_: os.mkdir, path: pwned}"
+
+# What is attacked: the files of the folder, more arguments, and what the error has to say.
+ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
+    # names that are not listed
+    "foreign code": (experiment(f"loss: {MKDIR}"), NAMED, "loss._target_"),
+    "a writer of ours": (
+        experiment("loss: {_target_: graphopt.runs.write, path: pwned, text: x}"),
+        NAMED,
+        "loss._target_: unknown name 'graphopt.runs.write'",
+    ),
+    "our own command": (
+        experiment("loss: {_target_: graphopt.cli.main, arguments: [--experimental-rerun, x.pickle]}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "a function that calls what it is given": (
+        experiment("loss: {_target_: graphopt.pipeline.filled, declared: {x: os.getcwd}, steps: {}}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "our resolver of names": (
+        experiment("loss: {_target_: graphopt.cli.validation.resolve, name: os.system, path: x, trust: [os]}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "code behind a module of ours": (
+        experiment("loss: {_target_: passes.gradients.walk.np.load, file: ../secret.npz}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "a method of a class": (experiment("loss: {_target_: passes.Adam.__init__}"), NAMED, "loss._target_"),
+    "globals of a function": (
+        experiment("loss: {_target_: passes.Adam.slots.__globals__.get, key: x}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "an abstract class": (experiment("loss: {_target_: passes.Loss}"), NAMED, "loss._target_"),
+    "a helper that passes exports": (experiment("loss: {_target_: passes.gradient}"), NAMED, "loss._target_"),
+    "a list as a name": (experiment("loss: {_target_: [os.mkdir]}"), NAMED, "loss._target_"),
+    "a number as a name": (experiment("loss: {_target_: 1}"), NAMED, "loss._target_"),
+    "a mapping as a name": (experiment(f"loss: {{_target_: {MKDIR}}}"), NAMED, "loss._target_"),
+    "an interpolated name": (
+        experiment("mine: os.mkdir\nloss: {_target_: '${mine}', path: pwned}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "a name in a list": (
+        experiment(f"regularizer: [{{_target_: passes.L2}}, {MKDIR}]"),
+        NAMED,
+        "regularizer[1]._target_",
+    ),
+    "a name deep in a pass": (
+        experiment(f"optimizer: {{groups: [{{_target_: passes.Group, pattern: x, weight_decay: {MKDIR}}}]}}"),
+        NAMED,
+        "optimizer.groups[0].weight_decay._target_",
+    ),
+    "a name that no one reads": (experiment(f"unused: {{x: [[{MKDIR}]]}}"), NAMED, "unused.x[0][0]._target_"),
+    "a name among the arguments of fit": (
+        experiment(f"fit: {{validation: {MKDIR}}}"),
+        NAMED,
+        "fit.validation._target_",
+    ),
+    "a built-in model of theirs": (
+        experiment("models: {mine: {_target_: os.mkdir, path: pwned}}\nmodel: mine"),
+        NAMED[:2],
+        "models.mine._target_",
+    ),
+    "an executor in place of a loss": (
+        experiment("loss: {_target_: graphopt.Executor, step: ../secret.onnx}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "a reader in place of a loss": (
+        experiment("loss: {_target_: graphopt.data.csv, path: ../secret.npz}"),
+        NAMED,
+        "loss._target_",
+    ),
+    "an estimator": (
+        experiment("executor: {_target_: graphopt.Trainer, model: x}"),
+        NAMED,
+        "executor._target_",
+    ),
+    "a function by name": (
+        experiment("defaults: [override /loss: custom]\nloss: {function: 'os:system'}"),
+        NAMED,
+        "loss.function",
+    ),
+    "a function of ours by name": (
+        experiment("defaults: [override /loss: custom]\nloss: {function: 'graphopt.runs:write'}"),
+        NAMED,
+        "loss.function",
+    ),
+    # arguments of instantiate
+    "_partial_": (experiment("loss: {_partial_: true}"), NAMED, "loss._partial_"),
+    "_args_": (experiment("loss: {_args_: [1]}"), NAMED, "loss._args_"),
+    "_convert_": (experiment("loss: {_convert_: all}"), NAMED, "loss._convert_"),
+    "_recursive_": (experiment("loss: {_recursive_: false}"), NAMED, "loss._recursive_"),
+    # text that is resolved twice
+    "an escaped interpolation": (
+        experiment("loss: '\\${oc.create:{_target_: numpy.load, file: ../secret.npz}}'"),
+        NAMED,
+        "loss",
+    ),
+    "an escaped interpolation in a field": (
+        experiment("parameters: {pattern: '\\${oc.create:{_target_: os.mkdir, path: pwned}}'}"),
+        NAMED,
+        "matches no floating initializer",
+    ),
+    "a name chosen by the number of steps": (
+        experiment("pick: [passes.L2, passes.L2, os.mkdir]\nloss: {_target_: '${pick[${training_steps:}]}'}"),
+        [*NAMED, "fit.batch_size=8"],
+        "loss",
+    ),
+    # resolvers
+    "the environment": (
+        experiment("loss: {output: '${oc.env:HOME}'}"),
+        NAMED,
+        "loss.output: Unsupported interpolation type oc.env",
+    ),
+    "a resolver by an interpolated name": (
+        experiment("which: oc.env\nloss: {output: '${${which}:HOME}'}"),
+        NAMED,
+        "Unsupported interpolation type oc.env",
+    ),
+    "oc.create": (experiment("loss: ${oc.create:{a:1}}"), NAMED, "Unsupported interpolation type oc.create"),
+    "oc.decode": (
+        experiment("loss: \"${oc.decode:'{a: 1}'}\""),
+        NAMED,
+        "Unsupported interpolation type oc.decode",
+    ),
+    "the environment in a list of defaults": (
+        experiment("defaults: [override /optimizer: '${oc.env:HOME}']"),
+        NAMED,
+        "",
+    ),
+    # YAML
+    "a Python object": (
+        experiment("loss: !!python/object/apply:os.mkdir [pwned]"),
+        NAMED,
+        "python/object/apply",
+    ),
+    "a list as a recipe": ({"experiment/evil.yaml": "# @package _global_\n- a\n"}, NAMED, ""),
+    # trust
+    "trust": (experiment(f"trust: [os]\nloss: {MKDIR}"), NAMED, f"trust: {TRUST}"),
+    "trust beside the user's": (
+        experiment(f"trust: [os]\nloss: {MKDIR}"),
+        [*NAMED, "trust=[json]"],
+        "loss._target_",
+    ),
+    "trust by forged overrides": (
+        experiment(f"hydra: {{overrides: {{task: ['trust=[os]']}}}}\ntrust: [os]\nloss: {MKDIR}"),
+        NAMED,
+        "hydra.overrides.task.0",
+    ),
+    "trust by a sweep": (
+        experiment(f"hydra: {{sweeper: {{params: {{trust: '[os]'}}}}}}\nloss: {MKDIR}"),
+        [*NAMED, *SWEEP],
+        f"trust: {TRUST}",
+    ),
+    "a saved config": (
+        experiment("trust: [os]\nfolder: ../pwned\nloss: {_target_: passes.L2}"),
+        NAMED,
+        TRUST,
+    ),
+    # Hydra's own config
+    "a callback": (experiment(f"hydra: {{callbacks: {{x: {MKDIR}}}}}"), NAMED, "hydra.callbacks.x"),
+    "a callback of ours": (
+        experiment("hydra: {callbacks: {x: {_target_: graphopt.cli.sweep.SweepTable}}}"),
+        NAMED,
+        f"hydra.callbacks.x._target_: {TRUST}",
+    ),
+    "a callback of Hydra": (
+        experiment("hydra: {callbacks: {x: {_target_: hydra.experimental.callbacks.LogJobReturnCallback}}}"),
+        NAMED,
+        "hydra.callbacks.x",
+    ),
+    "a log file": (
+        experiment("hydra: {job_logging: {handlers: {file: {filename: ../pwned}}}}"),
+        NAMED,
+        "hydra.job_logging.handlers.file.filename",
+    ),
+    "a log handler": (
+        experiment("hydra: {job_logging: {handlers: {x: {(): os.mkdir, path: pwned}}}}"),
+        NAMED,
+        "hydra.job_logging.handlers.x",
+    ),
+    "ext:// in logging": (
+        experiment("hydra: {hydra_logging: {handlers: {console: {stream: 'ext://evil_code.x'}}}}"),
+        NAMED,
+        "hydra.hydra_logging.handlers.console.stream",
+    ),
+    "the run's folder": (experiment("hydra: {run: {dir: ../pwned}}"), NAMED, "hydra.run.dir"),
+    "the sweep's folder": (
+        experiment("hydra: {sweep: {dir: ../pwned}}"),
+        [*NAMED, *SWEEP],
+        "hydra.sweep.dir",
+    ),
+    "the folder of a sweep's run": (
+        experiment("hydra: {sweep: {subdir: ../../pwned}}"),
+        [*NAMED, *SWEEP],
+        "hydra.sweep.subdir",
+    ),
+    "Hydra's folder": (
+        experiment("hydra: {output_subdir: ../../pwned}"),
+        NAMED,
+        f"hydra.output_subdir: {TRUST}",
+    ),
+    "folder": (experiment("folder: ../pwned"), NAMED, f"folder: {TRUST}"),
+    "folder by the environment": (
+        experiment("folder: 'out-${oc.env:HOME}/pwned'"),
+        NAMED,
+        f"folder: {TRUST}",
+    ),
+    "folder by a sweep": (
+        experiment("hydra: {sweeper: {params: {folder: ../pwned}}}"),
+        [*NAMED, *SWEEP],
+        f"folder: {TRUST}",
+    ),
+    "the environment set": (
+        experiment("hydra: {job: {env_set: {PWNED: 'x'}}}"),
+        NAMED,
+        f"hydra.job.env_set: {TRUST}",
+    ),
+    "the environment copied": (experiment("hydra: {job: {env_copy: [HOME]}}"), NAMED, "hydra.job.env_copy"),
+    "an unknown variable copied": (experiment("hydra: {job: {env_copy: [NONE_SUCH]}}"), NAMED, "NONE_SUCH"),
+    "another working directory": (experiment("hydra: {job: {chdir: true}}"), NAMED, "hydra.job.chdir"),
+    "the job's name": (experiment("hydra: {job: {name: ../../pwned}}"), NAMED, "hydra.job.name"),
+    "choices of more groups": (
+        experiment("hydra: {runtime: {choices: {fit: none}}}"),
+        NAMED,
+        "fit: expected a mapping of fields",
+    ),
+    "a search path": (experiment("hydra: {searchpath: ['pkg://evil_code']}"), NAMED, "hydra.searchpath"),
+    "help": (experiment("hydra: {help: {template: x}}"), NAMED, "hydra.help.template"),
+    "verbosity": (experiment("hydra: {verbose: true}"), NAMED, "hydra.verbose"),
+    "a launcher's arguments": (
+        experiment("hydra: {launcher: {_target_: os.mkdir, path: pwned}}"),
+        [*NAMED, *SWEEP],
+        "Key 'path' not in 'BasicLauncherConf'",
+    ),
+    "code among a sweep's values": (
+        experiment(f"hydra: {{sweeper: {{params: {{x: {MKDIR}}}}}}}"),
+        [*NAMED, *SWEEP],
+        "hydra.sweeper.params.x: expected values",
+    ),
+    "an interpolation among a sweep's values": (
+        experiment("hydra: {sweeper: {params: {run: '${oc.env:HOME}'}}}"),
+        [*NAMED, *SWEEP],
+        "hydra.sweeper.params.run",
+    ),
+    "Hydra's config by a sweep": (
+        experiment("hydra: {sweeper: {params: {hydra.run.dir: ../pwned, +hydra.job.env_set.PWNED: x}}}"),
+        [*NAMED, *SWEEP],
+        "hydra.job.env_set",
+    ),
+    "a sweep of its own accord": (
+        experiment("hydra: {mode: MULTIRUN}"),
+        NAMED,
+        "hydra.mode",
+    ),
+    "a package header": (
+        {"experiment/evil.yaml": "# @package hydra.job\nenv_set: {PWNED: x}\n"},
+        NAMED,
+        "hydra.job.env_set",
+    ),
+    "a group moved into Hydra's config": (
+        {
+            **experiment("defaults: [{/odd@hydra.job: evil}]"),
+            "odd/evil.yaml": "env_set: {PWNED: x}\n",
+        },
+        NAMED,
+        "hydra.job.env_set",
+    ),
+    "a logging config of theirs": (
+        {
+            **experiment("defaults: [override /hydra/job_logging: evil]"),
+            "hydra/job_logging/evil.yaml": "version: 1\nhandlers: {x: {(): os.mkdir, path: pwned}}\nroot: {handlers: [x]}\n",
+        },
+        NAMED,
+        "hydra.job_logging",
+    ),
+    "a logging config of Hydra": (
+        experiment("defaults: [override /hydra/hydra_logging: hydra_debug]"),
+        NAMED,
+        "hydra.hydra_logging",
+    ),
+    "a launcher that hides Hydra's": (
+        {**experiment(""), "hydra/launcher/basic.yaml": "_target_: os.mkdir\npath: pwned\n"},
+        [*NAMED, *SWEEP],
+        "hydra.launcher",
+    ),
+    "a config that hides Hydra's": (
+        {**experiment(""), "hydra/config.yaml": "defaults: []\ncallbacks: {x: {_target_: os.mkdir}}\n"},
+        NAMED,
+        "",
+    ),
+    "a sweep of which one recipe is evil": (
+        {
+            "experiment/good.yaml": "# @package _global_\nfit: {epochs: 1}\n",
+            **experiment(f"hydra: {{callbacks: {{x: {MKDIR}}}}}"),
+        },
+        [*NAMED, "-m", "experiment=good,evil"],
+        "hydra.callbacks.x",
+    ),
+    # files to read
+    "data elsewhere": (
+        experiment("data: {path: ../secret.npz}"),
+        ["data=npz", "model=my.onnx"],
+        "data.path: expected a file below the working directory or the recipe's folder, found '../secret.npz'",
+    ),
+    "data elsewhere, by a link": (
+        experiment("data: {path: ../evil/link.npz}"),
+        ["data=npz", "model=my.onnx"],
+        "data.path",
+    ),
+    "data elsewhere, by links in a folder": (
+        experiment("data: {path: ../evil/links}"),
+        ["data=npy", "model=my.onnx"],
+        "data.path",
+    ),
+    "data elsewhere, by an interpolation": (
+        experiment("where: ..\ndata: {path: '${where}/secret.npz'}"),
+        ["data=npz", "model=my.onnx"],
+        "data.path",
+    ),
+    "data elsewhere, by a sweep": (
+        experiment("hydra: {sweeper: {params: {data.path: ../secret.npz}}}"),
+        ["data=npz", "model=my.onnx", *SWEEP],
+        "data.path",
+    ),
+    "a schedule that reads the data": (
+        experiment("defaults: [override /schedule: cosine]\ndata: {path: ../secret.npz}"),
+        ["data=npz", "model=my.onnx"],
+        "data.path",
+    ),
+    "a model elsewhere": (experiment("model: ../secret.onnx"), NAMED[:2], "model: expected a file below"),
+    "validation elsewhere": (experiment("fit: {validation: ../secret.npz}"), NAMED, "fit.validation"),
+    "a library to load": (
+        experiment("executor: {provider_options: {backend_path: ../evil/library.so}}"),
+        NAMED,
+        f"executor.provider_options.backend_path: {TRUST}",
+    ),
+    "a library to load, behind a reference": (
+        experiment("mine: {backend_path: x.so}\nexecutor: {provider_options: '${mine}'}"),
+        NAMED,
+        "executor.provider_options.backend_path",
+    ),
+    "a library beside the user's options": (
+        experiment("executor: {provider_options: {backend_path: x.so}}"),
+        [*NAMED, "+executor.provider_options.threads=1"],
+        "executor.provider_options.backend_path",
+    ),
+    # trusted code is what its packages hold, not what they import
+    "an import of a trusted module": (
+        experiment("loss: {_target_: own_losses.os.mkdir, path: pwned}"),
+        [*NAMED, "trust=[own_losses]"],
+        "loss._target_",
+    ),
+    "globals of a trusted function": (
+        experiment("loss: {_target_: own_losses.absolute.__globals__.get, key: x}"),
+        [*NAMED, "trust=[own_losses]"],
+        "loss._target_",
+    ),
+    "a function that a trusted module imports": (
+        experiment("defaults: [override /loss: custom]\nloss: {function: 'own_losses:os.system'}"),
+        [*NAMED, "trust=[own_losses]"],
+        "loss.function",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory, beside it secrets and a folder of recipes."""
+    global seen
+    for name in ("work", "evil"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(tmp_path / "work")
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    random = np.random.default_rng(0)
+    arrays = {"x": random.standard_normal((20, 4)).astype(np.float32), "target": np.arange(20) % 3}
+    for path in ("train.npz", "../secret.npz"):
+        np.savez(path, **arrays)
+    (tmp_path / "evil" / "links").mkdir()
+    for name, array in arrays.items():
+        np.save(f"../secret_{name}.npy", array)
+        (tmp_path / "evil" / "links" / f"{name}.npy").symlink_to(tmp_path / f"secret_{name}.npy")
+    (tmp_path / "evil" / "link.npz").symlink_to(tmp_path / "secret.npz")
+    onnx.save(mlp((4, 8, 3)), "my.onnx")
+    onnx.save(mlp((4, 8, 3)), "../secret.onnx")
+    Path("own_losses.py").write_text("import os\n\ndef absolute(op, p, t):\n    return op.Abs(p - t)\n")
+    seen = []
+    yield
+    seen = None
+    sys.modules.pop("own_losses", None)
+
+
+def run(files: dict[str, str], arguments: list[str], folder: list[str]) -> int:
+    for name, text in files.items():
+        path = Path("../evil", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    recipe = [] if any(one.startswith("experiment=") for one in arguments) else ["experiment=evil"]
+    return cli.main(["--config-dir", "../evil", *recipe, *arguments, *folder, "fit.epochs=1"])
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
+    files, arguments, error = ATTACKS[attack]
+    before = os.listdir("..")
+    assert run(files, arguments, [] if "folder" in attack else ["folder=out"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("graphopt: error: ") and said.count("\n") == 1
+    assert error in said
+    assert seen == []
+    assert os.listdir("..") == before and "PWNED" not in os.environ
+    assert not Path("pwned").exists()
+
+
+def test_a_recipe_of_someone_else_runs_where_it_is_harmless() -> None:
+    np.savez("../evil/theirs.npz", **np.load("train.npz"))
+    text = (
+        "defaults: [override /data: npz, override /optimizer: sgd, override /loss: cross_entropy]\n"
+        "data: {path: ../evil/theirs.npz}\nmodel: my.onnx\nfit: {validation: train.npz}\n"
+        "regularizer: [{_target_: passes.L2}, {_target_: passes.L1, strength: 1e-5}]\n"
+        "hydra: {sweeper: {params: {optimizer.learning_rate: '1e-3,1e-2'}}}"
+    )
+    assert run(experiment(text), ["-m"], ["folder=out"]) == 0
+    assert [Path(f"out/{i}/trained.onnx").exists() for i in range(3)] == [True, True, False]
+    assert seen == []
+
+
+def test_a_file_elsewhere_is_read_if_the_command_line_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    global seen
+    seen = None
+    files = experiment("data: {path: ../secret.npz}\nmodel: ../secret.onnx")
+    named = ["data=npz", "data.path=../secret.npz", "model=../secret.onnx"]
+    assert run(files, named, ["folder=out"]) == 0
+
+
+def test_a_primary_config_of_theirs_does_not_hide_ours() -> None:
+    files = {
+        **experiment("fit: {epochs: 1}"),
+        "graphopt.yaml": f"hydra: {{callbacks: {{x: {MKDIR}}}}}\n",
+        "optimizer/adamw.yaml": "_target_: os.mkdir\n",
+        "hydra/env/default.yaml": "# @package hydra.job\nenv_set: {PWNED: x}\n",
+    }
+    assert run(files, NAMED, ["folder=out"]) == 0
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--experimental-rerun", "x.pickle"],
+        ["--experimental-rerun=x.pickle"],
+        ["--exp", "x.pickle"],
+        ["--config-name", "evil"],
+        ["--config-path", "../evil"],
+        ["-cn", "evil"],
+        ["-cp", "../evil"],
+    ],
+)
+def test_options_of_hydra_that_run_what_files_say_are_no_options(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("x.pickle").write_bytes(b"cos\nmkdir\n(S'pwned'\ntR.")
+    assert cli.main(arguments) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("graphopt: error: ") and said.count("\n") == 1
+    assert seen == [] and not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("option", [["--help"], ["--cfg", "all"], ["--info", "all"]])
+def test_options_that_only_show_refuse_too(option: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    Path("../evil/hydra").mkdir()
+    Path("../evil/hydra/config.yaml").write_text("run: {dir: ../pwned}\n")
+    assert cli.main(["--config-dir", "../evil", *option]) == 1
+    assert capfd.readouterr().err.count("\n") == 1
+    assert seen == []
+
+
+def test_the_environment_is_there_again_afterwards() -> None:
+    from omegaconf import OmegaConf
+
+    assert cli.main(["--version"]) == 0
+    assert run(experiment("loss: {output: '${oc.env:HOME}'}"), NAMED, ["folder=out"]) == 1
+    assert OmegaConf.create({"x": "${oc.env:HOME,none}"}).x
+
+
+@pytest.mark.parametrize("folder", ["recipes", "hydra_plugins/evil", "recipes/experiment"])
+def test_folders_of_the_working_directory_are_not_taken_for_ours(folder: str) -> None:
+    Path(folder).mkdir(parents=True)
+    Path(folder, "__init__.py").write_text("import os\nos.mkdir('pwned')\n")
+    command = [sys.executable, "-P", "-c", "import sys; from graphopt.cli import main; sys.exit(main())"]
+    if folder.startswith("recipes"):
+        command = [sys.executable, "-m", "graphopt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--cfg", "job"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer:" in done.stdout
+    assert not Path("pwned").exists()
