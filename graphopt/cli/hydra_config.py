@@ -29,7 +29,7 @@ RECIPES = (
 PRIMARY = "graphopt"
 SEARCH_PATH = "hydra.searchpath"
 POPULATED = ("job.override_dirname", "runtime.choices", "runtime.config_sources")  # what Hydra sets itself
-REFUSED_RESOLVERS = {
+REFUSED_RESOLVERS: dict[str, Any] = {
     "oc.create": oc.create,
     "oc.decode": oc.decode,
     "oc.deprecated": oc.deprecated,
@@ -91,7 +91,9 @@ class CommandLine:
     @property
     def is_sweep(self) -> bool:
         """Whether the command line says `hydra.mode=MULTIRUN`."""
-        return any(one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides))
+        return any(
+            one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides)
+        )
 
     def names(self, field: str) -> bool:
         """Tell whether a field of the recipe has its value from the command line."""
@@ -102,7 +104,7 @@ class CommandLine:
         return False
 
 
-class RecipeLoader(ConfigLoaderImpl):  # type: ignore[misc]
+class RecipeLoader(ConfigLoaderImpl):
     """Composes recipes; refuses what the recipes of a folder may not say before Hydra acts on it.
 
     All that Hydra does with a config, in a single run, in each run of a sweep and in help, goes through
@@ -132,7 +134,7 @@ class RecipeLoader(ConfigLoaderImpl):  # type: ignore[misc]
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [one.input_line for one in parsed(overrides) if one.key_or_group != SEARCH_PATH]
+        overrides = [str(one.input_line) for one in parsed(overrides) if one.key_or_group != SEARCH_PATH]
         how = (run_mode, from_shell, validate_sweep_overrides)
         try:
             config = super().load_configuration(config_name, overrides, *how)
@@ -149,27 +151,31 @@ class RecipeLoader(ConfigLoaderImpl):  # type: ignore[misc]
     ) -> None:
         """Refuse what the command line alone may say: all of Hydra's config, `folder` and `trust`."""
         said = {override.input_line for override in parsed(self._command_line.overrides)}
-        lines = {True: [], False: []}  # type: dict[bool, list[str]]
+        lines: dict[bool, list[str]] = {True: [], False: []}
         for override in parsed(overrides):
-            lines[override.is_hydra_override()].append(override.input_line)
-        kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # which we add
+            lines[override.is_hydra_override()].append(str(override.input_line))
+        kept = [
+            line for line in lines[True] if line in said or line.startswith("hydra.mode=")
+        ]  # which we add
         expected = self._own.load_configuration(config_name, kept, *how)
-        ours = OmegaConf.to_container(expected.hydra, resolve=False)
-        theirs = OmegaConf.to_container(config.hydra, resolve=False)
+        ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
+        theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
         ours["sweeper"].pop("params", None)
         for name, value in (values or {}).items():
             if not isinstance(value, bool | int | float | str) or "${" in str(value):
-                raise GraphoptError(f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}")
+                raise GraphoptError(
+                    f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
+                )
         ours, theirs = dict(_leaves(ours)), dict(_leaves(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
             populated = any(field == one or field.startswith(f"{one}.") for one in POPULATED)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise _on_the_command_line(f"hydra.{field}")
         if config_name is not None:
-            plain = OmegaConf.to_container(config, resolve=False)
-            own = OmegaConf.to_container(expected, resolve=False)
+            plain: Any = OmegaConf.to_container(config, resolve=False)
+            own: Any = OmegaConf.to_container(expected, resolve=False)
             if plain.get("folder") != own["folder"] and not self._command_line.names("folder"):
                 raise _on_the_command_line("folder")
             if plain.get("trust") and not self._command_line.names("trust"):
@@ -182,7 +188,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
-            application = GlobalHydra.instance().hydra
+            application: Any = GlobalHydra.instance().hydra
             application.config_loader = RecipeLoader(
                 application.config_loader.get_search_path(), command_line
             )

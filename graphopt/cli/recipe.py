@@ -47,17 +47,10 @@ class Recipe:
         self._trust = command_line.trust
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
-            if (
-                choice == "none" and group in config
-            ):  # an experiment may have fields for a step that is left out
-                config[group] = None
-        counted = []
-        OmegaConf.register_new_resolver("training_steps", lambda: counted.append(1) or 1, replace=True)
-        self.fields = self._checked(config)
-        if counted:
-            steps = self.steps
-            OmegaConf.register_new_resolver("training_steps", lambda: steps, replace=True)
-            self.fields = self._checked(config)
+            if choice == "none" and group in config:
+                config[group] = None  # an experiment may have fields for a step that is left out
+        if self._resolve(config, steps=1):
+            self._resolve(config, steps=self.steps)
 
     @functools.cached_property
     def data(self) -> Dataset:
@@ -127,17 +120,24 @@ class Recipe:
         """Return the recipe as YAML, every reference in it resolved."""
         return str(OmegaConf.to_yaml(self.fields))
 
-    def _checked(self, config: DictConfig) -> dict[str, Any]:
-        """Return the recipe as a plain mapping, every reference resolved; refuse what it may not say."""
-        fields: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
-        for key, kind in (
-            ("fit", dict),
-            ("models", dict),
-            ("data", dict),
-            ("executor", dict),
-            ("pipeline", dict),
-        ):
-            if not isinstance(fields.get(key), kind):
+    def _resolve(self, config: DictConfig, steps: int) -> bool:
+        """Make the recipe a plain, checked mapping; tell whether it refers to the steps of the run."""
+        referred = []
+
+        def training_steps() -> int:
+            referred.append(True)
+            return steps
+
+        OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
+        fields: Any = OmegaConf.to_container(config, resolve=True)
+        self._check(fields)
+        self.fields: dict[str, Any] = fields
+        return bool(referred)
+
+    def _check(self, fields: dict[str, Any]) -> None:
+        """Refuse what a recipe may not say."""
+        for key in ("data", "executor", "fit", "models", "pipeline"):
+            if not isinstance(fields.get(key), dict):
                 raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
         for key in sorted(fields, key="pipeline".__eq__):  # which repeats the others, last
             if key == "models":
@@ -150,7 +150,6 @@ class Recipe:
         if self._command_line.folders:
             self._check_files(fields)
             self._check_host(fields)
-        return fields
 
     def _check_files(self, fields: Mapping[str, Any]) -> None:
         """Refuse files that a recipe names, unless they are below the working directory or a recipes' folder."""

@@ -13,7 +13,7 @@ from graphopt.runs import sweep_table
 PLAIN_WIDTH = 200
 
 
-class SweepTable(Callback):  # type: ignore[misc]
+class SweepTable(Callback):
     """Print a table of a sweep's runs: a callback of Hydra, which graphopt.yaml names."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
