@@ -1,0 +1,222 @@
+"""Ten steps of training in a framework and here, from one export, and what differs between them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+
+import graphopt
+import passes
+from graphopt.executor import run
+from graphopt.roles import Role, with_role
+
+Arrays = Mapping[str, np.ndarray]
+
+STEPS = 10
+TOLERANCE = 1e-4
+CHAOS = 0.3  # the share of a difference that the framework's own rounding must explain
+EQUAL = 1e-6  # how far an exported weight may be from the framework's to be the same one
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs by their names in the export, and what the predictions are compared with."""
+
+    inputs: Arrays
+    target: np.ndarray
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ten steps gave: the loss of each, the weights that train by name, the predictions of a last batch."""
+
+    losses: Sequence[float]
+    weights: Arrays
+    predictions: np.ndarray
+    numbers: int  # how many numbers train, tied ones counted once
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """An architecture in its framework.
+
+    Args:
+        loss: the pass that stands for the framework's loss.
+        optimizer: the pass that stands for the framework's optimizer.
+        training: the pass that switches to the training behaviour, None for a model that has none.
+        freeze: what the user says of parameters that the framework freezes, which no ONNX file tells.
+    """
+
+    loss: Any = field(default_factory=passes.MeanSquaredError, kw_only=True)
+    optimizer: Any = field(default_factory=lambda: passes.SGD(0.01, momentum=0.9), kw_only=True)
+    training: Any = field(default_factory=passes.TrainingMode, kw_only=True)
+    freeze: str | None = field(default=None, kw_only=True)
+
+    @property
+    @abstractmethod
+    def exporters(self) -> Sequence[str]:
+        """The ways to export it, each a row of the table."""
+
+    @abstractmethod
+    def model(self, exporter: str) -> Model:
+        """Build the framework's model, every weight with values of its own."""
+
+
+class Model(ABC):
+    """A model with its weights, in its framework."""
+
+    @abstractmethod
+    def batches(self, count: int) -> list[Batch]:
+        """Return batches, the same ones each time."""
+
+    @abstractmethod
+    def parameters(self) -> Arrays:
+        """Return the initial values of all parameters by name, tied ones once."""
+
+    @abstractmethod
+    def export(self) -> onnx.ModelProto:
+        """Export the model; it stays as it is."""
+
+    @abstractmethod
+    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+        """Train a copy on all batches but the last and predict that one, in float32 or float64."""
+
+
+@dataclass
+class Row:
+    """A row of the table; differences are relative, the largest of all."""
+
+    name: str
+    exporter: str
+    verdict: str = ""
+    cause: str = ""
+    theirs: int | None = None
+    ours: int | None = None
+    compared: str = ""
+    losses: float | None = None
+    weights: float | None = None
+    predictions: float | None = None
+    own: float | None = None  # the framework in float32 against itself in float64
+    worst: str = ""
+    seconds: float = 0.0
+
+
+def judge(row: Row, case: Case) -> None:
+    """Fill a row: export, train in the framework and here, compare."""
+    model = case.model(row.exporter)
+    batches = model.batches(STEPS + 1)
+    initial = model.parameters()
+    theirs = model.train(batches, double=False)
+    row.theirs = theirs.numbers
+    if not all(map(math.isfinite, theirs.losses)):
+        raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
+    proto = model.export()
+    ours = train_here(proto, case, batches)
+    row.ours = ours.numbers
+    pairs = same(initial, proto)
+    differences(row, ours, theirs, pairs)
+    worst = max(row.losses or 0, row.weights or 0, row.predictions or 0)
+    if worst > TOLERANCE:
+        exact = Row(row.name, row.exporter)
+        double = model.train(batches, double=True)
+        differences(exact, theirs, double, {name: (name, None) for name in theirs.weights})
+        row.own = max(exact.losses or 0, exact.weights or 0, exact.predictions or 0)
+    if row.ours != row.theirs:
+        row.verdict = "differs"
+        row.cause = f"{row.ours} numbers train, {row.theirs} in the framework" + (
+            f"; {row.cause}" if row.cause else ""
+        )
+    elif worst <= TOLERANCE:
+        row.verdict = "agrees"
+    else:
+        row.verdict = "chaotic" if row.own is not None and row.own > CHAOS * worst else "differs"
+
+
+def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> Training:
+    """Compile an export, train it on all batches but the last, predict that one by the trained model."""
+    steps = {"loss": case.loss, "optimizer": case.optimizer, "training": case.training}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
+    numbers = sum(math.prod(value.shape) for value in with_role(step, Role.PARAMETER))
+    executor = graphopt.Executor(step, threads=1)
+    losses = [executor.step({**batch.inputs, "target": batch.target})["loss"] for batch in batches[:-1]]
+    trained = executor.trained()
+    predicted = run(trained, batches[-1].inputs)
+    prediction = next(array for array in predicted.values() if np.issubdtype(array.dtype, np.floating))
+    return Training(losses, dict(constants(trained)), prediction, numbers)
+
+
+def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
+    """Return the weights that a file holds, initializers and constants."""
+    found = [(x.name, onnx.numpy_helper.to_array(x)) for x in proto.graph.initializer]
+    for node in proto.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            found.append((node.output[0], onnx.numpy_helper.to_array(node.attribute[0].t)))
+    return found
+
+
+Pairs = dict[str, tuple[str, tuple[int, ...] | None]]
+
+
+def same(initial: Arrays, proto: onnx.ModelProto) -> Pairs:
+    """Return for each weight of the framework the initializer with its values, and how the axes are permuted."""
+    found: Pairs = {}
+    held = constants(proto)
+    for name, weight in initial.items():
+        for other, array in held:
+            if array.size == weight.size and array.dtype == weight.dtype and name not in found:
+                for axes in permutations(weight, array):
+                    found[name] = other, axes
+    return found
+
+
+def permutations(weight: np.ndarray, array: np.ndarray) -> list[tuple[int, ...] | None]:
+    """Return the permutation of the axes, or None for a reshape, that makes `array` of `weight`; [] if none does."""
+    if weight.ndim == array.ndim == 2 and weight.T.shape == array.shape and close(weight.T, array):
+        return [(1, 0)] if not (weight.shape == array.shape and close(weight, array)) else [(0, 1)]
+    if close(weight.ravel(), array.ravel()):
+        return [None]
+    if weight.ndim == array.ndim == 3 and weight.transpose(0, 2, 1).shape == array.shape:
+        return [(0, 2, 1)] if close(weight.transpose(0, 2, 1), array) else []
+    return []
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.allclose(a, b, rtol=EQUAL, atol=0))
+
+
+def differences(row: Row, ours: Training, theirs: Training, pairs: Pairs) -> None:
+    """Fill in the largest relative differences of losses, weights and predictions."""
+    row.losses = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    apart = {}
+    for name, weight in theirs.weights.items():
+        other, axes = pairs.get(name, ("", None))
+        if other in ours.weights:
+            array = ours.weights[other]
+            moved = weight.ravel() if axes is None else weight.transpose(axes).ravel()
+            apart[name] = relative(array.ravel(), moved)
+    row.compared = f"{len(apart)} of {len(theirs.weights)}"
+    if apart:
+        row.weights = max(apart.values())
+        row.worst = max(apart, key=apart.__getitem__)
+    row.predictions = relative(ours.predictions, theirs.predictions)
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest difference of two arrays, by the largest number of the second."""
+    if a.shape != b.shape:
+        return math.inf
+    finite = np.isfinite(b)
+    if not np.array_equal(finite, np.isfinite(a)):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    return float(np.abs(a - b)[finite].max() / max(np.abs(b[finite]).max(), 1e-12))

@@ -1,0 +1,234 @@
+"""The zoo: architectures of several frameworks, trained here beside their framework for ten steps, from one export.
+
+Every row is an architecture and an exporter. Losses of each step, the weights that can be found again in the export and
+the trained model's predictions are compared with the framework's own training in float32 on the same batches, and how
+many numbers train. What differs by more than 1e-4 is "chaotic" where the framework in float32 differs as much from
+itself in float64, and "differs" otherwise.
+
+Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
+It writes RESULTS.md beside it: rows that were not run again stay. A NAME is an architecture, a family (torch_own,
+torchvision_models, ...) or a shell-style pattern. Each architecture is a process of its own, so that a crash is a row.
+What it needs is the extra `zoo`: pip install -e ".[cpu,zoo]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from comparison import Case, Row, judge
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "RESULTS.md"
+FAMILIES = {
+    "torch_own": "Modules of one's own (PyTorch)",
+    "torchvision_models": "torchvision",
+    "timm_models": "timm",
+    "transformers_models": "transformers",
+    "keras_models": "Keras, on PyTorch",
+    "jax_models": "JAX, by jax2onnx",
+    "scikit_learn_models": "scikit-learn",
+}
+SAMPLE = {
+    "torch_own": ("mlp", "cnn", "recursive", "mixture of experts", "deep sets", "learned queries"),
+    "scikit_learn_models": ("MLPRegressor, tanh, Adam", "MLPClassifier, three classes", "SGDRegressor"),
+}
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "transformers",
+    "keras",
+    "jax",
+    "jax2onnx",
+    "skl2onnx",
+    "onnxruntime",
+)
+SECONDS, BYTES = 240, 8 << 30  # that an architecture may take
+VERDICTS = ("agrees", "chaotic", "differs", "refused", "failed")
+COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
+NOTE = """\
+Differences are relative, the largest of all. `train` counts the numbers that train in the framework, tied ones once,
+and those that train here where they are not as many. In brackets: how many of the framework's weights are in the export
+as they were, reshaped or transposed, and so were compared by name. `own` is the framework in float32 against itself in
+float64."""
+
+
+def cases(family: str) -> dict[str, Case]:
+    """Return the cases of a family by name; its framework is imported."""
+    found: dict[str, Case] = importlib.import_module(family).CASES
+    return found
+
+
+def rows(family: str, name: str) -> Iterator[Row]:
+    """Run an architecture with each of its exporters; an error is a row."""
+    case = cases(family)[name]
+    for exporter in case.exporters:
+        row = Row(name, exporter)
+        start = time.perf_counter()
+        try:
+            judge(row, case)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
+            row.verdict = "refused" if type(error).__module__.startswith("graphopt") else "failed"
+            row.cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        row.seconds = round(time.perf_counter() - start, 1)
+        yield row
+
+
+def apart(family: str, name: str) -> list[Row]:
+    """Run an architecture in a process of its own and return its rows, one that says so if it ended early."""
+    command = [sys.executable, str(HERE / "run.py"), "--one", family, name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch", "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+            ended = f"the process ended with {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            ended = f"not done after {SECONDS} seconds"
+    found = [Row(**json.loads(line)) for line in output.decode().splitlines() if line.startswith('{"name"')]
+    if ended:
+        last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
+        found.append(Row(name, "-", "failed", f"{ended}: {last[:200]}"))
+    return found
+
+
+def one(family: str, name: str) -> None:
+    """Be the process of an architecture: print a line of JSON a row."""
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    for row in rows(family, name):
+        print(json.dumps(asdict(row)), flush=True)
+
+
+def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
+    """Return the architectures to run, by family."""
+    found = []
+    for family in FAMILIES:
+        if sample and family not in SAMPLE:
+            continue
+        try:
+            names = list(cases(family))
+        except ImportError as error:
+            print(f"{family}: left out, {error}", file=sys.stderr)
+            continue
+        if sample:
+            names = list(SAMPLE[family])
+        if only:
+            names = [
+                name for name in names if any(fnmatch.fnmatchcase(x, p) for x in (name, family) for p in only)
+            ]
+        found += [(family, name) for name in names]
+    return found
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row of the table."""
+    counts = "" if row.theirs is None else f"{row.theirs:,}"
+    if row.ours is not None and row.ours != row.theirs:
+        counts += f", here {row.ours:,}"
+    weights = f"{number(row.weights)} ({row.compared})" if row.compared else ""
+    numbers = number(row.losses), weights, number(row.predictions), number(row.own)
+    return [row.name, row.exporter, row.verdict, counts, *numbers, row.cause.replace("|", "/")]
+
+
+def number(x: float | None) -> str:
+    return "" if x is None else f"{x:.0e}"
+
+
+def table() -> dict[str, list[list[str]]]:
+    """Read the rows of RESULTS.md by family."""
+    found: dict[str, list[list[str]]] = {family: [] for family in FAMILIES}
+    titles = {f"## {title}": family for family, title in FAMILIES.items()}
+    family = ""
+    for line in RESULTS.read_text().splitlines() if RESULTS.exists() else []:
+        family = titles.get(line, family)
+        parts = [part.strip() for part in line.strip("|").split("|")]
+        if (
+            family
+            and line.startswith("|")
+            and len(parts) == len(COLUMNS)
+            and parts[0] not in (COLUMNS[0], "---")
+        ):
+            found[family].append(parts)
+    return found
+
+
+def merge(family: list[list[str]], found: list[list[str]], name: str) -> None:
+    """Put an architecture's rows where its old ones are, or at the end."""
+    at = next((i for i, row in enumerate(family) if row[0] == name), len(family))
+    family[:] = [row for row in family if row[0] != name]
+    family[at:at] = found
+
+
+def written(results: dict[str, list[list[str]]]) -> str:
+    """Return the text of RESULTS.md."""
+    everything = [row for family in results.values() for row in family]
+    architectures = len({(family, row[0]) for family, found in results.items() for row in found})
+    verdicts = Counter(row[2] for row in everything)
+    lines = ["# The zoo", "", *(__doc__ or "").split("Run it:")[0].strip().splitlines(), "", NOTE, ""]
+    lines += [f"{architectures} architectures, {len(everything)} rows: {counted(verdicts)}. {versions()}"]
+    for family, title in FAMILIES.items():
+        if results[family]:
+            lines += ["", f"## {title}", "", f"{counted(Counter(row[2] for row in results[family]))}.", ""]
+            lines += [
+                f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *results[family])
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def counted(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict])
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return f"Run with {', '.join(found)}, Python {platform.python_version()}."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--sample", action="store_true", help="those that the tests run")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        one(*options.one)
+        return 0
+    todo = chosen(options.only, options.sample)
+    if not todo:
+        parser.error("no architecture of that name")
+    results = table()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (family, name), found in zip(todo, pool.map(apart, *zip(*todo, strict=True)), strict=True):
+            for row in found:
+                print(" | ".join(cells(row)), f"{row.seconds} s", row.worst, sep=" | ", flush=True)
+            merge(results[family], [cells(row) for row in found], name)
+            RESULTS.write_text(written(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
