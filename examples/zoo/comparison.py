@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,10 @@ from graphopt.executor import run
 from graphopt.roles import Role, with_role
 
 Arrays = Mapping[str, np.ndarray]
+Move = Callable[[np.ndarray], np.ndarray]
+Pairs = dict[
+    str, tuple[str, Move]
+]  # by a weight's name: the initializer that holds it, how its numbers moved there
 
 STEPS = 10
 TOLERANCE = 1e-4
@@ -35,12 +39,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Training:
-    """What ten steps gave: the loss of each, the weights that train by name, the predictions of a last batch."""
+    """What ten steps gave: the loss of each, the weights by name, the predictions of a last batch.
+
+    `trained` says how many numbers train, by the names of weights, tied ones once.
+    """
 
     losses: Sequence[float]
     weights: Arrays
     predictions: np.ndarray
-    numbers: int  # how many numbers train, tied ones counted once
+    trained: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -114,29 +121,51 @@ def judge(row: Row, case: Case) -> None:
     batches = model.batches(STEPS + 1)
     initial = model.parameters()
     theirs = model.train(batches, double=False)
-    row.theirs = theirs.numbers
     if not all(map(math.isfinite, theirs.losses)):
         raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
     proto = model.export()
     ours = train_here(proto, case, batches)
-    row.ours = ours.numbers
     pairs = same(initial, proto)
+    row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())
     differences(row, ours, theirs, pairs)
     worst = max(row.losses or 0, row.weights or 0, row.predictions or 0)
     if worst > TOLERANCE:
         exact = Row(row.name, row.exporter)
         double = model.train(batches, double=True)
-        differences(exact, theirs, double, {name: (name, None) for name in theirs.weights})
+        differences(exact, theirs, double, {name: (name, np.ravel) for name in theirs.weights})
         row.own = max(exact.losses or 0, exact.weights or 0, exact.predictions or 0)
     if row.ours != row.theirs:
         row.verdict = "differs"
-        row.cause = f"{row.ours} numbers train, {row.theirs} in the framework" + (
-            f"; {row.cause}" if row.cause else ""
-        )
+        row.cause = apart(ours, theirs, pairs)
     elif worst <= TOLERANCE:
         row.verdict = "agrees"
     else:
         row.verdict = "chaotic" if row.own is not None and row.own > CHAOS * worst else "differs"
+
+
+def apart(ours: Training, theirs: Training, pairs: Pairs) -> str:
+    """Say what trains on one side alone, as far as values tell."""
+    found = {other for other, _ in pairs.values()}
+    extra = [f"{name} ({count})" for name, count in ours.trained.items() if name not in found]
+    missing = [
+        f"{name} ({count})"
+        for name, count in in_export(theirs, pairs).items()
+        if name not in pairs or pairs[name][0] not in ours.trained
+    ]
+    return f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
+
+
+def in_export(theirs: Training, pairs: Pairs) -> dict[str, int]:
+    """Return how many numbers train in the framework, but for rows of tables that the exporter left out."""
+    return {
+        name: pairs[name][1](theirs.weights[name]).size if name in pairs else count
+        for name, count in theirs.trained.items()
+    }
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more or "nothing"
 
 
 def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> Training:
@@ -145,7 +174,7 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
-    numbers = sum(math.prod(value.shape) for value in with_role(step, Role.PARAMETER))
+    numbers = {str(value.name): math.prod(value.shape) for value in with_role(step, Role.PARAMETER)}
     executor = graphopt.Executor(step, threads=1)
     losses = [executor.step({**batch.inputs, "target": batch.target})["loss"] for batch in batches[:-1]]
     trained = executor.trained()
@@ -163,30 +192,40 @@ def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-Pairs = dict[str, tuple[str, tuple[int, ...] | None]]
-
-
 def same(initial: Arrays, proto: onnx.ModelProto) -> Pairs:
-    """Return for each weight of the framework the initializer with its values, and how the axes are permuted."""
+    """Return for each weight of the framework the initializer with its values, and how the exporter moved them."""
     found: Pairs = {}
     held = constants(proto)
     for name, weight in initial.items():
         for other, array in held:
-            if array.size == weight.size and array.dtype == weight.dtype and name not in found:
-                for axes in permutations(weight, array):
-                    found[name] = other, axes
+            if array.dtype == weight.dtype and name not in found:
+                move = moved(weight, array)
+                if move is not None:
+                    found[name] = other, move
     return found
 
 
-def permutations(weight: np.ndarray, array: np.ndarray) -> list[tuple[int, ...] | None]:
-    """Return the permutation of the axes, or None for a reshape, that makes `array` of `weight`; [] if none does."""
-    if weight.ndim == array.ndim == 2 and weight.T.shape == array.shape and close(weight.T, array):
-        return [(1, 0)] if not (weight.shape == array.shape and close(weight, array)) else [(0, 1)]
-    if close(weight.ravel(), array.ravel()):
-        return [None]
-    if weight.ndim == array.ndim == 3 and weight.transpose(0, 2, 1).shape == array.shape:
-        return [(0, 2, 1)] if close(weight.transpose(0, 2, 1), array) else []
-    return []
+def moved(weight: np.ndarray, array: np.ndarray) -> Move | None:
+    """Return what makes `array` of `weight`: nothing, a reshape, a transposition, or a choice of rows; or None."""
+    if array.size == weight.size:
+        swap = (
+            (*range(weight.ndim - 2), weight.ndim - 1, weight.ndim - 2)
+            if weight.ndim > 1
+            else (0,) * weight.ndim
+        )
+        moves: list[Move] = [np.ravel, lambda w: w.transpose(swap).ravel()]
+        return next((move for move in moves if close(move(weight), array.ravel())), None)
+    if (
+        weight.ndim == 2
+        and array.ndim > 1
+        and array.shape[-1] == weight.shape[1]
+        and 1 < array.size < weight.size
+    ):
+        rows = array.reshape(-1, weight.shape[1])
+        for start in range(len(weight) - len(rows) + 1):
+            if close(weight[start : start + len(rows)], rows):
+                return lambda w: w[start : start + len(rows)].ravel()
+    return None
 
 
 def close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -198,11 +237,9 @@ def differences(row: Row, ours: Training, theirs: Training, pairs: Pairs) -> Non
     row.losses = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours.losses, theirs.losses, strict=True))
     apart = {}
     for name, weight in theirs.weights.items():
-        other, axes = pairs.get(name, ("", None))
+        other, move = pairs.get(name, ("", np.ravel))
         if other in ours.weights:
-            array = ours.weights[other]
-            moved = weight.ravel() if axes is None else weight.transpose(axes).ravel()
-            apart[name] = relative(array.ravel(), moved)
+            apart[name] = relative(ours.weights[other].ravel(), move(weight))
     row.compared = f"{len(apart)} of {len(theirs.weights)}"
     if apart:
         row.weights = max(apart.values())

@@ -26,7 +26,8 @@ class TorchCase(Case):
     """A module, and a function of the batch's size that draws inputs for it from PyTorch's generator.
 
     Args:
-        ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch.
+        ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch, `unfolded` if it shall
+            not fold constants, as it does by default.
         fresh: leave the initial weights as they are: exporters merge equal ones.
         batch: the number of rows.
     """
@@ -46,7 +47,7 @@ class TorchCase(Case):
         module = self.build()
         if not self.fresh:
             perturb(module)
-        return TorchModel(self, module.eval(), *exporter.split(", "))
+        return TorchModel(self, module.eval(), exporter)
 
 
 def perturb(module: nn.Module) -> None:
@@ -73,13 +74,14 @@ class TorchModel(Model):
     case: TorchCase
     module: nn.Module
     exporter: str
-    shapes: str
+
+    @property
+    def dynamic(self) -> bool:
+        return "dynamic" in self.exporter
 
     def batches(self, count: int) -> list[Batch]:
         torch.manual_seed(1)
-        return [
-            self._batch(self.case.batch + (i % 2 if self.shapes == "dynamic" else 0)) for i in range(count)
-        ]
+        return [self._batch(self.case.batch + (i % 2 if self.dynamic else 0)) for i in range(count)]
 
     def _batch(self, size: int) -> Batch:
         inputs = self.case.inputs(size)
@@ -118,26 +120,28 @@ class TorchModel(Model):
         with torch.no_grad():
             predictions = module(*inputs).numpy()
         weights = {name: p.detach().numpy() for name, p in reached.items()}
-        return Training(losses, weights, predictions, sum(p.numel() for p in reached.values()))
+        return Training(losses, weights, predictions, {name: p.numel() for name, p in reached.items()})
 
     def export(self) -> onnx.ModelProto:
         torch.manual_seed(1)
         inputs = self.case.inputs(self.case.batch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return export(copy.deepcopy(self.module), inputs, self.exporter, self.shapes == "dynamic")
+            return export(copy.deepcopy(self.module), inputs, self.exporter)
 
 
-def export(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str, dynamic: bool
-) -> onnx.ModelProto:
+def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -> onnx.ModelProto:
     """Export with the exporter's defaults, but for BatchNormalization, which the defaults fold into convolutions."""
-    folds = any(isinstance(part, NORMALIZATIONS) for part in module.modules())
+    dynamic = "dynamic" in exporter
+    folds = "unfolded" not in exporter and not any(
+        isinstance(part, NORMALIZATIONS) for part in module.modules()
+    )
+    evaluated = torch.onnx.TrainingMode.EVAL if folds else torch.onnx.TrainingMode.PRESERVE
     names: dict[str, Any] = {"input_names": [f"x{i}" for i in range(len(inputs))], "output_names": ["y"]}
-    if exporter == "dynamo":
+    if exporter.startswith("dynamo"):
         shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if dynamic else None
         program = torch.onnx.export(
-            module, inputs, dynamo=True, dynamic_shapes=shapes, optimize=not folds, verbose=False, **names
+            module, inputs, dynamo=True, dynamic_shapes=shapes, optimize=folds, verbose=False, **names
         )
         return program.model_proto
     buffer = io.BytesIO()
@@ -148,8 +152,8 @@ def export(
         dynamo=False,
         opset_version=17,
         dynamic_axes={name: {0: "batch"} for name in [*names["input_names"], "y"]} if dynamic else None,
-        do_constant_folding=not folds,
-        training=torch.onnx.TrainingMode.PRESERVE if folds else torch.onnx.TrainingMode.EVAL,
+        do_constant_folding=folds,
+        training=evaluated,
         **names,
     )
     return onnx.load_from_string(buffer.getvalue())

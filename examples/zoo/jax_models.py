@@ -102,7 +102,7 @@ class JaxModel(Model):
                 losses.append(float(loss))
             predictions = np.asarray(self.merge(weights)(self._arrays(batches[-1], kind)[0]))
             trained = named(weights)
-        return Training(losses, trained, predictions, sum(weight.size for weight in trained.values()))
+        return Training(losses, trained, predictions, {name: weight.size for name, weight in trained.items()})
 
     def _loss(self, weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
         y = self.merge(weights)(x)

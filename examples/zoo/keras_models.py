@@ -94,7 +94,7 @@ class KerasModel(Model):
             arrays = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_weights]
             predictions = model.predict_on_batch(*batches[-1].inputs.values())
         weights = dict(zip(self.parameters(), arrays, strict=True))
-        return Training(losses, weights, predictions, sum(weight.size for weight in arrays))
+        return Training(losses, weights, predictions, {name: weight.size for name, weight in weights.items()})
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", 
 NOTE = """\
 Differences are relative, the largest of all. `train` counts the numbers that train in the framework, tied ones once,
 and those that train here where they are not as many. In brackets: how many of the framework's weights are in the export
-as they were, reshaped or transposed, and so were compared by name. `own` is the framework in float32 against itself in
-float64."""
+as they were, reshaped or transposed, and so were compared by name; rows of a table of positions that the exporter left
+out count on neither side. `own` is the framework in float32 against itself in float64."""
 
 
 def cases(family: str) -> dict[str, Case]:

@@ -84,7 +84,7 @@ class ScikitLearnModel(Model):
         losses = [self.fit(estimator, batch, double) for batch in batches[:-1]]
         trained = self.weights(estimator)
         predictions = self.predict(estimator, self.features(batches[-1], double))
-        return Training(losses, trained, predictions, sum(weight.size for weight in trained.values()))
+        return Training(losses, trained, predictions, {name: weight.size for name, weight in trained.items()})
 
     def fit(self, estimator: Any, batch: Batch, double: bool = False) -> float:
         """Take a step and return the loss before it."""

@@ -11,6 +11,13 @@ from torch.nn import functional
 
 import passes
 
+UNFOLDED = (
+    "dynamo, dynamic",
+    "dynamo unfolded, dynamic",
+    "torchscript, static",
+    "torchscript unfolded, static",
+)
+STATIC = ("dynamo, static", "dynamo unfolded, static", "torchscript, static")
 ALL = ("dynamo, dynamic", "dynamo, static", "torchscript, dynamic", "torchscript, static")
 CLASSES = {"loss": passes.CrossEntropy()}
 TOKENS = {"loss": passes.CrossEntropy(axis=-1)}
@@ -745,14 +752,14 @@ CASES = {
     "tied autoencoder": TorchCase(TiedAutoencoder, rows(12), ways=ALL),
     "PINN": TorchCase(Pinn, rows(1), ways=ALL),
     "siamese": TorchCase(Siamese, pairs(6, 6), ways=ALL),
-    "contrastive": TorchCase(Contrastive, pairs(6, 7), ways=("dynamo, static", "torchscript, static"), **CLASSES),
-    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=ALL),
+    "contrastive": TorchCase(Contrastive, pairs(6, 7), ways=STATIC, **CLASSES),
+    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=UNFOLDED),
     "U-Net": TorchCase(Unet, rows(1, 8, 8)),
     "super-resolution": TorchCase(SuperResolution, rows(1, 6, 6)),
     "mixture of experts": TorchCase(Experts, rows(6), **CLASSES),
     "wide and deep": TorchCase(WideAndDeep, ids_and_numbers, **ADAM),
     "deep sets": TorchCase(DeepSets, rows(5, 3)),
-    "temporal, weight norm": TorchCase(Temporal, rows(4, 8)),
+    "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED),
     "squeeze and excite": TorchCase(SqueezeExcite, rows(2, 6, 6), **CLASSES),
     "learned queries": TorchCase(Queries, rows(5, 8)),
     "normalizing flow": TorchCase(Flow, rows(4)),
@@ -763,11 +770,11 @@ CASES = {
     "low rank on a frozen layer": TorchCase(LowRank, rows(6), freeze="base.*"),
     "gated, RMSNorm, tied": TorchCase(Gated, words(6), **TOKENS),
     "state space": TorchCase(StateSpace, rows(5, 6)),
-    "spectral norm": TorchCase(Spectral, rows(5)),
+    "spectral norm": TorchCase(Spectral, rows(5), ways=UNFOLDED),
     "scaled layers": TorchCase(ScaledLayers, rows(6), ways=ALL),
     "vision transformer": TorchCase(VisionTransformer, rows(1, 8, 8), **CLASSES),
     "MLP-mixer": TorchCase(Mixer, rows(5, 6)),
     "recursive": TorchCase(Recursive, rows(8)),
-    "mixture of Gaussians": TorchCase(Gaussians, rows(3)),
-    "prototypes": TorchCase(Prototypes, rows(6)),
+    "mixture of Gaussians": TorchCase(Gaussians, rows(3), ways=UNFOLDED),
+    "prototypes": TorchCase(Prototypes, rows(6), ways=UNFOLDED),
 }  # fmt: skip
