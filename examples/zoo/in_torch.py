@@ -159,6 +159,15 @@ def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -
     return onnx.load_from_string(buffer.getvalue())
 
 
+def warm_up() -> None:
+    """Let the exporters load what they need."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for exporter in EXPORTERS:
+            export(nn.Linear(2, 2), (torch.zeros(BATCH, 2),), exporter)
+
+
 def torch_optimizer(step: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of a pass's numbers."""
     if isinstance(step, passes.SGD):

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import onnx
 from comparison import Batch, Case, Model, Training
+from in_torch import warm_up as warm_up
 from keras import layers
 
 import passes
@@ -99,12 +100,13 @@ class KerasModel(Model):
 
 @contextlib.contextmanager
 def floats(kind: str) -> Iterator[None]:
-    before = keras.config.floatx()
     keras.config.set_floatx(kind)
     keras.config.set_dtype_policy(kind)
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(before)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
 
 
 def keras_optimizer(step: passes.SGD | passes.Adam) -> keras.optimizers.Optimizer:

@@ -17,16 +17,16 @@ import argparse
 import fnmatch
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import resource
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -58,6 +58,7 @@ PACKAGES = (
     "skl2onnx",
     "onnxruntime",
 )
+MARK = "row: "
 SECONDS, BYTES = 240, 8 << 30  # that an architecture may take
 VERDICTS = ("agrees", "chaotic", "differs", "refused", "failed")
 COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
@@ -89,32 +90,66 @@ def rows(family: str, name: str) -> Iterator[Row]:
         yield row
 
 
-def apart(family: str, name: str) -> list[Row]:
-    """Run an architecture in a process of its own and return its rows, one that says so if it ended early."""
-    command = [sys.executable, str(HERE / "run.py"), "--one", family, name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch", "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=SECONDS)
-            ended = f"the process ended with {process.returncode}" if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            ended = f"not done after {SECONDS} seconds"
-    found = [Row(**json.loads(line)) for line in output.decode().splitlines() if line.startswith('{"name"')]
-    if ended:
-        last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
-        found.append(Row(name, "-", "failed", f"{ended}: {last[:200]}"))
-    return found
+@dataclass
+class Child:
+    """The process of an architecture: it writes a line of JSON a row to a file."""
+
+    family: str
+    name: str
+
+    def __post_init__(self) -> None:
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is read when the process has ended
+        self.process = multiprocessing.get_context("fork").Process(target=self._run)
+        self.process.start()
+        self.start = time.monotonic()
+
+    def _run(self) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+        os.dup2(self.output.fileno(), 2)
+        os.dup2(self.output.fileno(), 1)
+        for row in rows(self.family, self.name):
+            self.output.write(MARK + json.dumps(asdict(row)) + "\n")
+            self.output.flush()
+
+    def found(self) -> list[Row] | None:
+        """Return the rows once the process has ended, or has had its time, with one that says so; None before."""
+        late = time.monotonic() - self.start > SECONDS
+        if self.process.is_alive() and not late:
+            return None
+        self.process.kill()
+        self.process.join()
+        self.output.seek(0)
+        lines = self.output.read().splitlines()
+        self.output.close()
+        done = [Row(**json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
+        if late or self.process.exitcode:
+            how = (
+                f"not done after {SECONDS} seconds"
+                if late
+                else f"the process ended with {self.process.exitcode}"
+            )
+            last = next((line for line in reversed(lines) if line and not line.startswith(MARK)), "")
+            done.append(Row(self.name, "-", "failed", f"{how}: {last[:200]}"))
+        return done
 
 
-def one(family: str, name: str) -> None:
-    """Be the process of an architecture: print a line of JSON a row."""
-    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    for row in rows(family, name):
-        print(json.dumps(asdict(row)), flush=True)
+def run_all(todo: Sequence[tuple[str, str]], jobs: int) -> Iterator[tuple[str, str, list[Row]]]:
+    """Run architectures, each in a process of its own, and yield the rows of each."""
+    waiting, running, warm = list(todo), [], set()
+    while waiting or running:
+        if waiting and len(running) < jobs:
+            family, name = waiting.pop(0)
+            if family not in warm:  # what every architecture of the family needs, once
+                warm.add(family)
+                getattr(importlib.import_module(family), "warm_up", lambda: None)()
+            running.append(Child(family, name))
+            continue
+        for child in list(running):
+            done = child.found()
+            if done is not None:
+                running.remove(child)
+                yield child.family, child.name, done
+        time.sleep(0.05)
 
 
 def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
@@ -152,12 +187,12 @@ def number(x: float | None) -> str:
     return "" if x is None else f"{x:.0e}"
 
 
-def table() -> dict[str, list[list[str]]]:
-    """Read the rows of RESULTS.md by family."""
+def table(path: Path) -> dict[str, list[list[str]]]:
+    """Read the rows of a table by family."""
     found: dict[str, list[list[str]]] = {family: [] for family in FAMILIES}
     titles = {f"## {title}": family for family, title in FAMILIES.items()}
     family = ""
-    for line in RESULTS.read_text().splitlines() if RESULTS.exists() else []:
+    for line in path.read_text().splitlines() if path.exists() else []:
         family = titles.get(line, family)
         parts = [part.strip() for part in line.strip("|").split("|")]
         if (
@@ -212,21 +247,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--sample", action="store_true", help="those that the tests run")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, default=RESULTS, help="the file to write")
     options = parser.parse_args(arguments)
-    if options.one:
-        one(*options.one)
-        return 0
     todo = chosen(options.only, options.sample)
     if not todo:
         parser.error("no architecture of that name")
-    results = table()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for (family, name), found in zip(todo, pool.map(apart, *zip(*todo, strict=True)), strict=True):
-            for row in found:
-                print(" | ".join(cells(row)), f"{row.seconds} s", row.worst, sep=" | ", flush=True)
-            merge(results[family], [cells(row) for row in found], name)
-            RESULTS.write_text(written(results))
+    results = table(options.table)
+    for family, name, found in run_all(todo, options.jobs):
+        for row in found:
+            print(" | ".join(cells(row)), f"{row.seconds} s", row.worst, sep=" | ", flush=True)
+        merge(results[family], [cells(row) for row in found], name)
+        options.table.write_text(written(results))
     return 0
 
 

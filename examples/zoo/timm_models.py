@@ -9,6 +9,7 @@ from typing import Any
 import timm
 import torch
 from in_torch import TorchCase
+from in_torch import warm_up as warm_up
 from timm.models import convmixer, edgenext, ghostnet, metaformer, mlp_mixer
 from torch import nn
 

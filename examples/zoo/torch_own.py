@@ -6,6 +6,7 @@ import math
 
 import torch
 from in_torch import TorchCase
+from in_torch import warm_up as warm_up
 from torch import nn
 from torch.nn import functional
 

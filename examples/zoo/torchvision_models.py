@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from in_torch import TorchCase
+from in_torch import warm_up as warm_up
 from torch import nn
 from torchvision import models
 from torchvision.models import convnext, efficientnet, mobilenetv3, regnet, segmentation

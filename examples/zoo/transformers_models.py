@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from in_torch import TorchCase
+from in_torch import warm_up as warm_up
 from torch import nn
 
 import passes
