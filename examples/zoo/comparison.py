@@ -96,6 +96,10 @@ class Model(ABC):
         """Train a copy on all batches but the last and predict that one, in float32 or float64."""
 
 
+class NotExported(Exception):
+    """The framework's exporter refuses the architecture."""
+
+
 @dataclass
 class Row:
     """A row of the table; differences are relative, the largest of all."""
@@ -123,7 +127,10 @@ def judge(row: Row, case: Case) -> None:
     theirs = model.train(batches, double=False)
     if not all(map(math.isfinite, theirs.losses)):
         raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
-    proto = model.export()
+    try:
+        proto = model.export()
+    except Exception as error:
+        raise NotExported(f"{type(error).__name__}: {error}") from error
     ours = train_here(proto, case, batches)
     pairs = same(initial, proto)
     row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())

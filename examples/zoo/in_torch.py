@@ -150,7 +150,7 @@ def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -
         inputs,
         buffer,
         dynamo=False,
-        opset_version=17,
+        opset_version=20,
         dynamic_axes={name: {0: "batch"} for name in [*names["input_names"], "y"]} if dynamic else None,
         do_constant_folding=folds,
         training=evaluated,

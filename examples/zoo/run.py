@@ -30,7 +30,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from comparison import Case, Row, judge
+from comparison import Case, NotExported, Row, judge
+
+from graphopt import GraphoptError
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
@@ -60,7 +62,7 @@ PACKAGES = (
 )
 MARK = "row: "
 SECONDS, BYTES = 240, 8 << 30  # that an architecture may take
-VERDICTS = ("agrees", "chaotic", "differs", "refused", "failed")
+VERDICTS = ("agrees", "chaotic", "differs", "refused", "failed", "not exported")
 COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
 NOTE = """\
 Differences are relative, the largest of all. `train` counts the numbers that train in the framework, tied ones once,
@@ -84,10 +86,17 @@ def rows(family: str, name: str) -> Iterator[Row]:
         try:
             judge(row, case)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
-            row.verdict = "refused" if type(error).__module__.startswith("graphopt") else "failed"
+            row.verdict = verdict(error)
             row.cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         row.seconds = round(time.perf_counter() - start, 1)
         yield row
+
+
+def verdict(error: BaseException) -> str:
+    """Return whose error it is: the exporter's, ours, or nobody's that was thought of."""
+    if isinstance(error, NotExported):
+        return "not exported"
+    return "refused" if isinstance(error, GraphoptError) else "failed"
 
 
 @dataclass
