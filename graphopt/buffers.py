@@ -16,7 +16,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.roles import STATE, Role, with_role
-from graphopt.state import take_initial
+from graphopt.state import LEARNING_RATE, take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -88,12 +88,19 @@ class Buffers:
         """Replace hyperparameters.
 
         Raises:
-            GraphoptError: there is no hyperparameter of that name, or the value does not fit.
+            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
+                negative rate.
         """
         for name, value in values.items():
             if name not in self.hyperparameters:
                 raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
             self._inputs[name].check(np.asarray(value))
+            number = np.asarray(value, self._inputs[name].dtype)
+            if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):
+                least = ", 0 or more" if name.endswith(LEARNING_RATE) else ""
+                raise GraphoptError(
+                    f"hyperparameter {name!r}: expected a finite number{least}, found {value}"
+                )
         for name, value in values.items():
             if self.hyperparameters[name] is not value:
                 array = np.asarray(value, self._inputs[name].dtype)

@@ -20,6 +20,7 @@ Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or what speaks DLPac
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+HOST = 1  # DLPack's number of the host's memory
 ALIGNED = 64  # bytes, as the runtime's own buffers are
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 PLACEMENT = "session.record_ep_graph_assignment_info"
@@ -62,6 +63,10 @@ class Device:
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {device!r}")
         self.name, self.index = device, int(index or 0)
         self.ort = _runtime()
+        if threads is not None and threads < 0:
+            raise GraphoptError(
+                f"threads: expected 1 or more, or None for the runtime's choice, found {threads}"
+            )
         self._threads, self._deterministic = threads or 0, deterministic
         self._low_memory = low_memory
         self._options = self.options()
@@ -238,6 +243,16 @@ class Device:
             return self.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
         except (BufferError, RuntimeError) as error:
             raise GraphoptError(f"expected a tensor to share: {' '.join(str(error).split())}") from error
+
+    def on_host(self, tensor: Tensor) -> np.ndarray | None:
+        """Return a tensor as an array without a copy, or None if it lies on a device."""
+        if isinstance(tensor, np.ndarray):
+            return tensor
+        if isinstance(tensor, self.ort.OrtValue):
+            return tensor.numpy() if tensor.device_name() == "cpu" else None
+        if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] == HOST:
+            return np.from_dlpack(tensor)
+        return None
 
     def placed(self, tensor: Tensor) -> Tensor:
         """Return an array on the device: on the CPU as it is; other tensors stay where they are."""

@@ -23,6 +23,7 @@ from graphopt.checkpoint import Property, save_state
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input
+from graphopt.labels import labels_of
 from graphopt.loading import Source, load
 from graphopt.program import Pace, Program, Reported
 from graphopt.roles import FED, UNTRAINED, Role, role_of, with_role
@@ -116,6 +117,8 @@ class Executor:
         self.steps = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
+        targets = {str(v.name): labels_of(v) for v in with_role(self._model, Role.TARGET)}
+        self._labels = {name: labels for name, labels in targets.items() if labels is not None}
         self._report = self._checked_report(report)
         self._buffers = Buffers(self._device, self._model)
         self._open()
@@ -127,7 +130,8 @@ class Executor:
         package that speaks DLPack are read where they are. A hyperparameter that is fed stays as fed.
 
         Raises:
-            GraphoptError: an array is missing, unknown, or of another type or shape; nothing has run.
+            GraphoptError: an array is missing, unknown, or of another type or shape, or a label in the host's memory is
+                none of the loss's; nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or not a number, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
@@ -137,6 +141,7 @@ class Executor:
                 feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
                 self._program.check(feeds)
                 self.set_hyperparameters(**fed)
+            self._check_labels(feeds)
             reported = self._program.run(self._buffers.current, feeds)
             if self._accept(reported):
                 self._buffers.swap()
@@ -206,6 +211,7 @@ class Executor:
             self._several = self._compiled(model)
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._several.check(stacked)
+        self._check_labels(stacked)
         reported = self._several.run(self._buffers.current, stacked)
         if self._wrong(reported) is not None:
             return None
@@ -324,7 +330,8 @@ class Executor:
         """Feed hyperparameters for the steps to come.
 
         Raises:
-            GraphoptError: there is no hyperparameter of that name, or the value does not fit.
+            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
+                negative rate.
         """
         with self._lock:
             self._buffers.feed(values)
@@ -401,6 +408,14 @@ class Executor:
         self._pace = Pace()
         self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
 
+    def _check_labels(self, feeds: Mapping[str, Tensor]) -> None:
+        """Raise an error unless labels are the loss's, as far as they lie in the host's memory."""
+        for name, labels in self._labels.items():
+            array = self._device.on_host(feeds[name]) if name in feeds else None
+            if array is not None and not labels.fit(array):
+                found = array[labels.wrong(array)][0]
+                raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
+
     def _pruned(self) -> ir.Model:
         """Return the training graph without what computes outputs that are not reported."""
         if self._report == self.outputs:
@@ -472,6 +487,7 @@ class Executor:
                 binding.bind_ortvalue_input(name, held[name])
             elif name in feeds:
                 self._device.fit(self._inputs[name], feeds[name])
+                self._check_labels({name: feeds[name]})
                 kept.append(self._device.bind(binding, name, feeds[name], self._inputs[name].dtype))
             else:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")

@@ -23,6 +23,7 @@ from graphopt.metrics import metrics
 from graphopt.roles import Role, role_of
 
 AHEAD = 2  # batches
+SLOWEST = 1e-6
 
 Record = dict[str, Any]
 Data = Dataset | Mapping[str, np.ndarray]
@@ -61,13 +62,16 @@ def fit(
     A record has the epoch, the steps done, the mean of each reported number over the epoch, the
     `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
 
+    The order of an epoch's rows follows from the seed and from the epochs that the executor's steps make up: two
+    epochs, and two more after `executor.save` and `load`, are four, bit for bit.
+
     Args:
         data: a data set, or arrays named like the model's inputs, and `target`.
         shuffle: draw the rows to hold out and each epoch's order, or of batches of `consecutive` rows; otherwise
             rows stay in order, the last out.
         validation: the share of rows to hold out, a data set of its own, or None.
         validation_every: the number of epochs from one validation to the next; there is one after the last epoch.
-        allow_nan: train on data with NaN in it.
+        allow_nan: train on data with NaN or infinities in it.
         prefetch: how many batches a thread makes while steps run; None: 2 of memory-mapped data or for a GPU, otherwise
             none.
         observers: what watches, such as a display.
@@ -82,7 +86,8 @@ def fit(
         raise GraphoptError(f"fit.shuffle: expected true, false or 'consecutive', found {shuffle!r}")
     if validation_every < 1:
         raise GraphoptError(f"fit.validation_every: expected 1 or more, found {validation_every}")
-    random = np.random.default_rng(seed)
+    if seed < 0:
+        raise GraphoptError(f"fit.seed: expected 0 or more, found {seed}")
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
     rows: Rows = range(len(batches))
@@ -90,7 +95,8 @@ def fit(
         held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan))
     elif validation:
         count = held_out_rows(len(batches), validation)
-        order = np.sort(random.permutation(len(batches))[:count]) if shuffle else rows[len(rows) - count :]
+        chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
+        order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
         held_out = _HeldOut(batches, order)
         rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
     if prefetch is None:
@@ -106,9 +112,10 @@ def fit(
             validation_rows=len(held_out.rows) if held_out else 0,
         )
     records = []
+    before = round(executor.steps / math.ceil(len(rows) / batch_size))  # epochs
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
-        drawn = draw(rows, batch_size, shuffle, random)
+        drawn = draw(rows, batch_size, shuffle, np.random.default_rng([seed, before + epoch]))
         record = _mean(_steps(executor, batches, drawn, prefetch, observers, epoch))
         seconds = time.perf_counter() - start
         record = {"epoch": epoch, "step": executor.steps, **record}
@@ -121,6 +128,36 @@ def fit(
         for observer in observers:
             observer.epoch(record)
     return records
+
+
+class Adaptive:
+    """Divides the learning rate by 5 each time that the loss of so many epochs in a row has not fallen: an observer.
+
+    It is scikit-learn's schedule `adaptive`, but that training does not end where the rate falls below 1e-6: it stays.
+
+    Args:
+        executor: whose `learning_rate` it sets; its graph has no schedule.
+        patience: the number of epochs.
+        tolerance: by how much the mean loss of an epoch must be below the least so far to count as fallen.
+    """
+
+    reads_state = False
+
+    def __init__(self, executor: Executor, *, patience: int = 5, tolerance: float = 1e-3) -> None:
+        self._executor, self._patience, self._tolerance = executor, patience, tolerance
+        self._least, self._waited = math.inf, 0
+
+    def start(self, **_: int) -> None: ...
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None:
+        """Look at an epoch's loss."""
+        self._waited = self._waited + 1 if record["loss"] > self._least - self._tolerance else 0
+        self._least = min(self._least, record["loss"])
+        if self._waited >= self._patience and self._executor.learning_rate > SLOWEST:
+            self._executor.learning_rate /= 5
+            self._waited = 0
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from typing import final
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
+from graphopt.intervals import check_intervals
 from graphopt.roles import INFERENCE, STOP, clear_role
 from graphopt.state import detached
 
@@ -20,9 +21,13 @@ from graphopt.state import detached
 class Pass(ir.passes.InPlacePass):
     """A rewriting of a model: a frozen dataclass whose fields are its options, a callable on an onnx_ir model.
 
-    A leaf gives `rewrite`. Between passes the model is a valid, self-contained ONNX model; while `rewrite` runs,
-    initial values of state are apart (see `graphopt.state`), so any rewriter is safe there.
+    A leaf gives `rewrite`, and the intervals of numbers by `graphopt.intervals.within`. Between passes the model is a
+    valid, self-contained ONNX model; while `rewrite` runs, initial values of state are apart (see `graphopt.state`), so
+    any rewriter is safe there.
     """
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:

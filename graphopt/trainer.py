@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,14 +17,20 @@ from graphopt.data import Batches, Dataset
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, known
 from graphopt.executor import Executor, run
-from graphopt.fit import Record, fit, reported
+from graphopt.fit import Adaptive, Record, fit, reported
+from graphopt.labels import labels_of
 from graphopt.loading import Source, load
 from graphopt.metrics import metrics
 from graphopt.pipeline import Step, compile
 from graphopt.roles import Role, with_role
 
 Arrays = np.ndarray | Mapping[str, np.ndarray]
-SCHEDULES = {"constant": None, "invscaling": "passes:InverseScaling", "optimal": "passes:Optimal"}
+SCHEDULES = {
+    "constant": None,
+    "adaptive": None,
+    "invscaling": "passes:InverseScaling",
+    "optimal": "passes:Optimal",
+}
 FEATURES, TARGET, WEIGHT = "X", "target", "sample_weight"
 ROWS = 1024  # how many are predicted at a time
 
@@ -36,13 +43,15 @@ class Trainer:
         loss: a loss pass; `passes.MeanSquaredError()` by default.
         optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
         regularizer, clip, training, parameters: passes of the standard pipeline, see `graphopt.compile`.
-        schedule: `constant`, `invscaling`, `optimal`, as in scikit-learn's SGDRegressor, or a schedule pass.
+        schedule: `constant`, `invscaling`, `optimal`, `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
+            pass. `invscaling` counts steps, as SGDRegressor's, which has one a row, and `adaptive` epochs of `fit`.
         max_iter: the number of epochs.
         batch_size: the rows of a batch; the last of an epoch may have fewer, and no row is left out.
         shuffle: rows in random order, or batches of `consecutive` ones.
         validation_every: the number of epochs from one validation to the next.
-        warm_start: `fit` goes on from where the last one ended, with the optimizer's state; otherwise each starts
-            from the model's own weights. Pretrained weights are never drawn anew.
+        warm_start: `fit` goes on from where the last one ended, with the optimizer's state and the next epoch's order
+            of the rows: two epochs and two more are four, bit for bit, unless by `adaptive`, which starts anew.
+            Otherwise each starts from the model's own weights. Pretrained weights are never drawn anew.
         random_state: the seed of orders that are drawn.
         device, threads: as for `Executor`.
 
@@ -51,6 +60,7 @@ class Trainer:
         validation_losses_: the losses of its validations.
         history_: its records, an epoch each, as `graphopt.fit.fit` returns them.
         n_iter_: the number of its epochs.
+        classes_: of a classification, the labels that `predict` may return.
     """
 
     def __init__(
@@ -124,12 +134,18 @@ class Trainer:
         return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
 
     def predict(self, X: Arrays) -> np.ndarray:
-        """Return what the model predicts: class numbers for a classification, otherwise what it computes."""
+        """Return what the model predicts: class numbers for a classification, otherwise what it computes.
+
+        Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model has
+        a last axis of one. Before `fit` it is the model's own.
+        """
         executor = self._running()
         output, metric = metrics(executor.inputs)[TARGET]
         inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
         parts = [executor.predict(batch)[output] for batch in _batches(_named(X), inputs)]
-        return metric.predicted(np.concatenate(parts))
+        predicted = metric.predicted(np.concatenate(parts))
+        row = predicted.shape[1:] if self._row is None else self._row
+        return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
 
     def score(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression R2, the mean over the columns; as scikit-learn's scores do."""
@@ -243,8 +259,10 @@ class Trainer:
     _executor: Executor | None = None
     _compiled: tuple[Any, ...] = ()  # what the executor's graph was compiled from
     _initial: Mapping[str, np.ndarray]
+    _fed: Mapping[str, Any]  # the hyperparameters at first
     _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
     _weighted = False
+    _row: tuple[int, ...] | None = None  # the shape of a row of the targets
 
     def _fit(
         self,
@@ -256,6 +274,7 @@ class Trainer:
         executor = self._running(weighted=WEIGHT in data)
         if not warm:
             executor.update_state(self._initial)
+        executor.set_hyperparameters(**self._fed)
         history = fit(
             executor,
             Dataset(data, features=FEATURES),
@@ -265,7 +284,12 @@ class Trainer:
             seed=self.random_state,
             validation=validation and Dataset(validation, features=FEATURES),
             validation_every=self.validation_every,
+            observers=[Adaptive(executor)] if self.schedule == "adaptive" else [],
         )
+        self._row = data[TARGET].shape[1:]
+        labels = labels_of(executor.inputs[TARGET])
+        if labels is not None:
+            self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
         self.history_: list[Record] = history
         self.train_losses_ = [record["loss"] for record in history]
         self.validation_losses_ = [r["validation_loss"] for r in history if "validation_loss" in r]
@@ -284,6 +308,7 @@ class Trainer:
             state = self._executor.state if self._executor else self._kept or {}
             executor.update_state({name: x for name, x in state.items() if name in initial})
             self._executor, self._compiled, self._initial, self._kept = executor, options, initial, None
+            self._fed = dict(executor.hyperparameters)
         return self._executor
 
     def _steps(self) -> dict[str, Any]:
@@ -309,6 +334,11 @@ class Trainer:
 
     def _task(self) -> str:
         return str(self._loss(False).task)
+
+
+def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
+    """Tell whether a row's shape is that of an array's rows, axes of one aside."""
+    return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
 
 
 def _named(X: Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from graphopt import state
 from graphopt.dataflow import ancestors
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import GRADIENT_OF, Role, with_role
 
@@ -37,12 +38,8 @@ class Accumulate(Pass):
         GraphoptError: `steps` is less than 1, or there is no optimizer.
     """
 
-    steps: int | None = None
+    steps: int | None = within("[1, inf)", None, whole=True)
     mean: bool = True
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise GraphoptError(f"accumulate.steps: expected 1 or more, or null, found {self.steps}")
 
     def rewrite(self, model: ir.Model) -> None:
         gradients = {

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt import roles
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass, retire
 from graphopt.roles import Role
 from passes import fused
@@ -27,7 +28,7 @@ class Clip(Pass):
     """Replace every gradient.
 
     Raises:
-        GraphoptError: there are no gradients.
+        GraphoptError: there are no gradients, or the bound is not above 0 and finite.
     """
 
     @abstractmethod
@@ -58,7 +59,7 @@ class ClipGlobalNorm(Clip):
         fused: one kernel of onnxruntime-training, which reports no norm; float32 alone.
     """
 
-    max_norm: float = 1.0
+    max_norm: float = within("(0, inf)", 1.0)
     fused: bool = field(default=False, kw_only=True)
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
@@ -88,7 +89,7 @@ class ClipGlobalNorm(Clip):
 class ClipValue(Clip):
     """Bound every element of the gradients to the interval from -limit to limit."""
 
-    limit: float = 1.0
+    limit: float = within("(0, inf)", 1.0)
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         return [op.Clip(gradient, -self.limit, self.limit) for gradient in gradients]

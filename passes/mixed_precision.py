@@ -16,6 +16,7 @@ from graphopt import state
 from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.inference import in_inference
+from graphopt.intervals import within
 from graphopt.rewriting import Pass, Pattern, matches, retire
 from graphopt.roles import GRADIENT_OF, STATE, Role, clear_role, role_of, set_role, with_role
 from graphopt.schemas import takes
@@ -60,6 +61,7 @@ class MixedPrecision(Pass):
     keep: Pattern = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dtype not in ("float16", "bfloat16"):
             raise GraphoptError(f"precision.dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}")
 
@@ -163,16 +165,9 @@ class DynamicLossScale(Pass):
         GraphoptError: a factor is out of its range, the loss has no scale, or there is no optimizer.
     """
 
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-
-    def __post_init__(self) -> None:
-        if not (self.growth >= 1 > self.backoff > 0 and self.interval >= 1):
-            raise GraphoptError(
-                f"loss_scale: expected growth of 1 or more, backoff between 0 and 1 and interval of 1 or more, found "
-                f"{self.growth}, {self.backoff} and {self.interval}"
-            )
+    growth: float = within("[1, inf)", 2.0)
+    backoff: float = within("(0, 1)", 0.5)
+    interval: int = within("[1, inf)", 2000)
 
     def rewrite(self, model: ir.Model) -> None:
         scale = next((x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE), None)

@@ -12,6 +12,7 @@ from graphopt import memory
 from graphopt.dataflow import ancestors, forward_nodes, reads
 from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.memory import base_of, bytes_of
 from graphopt.rewriting import Pass
 from graphopt.roles import Role, with_role
@@ -48,14 +49,8 @@ class Recompute(Pass):
         GraphoptError: `budget` is no share, there is no gradient yet, or the budget cannot be met.
     """
 
-    budget: float | None = None
+    budget: float | None = within("(0, 1]", None)
     batch: int = 32
-
-    def __post_init__(self) -> None:
-        if self.budget is not None and not 0 < self.budget <= 1:
-            raise GraphoptError(
-                f"recompute.budget: expected a share of 1, above 0, or null, found {self.budget}"
-            )
 
     def rewrite(self, model: ir.Model) -> None:
         if not with_role(model, Role.GRADIENT):

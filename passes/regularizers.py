@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt import roles
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass, Pattern, matches, retire
 from graphopt.roles import Role
 
@@ -26,7 +27,7 @@ class Regularizer(Pass):
     """Add to the loss a penalty of the parameters whose names match `parameters`.
 
     Raises:
-        GraphoptError: there is no loss, or no parameter matches.
+        GraphoptError: there is no loss, no parameter matches, or a strength is negative or not finite.
     """
 
     parameters: Pattern = field(default="*", kw_only=True)
@@ -73,7 +74,7 @@ class Regularizer(Pass):
 class L1(Regularizer):
     """strength * sum |w|."""
 
-    strength: float = 1e-4
+    strength: float = within("[0, inf)", 1e-4)
 
     def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
         return self.strength * op.ReduceSum(op.Abs(w), keepdims=0)
@@ -83,7 +84,7 @@ class L1(Regularizer):
 class L2(Regularizer):
     """strength * sum w^2."""
 
-    strength: float = 1e-4
+    strength: float = within("[0, inf)", 1e-4)
 
     def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
         return self.strength * op.ReduceSum(op.Pow(w, 2), keepdims=0)
@@ -93,8 +94,8 @@ class L2(Regularizer):
 class ElasticPenalty(Regularizer):
     """l1 * sum |w| + l2 * sum w^2 (Zou, Hastie 2005)."""
 
-    l1: float = 1e-4
-    l2: float = 1e-4
+    l1: float = within("[0, inf)", 1e-4)
+    l2: float = within("[0, inf)", 1e-4)
 
     def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
         absolute, squared = op.ReduceSum(op.Abs(w), keepdims=0), op.ReduceSum(op.Pow(w, 2), keepdims=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphopt import roles, state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
 from graphopt.state import LEARNING_RATE
@@ -42,10 +43,11 @@ class Schedule(Pass):
         warmup: steps in which the rate grows linearly from base / warmup to base, before the schedule starts.
 
     Raises:
-        GraphoptError: there is no hyperparameter `learning_rate`.
+        GraphoptError: there is no hyperparameter `learning_rate`, or a number is outside of its interval. Steps are
+            whole numbers, factors above 0 and finite.
     """
 
-    warmup: int = field(default=0, kw_only=True)
+    warmup: int = within("[0, inf)", 0, kw_only=True)
 
     @abstractmethod
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
@@ -87,13 +89,15 @@ class Constant(Schedule):
 class _Finite(Schedule):
     """A schedule that ends after `steps` steps, the warm-up among them, and stays at base * `end`."""
 
-    steps: int = 1000
-    end: float = 0.0
+    steps: int = within("[1, inf)", 1000)
+    end: float = within("[0, inf)", 0.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps <= self.warmup:
             raise GraphoptError(
-                f"schedule.steps: expected more than schedule.warmup={self.warmup}, found {self.steps}"
+                f"{type(self).__name__}(steps={self.steps}): expected more than warmup={self.warmup}, found "
+                f"{self.steps}"
             )
 
     @abstractmethod
@@ -127,7 +131,7 @@ class Cosine(_Finite):
 class Polynomial(_Finite):
     """base (1 - p)^power, where p is the share of the steps done."""
 
-    power: float = 2.0
+    power: float = within("[0, inf)", 2.0)
 
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
         return op.Pow(1.0 - progress, self.power)
@@ -137,8 +141,8 @@ class Polynomial(_Finite):
 class StepDecay(Schedule):
     """base factor^floor(t / every)."""
 
-    every: int = 1000
-    factor: float = 0.1
+    every: int = within("[1, inf)", 1000)
+    factor: float = within("(0, inf)", 0.1)
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         return base * op.Pow(op.constant(self.factor, like=t), op.Floor(t / float(self.every)))
@@ -148,7 +152,7 @@ class StepDecay(Schedule):
 class Exponential(Schedule):
     """base factor^t."""
 
-    factor: float = 0.999
+    factor: float = within("(0, inf)", 0.999)
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         return base * op.Pow(op.constant(self.factor, like=t), t)
@@ -163,19 +167,26 @@ class OneCycle(Schedule):
         rise: the share of the steps in which the rate grows.
     """
 
-    steps: int = 1000
-    rise: float = 0.3
-    start: float = 25.0
-    finish: float = 1e4
+    steps: int = within("[1, inf)", 1000)
+    rise: float = within("(0, 1)", 0.3)
+    start: float = within("(0, inf)", 25.0)
+    finish: float = within("(0, inf)", 1e4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self._top < self.steps - 1:
+            raise GraphoptError(
+                f"{self}: expected a share `rise` that leaves steps to rise and to fall, found {self.rise} of "
+                f"{self.steps} steps"
+            )
+
+    @property
+    def _top(self) -> float:
+        """The step of the highest rate."""
+        return self.rise * self.steps - 1
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
-        top = self.rise * self.steps - 1
-        last = self.steps - 1
-        if not 0 < top < last:
-            raise GraphoptError(
-                f"schedule.rise: expected a share that leaves steps to rise and to fall, found {self.rise} of "
-                f"{self.steps}"
-            )
+        top, last = self._top, self.steps - 1
         up = _half_cosine(op, op.Min(t / top, 1.0))
         down = _half_cosine(op, op.Min(op.Max(t - top, 0.0) / (last - top), 1.0))
         low, lowest = 1 / self.start, 1 / self.start / self.finish
@@ -192,7 +203,7 @@ def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
 class InverseScaling(Schedule):
     """base / (t + 1)^power: scikit-learn's `invscaling`."""
 
-    power: float = 0.25
+    power: float = within("[0, inf)", 0.25)
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         return base / op.Pow(t + 1.0, self.power)
@@ -205,7 +216,7 @@ class Optimal(Schedule):
     The base rate counts for nothing.
     """
 
-    alpha: float = 1e-4
+    alpha: float = within("(0, inf)", 1e-4)
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         t0 = 1.0 / (math.sqrt(1.0 / math.sqrt(self.alpha)) * self.alpha)

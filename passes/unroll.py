@@ -11,6 +11,7 @@ from graphopt import state
 from graphopt.dataflow import reads
 from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import FED, Role, role_of, with_role
 from passes.recompute import RANDOM
@@ -33,11 +34,7 @@ class Unroll(Pass):
         GraphoptError: `steps` is less than 1, or nothing is trained.
     """
 
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise GraphoptError(f"unroll.steps: expected 1 or more, or null, found {self.steps}")
+    steps: int | None = within("[1, inf)", None, whole=True)
 
     def rewrite(self, model: ir.Model) -> None:
         graph = model.graph

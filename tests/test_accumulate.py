@@ -122,7 +122,7 @@ def test_a_checkpoint_between_updates_goes_on_bit_for_bit(tmp_path):
 
 def test_what_is_wrong_is_said():
     with pytest.raises(
-        graphopt.GraphoptError, match=r"accumulate.steps: expected 1 or more, or null, found 0"
+        graphopt.GraphoptError, match=r"Accumulate\(steps=0\): expected a whole number in \[1, inf\), found 0"
     ):
         passes.Accumulate(0)
     with pytest.raises(graphopt.GraphoptError, match="run the optimizer first"):

@@ -65,7 +65,7 @@ def test_a_vector_and_a_column_stand_for_each_other() -> None:
         ({"x": X, "target": LABELS - 1}, "expected labels from 0 to 2, found -1 in row 0"),
         (
             {"x": np.where(X == 9, np.nan, X), "target": LABELS},
-            "data 'x': expected numbers, found NaN in row 2",
+            "data 'x': expected finite numbers, found NaN in row 2",
         ),
     ],
 )

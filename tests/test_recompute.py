@@ -259,7 +259,8 @@ def test_the_estimate_is_near_what_a_process_takes(monkeypatch):
 def test_what_is_wrong_is_said():
     for budget in (0, -1, 1.5):
         with pytest.raises(
-            graphopt.GraphoptError, match=f"recompute.budget: expected a share of 1.*found {budget}"
+            graphopt.GraphoptError,
+            match=rf"Recompute\(budget=.*\): expected a number in \(0, 1\], found {budget}",
         ):
             passes.Recompute(budget)
     with pytest.raises(

@@ -14,13 +14,15 @@ from sklearn.base import clone
 from sklearn.datasets import load_diabetes, make_regression
 from sklearn.linear_model import SGDRegressor
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from sklearn.neural_network import MLPClassifier
+from sklearn.utils import estimator_checks
 
 import graphopt
 import passes
 from graphopt import models
 from graphopt.data import Loader
+from graphopt.fit import fit
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((103, 3))
@@ -162,14 +164,15 @@ def test_a_pickle_goes_on_where_it_was():
     assert copy.fit(X, Y).train_losses_ == trainer.fit(X, Y).train_losses_
 
 
-@pytest.mark.parametrize("schedule", ["constant", "invscaling", "optimal"])
+@pytest.mark.parametrize("schedule", ["constant", "invscaling", "optimal", "adaptive"])
 def test_schedules_are_scikit_learns(schedule):
     x, y = make_regression(60, 4, random_state=0)
     x, y, eta, alpha = 0.3 * x, y / 50, 0.01, 1.0
-    steps = {"constant": "constant", "invscaling": "invscaling", "optimal": passes.Optimal(alpha=alpha)}
+    steps = {"optimal": passes.Optimal(alpha=alpha)}
+    epochs = 60 if schedule == "adaptive" else 3
     theirs = SGDRegressor(
-        max_iter=3,
-        tol=None,
+        max_iter=epochs,
+        tol=1e-3 if schedule == "adaptive" else None,  # as ours
         learning_rate=schedule,
         eta0=eta,
         alpha=alpha,
@@ -184,11 +187,13 @@ def test_schedules_are_scikit_learns(schedule):
         loss=passes.CustomLoss(lambda op, p, t: 0.5 * (p - t) * (p - t)),
         regularizer=passes.L2(alpha / 2, parameters="w") if schedule == "optimal" else None,
         optimizer=passes.SGD(eta),
-        schedule=steps[schedule],
+        schedule=steps.get(schedule, schedule),
         batch_size=1,
         shuffle=False,
-        max_iter=3,
+        max_iter=epochs,
     ).fit(x, y)
+    if schedule == "adaptive":
+        assert len({record["learning_rate"] for record in trainer.history_}) > 3
     state = trainer.get_state()
     np.testing.assert_allclose(state["w"].ravel(), theirs.coef_, rtol=2e-3, atol=1e-4)
     np.testing.assert_allclose(state["b"].ravel(), theirs.intercept_, rtol=2e-3, atol=1e-4)
@@ -238,3 +243,93 @@ def test_what_is_wrong_is_said():
         regression(shuffle="rows").fit(X, Y)
     with pytest.raises(graphopt.GraphoptError, match="reduction to 'mean' or 'sum'"):
         graphopt.compile(linear(), loss=passes.MeanSquaredError(reduction="none"))
+
+
+@pytest.mark.parametrize("shape", [(103,), (103, 1)])
+def test_a_prediction_has_the_shape_of_the_targets(shape):
+    y = (X @ W[:, :1] + 0.5).reshape(shape)
+    trainer = graphopt.Trainer(linear(3, 1), optimizer=passes.SGD(0.1), max_iter=20)
+    assert trainer.predict(X).shape == (103, 1)  # the model's own, before it has seen targets
+    assert trainer.fit(X, y).predict(X).shape == shape
+    assert np.mean((y - trainer.predict(X)) ** 2) < 1e-4
+    assert pickle.loads(pickle.dumps(trainer)).predict(X).shape == shape
+    assert trainer.score(X, y) == pytest.approx(r2_score(y, trainer.predict(X)))
+    scores = cross_val_score(trainer, X, y, cv=3, scoring="neg_mean_squared_error")
+    assert (scores > -1e-3).all()
+
+
+def binary(loss, low, dtype=int):
+    labels = np.where(X[:, 0] + X[:, 1] > 0, 1, low).astype(dtype)
+    options = {"optimizer": passes.AdamW(0.03), "max_iter": 20}
+    return graphopt.Trainer(linear(3, 1), loss=loss, **options), labels
+
+
+CLASSIFIERS = {
+    "cross entropy": lambda: (classification(), LABELS),
+    "binary cross entropy": lambda: binary(passes.BinaryCrossEntropy(), 0),
+    "hinge": lambda: binary(passes.Hinge(), -1),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_scikit_learns_scoring_of_classifiers(kind):
+    """Accuracy by scikit-learn's own folds, scorers and metrics is that of the predictions."""
+    trainer, labels = CLASSIFIERS[kind]()
+    assert not hasattr(trainer, "classes_")
+    folds = StratifiedKFold(3)
+    scores = cross_val_score(trainer, X, labels, cv=folds, scoring="accuracy")
+    expected = []
+    for train, test in folds.split(X, labels):
+        fitted = clone(trainer).fit(X[train], labels[train])
+        assert fitted.predict(X[test]).shape == labels[test].shape
+        assert (fitted.predict(X[test]) == labels[test]).mean() == fitted.score(X[test], labels[test])
+        expected.append(accuracy_score(labels[test], fitted.predict(X[test])))
+    np.testing.assert_allclose(scores, expected)
+    assert scores.min() > 0.7
+    np.testing.assert_array_equal(fitted.classes_, np.unique(labels))
+    assert (cross_val_score(trainer, X, labels, cv=folds, scoring="f1_macro") > 0.6).all()
+
+
+@pytest.mark.parametrize(
+    "check", ["check_no_attributes_set_in_init", "check_get_params_invariance", "check_set_params"]
+)
+def test_scikit_learns_own_checks_of_what_does_not_depend_on_data(check):
+    getattr(estimator_checks, check)("Trainer", classification())
+
+
+@pytest.mark.parametrize("shuffle", [True, "consecutive"])
+def test_two_epochs_and_two_more_are_four_bit_for_bit(shuffle, tmp_path):
+    options = {"optimizer": passes.AdamW(0.01), "schedule": passes.Cosine(steps=60), "shuffle": shuffle}
+    four = regression(**options, max_iter=4).fit(X, Y)
+    twice = regression(**options, max_iter=2, warm_start=True).fit(X, Y)
+    losses = [*twice.train_losses_, *twice.fit(X, Y).train_losses_]
+    assert losses == four.train_losses_
+    restored = pickle.loads(pickle.dumps(regression(**options, max_iter=2, warm_start=True).fit(X, Y)))
+    restored.fit(X, Y)
+    apart = regression(**options)
+    for _ in range(4):
+        apart.partial_fit(X, Y)
+    for other in (twice, restored, apart):
+        for name, array in four.get_state().items():
+            np.testing.assert_array_equal(other.get_state()[name], array)
+
+
+@pytest.mark.parametrize("validation", [None, 0.2])
+def test_a_fit_goes_on_from_a_checkpoint_as_one_longer_fit(validation, tmp_path):
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.Adam(0.01))
+    data = {"x": X.astype(np.float32), "target": Y.astype(np.float32)}
+
+    def epochs(count, executor):
+        options = {"batch_size": 10, "validation": validation, "seed": 3}
+        return [record["loss"] for record in fit(executor, data, epochs=count, **options)]
+
+    whole = graphopt.Executor(step, threads=1)
+    expected = epochs(4, whole)
+    first = graphopt.Executor(step, threads=1)
+    losses = epochs(2, first)
+    first.save(tmp_path / "state.safetensors")
+    second = graphopt.Executor(step, threads=1)
+    second.load(tmp_path / "state.safetensors")
+    assert losses + epochs(2, second) == expected
+    for name, array in whole.state.items():
+        np.testing.assert_array_equal(second.state[name], array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,8 @@ import onnx_ir as ir
 
 from graphopt.data.dataset import Dataset, as_dataset
 from graphopt.errors import GraphoptError
-from graphopt.roles import METRIC, Role, role_of
+from graphopt.labels import labels_of
+from graphopt.roles import Role, role_of
 
 Rows = range | np.ndarray
 CHUNK = 4096
@@ -25,10 +25,11 @@ class Batches:
     Args:
         data: a data set, or arrays by name.
         inputs: what the graph takes, by name: `Executor.inputs`.
-        allow_nan: let NaN through.
+        allow_nan: let NaN and infinities through.
 
     Raises:
-        GraphoptError: names, shapes, types, labels or NaN do not fit; says which, the expected and the found.
+        GraphoptError: names, shapes, types, labels, NaN or infinities do not fit; says which, what was expected
+            and what found.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class _Column:
         self.lazy = isinstance(array, np.memmap)
         self._dtype = np.dtype(value.dtype.numpy())
         self._allow_nan = allow_nan
-        self._metric = json.loads(value.metadata_props.get(METRIC, "{}"))
+        self._labels = labels_of(value)
         self._check_type(value.dtype)
         dims = [] if value.shape is None else list(value.shape)
         self.batch = dims[0] if dims and isinstance(dims[0], int) else None
@@ -117,23 +118,13 @@ class _Column:
         return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
 
     def check(self, rows: Rows, part: np.ndarray) -> None:
-        """Refuse NaN and labels outside the classes."""
+        """Refuse what is not finite in the graph's own type, and labels outside the classes."""
         if part.dtype.kind == "f" and not self._allow_nan:
-            self._refuse(rows, part, np.isnan(part), "numbers", "; fit.allow_nan=true trains with it")
-        if self._metric.get("task") == "classification" and not self._metric.get("target_probabilities"):
-            classes, ignored = self._metric["classes"], self._metric.get("ignore_index")
-            wrong = (part < 0) | (part >= (np.inf if classes is None else classes))
-            if ignored is not None:
-                wrong &= part != ignored
-            self._refuse(
-                rows, part, wrong, f"labels from 0 {'on' if classes is None else f'to {classes - 1}'}"
-            )
-        elif self._metric.get("task") == "binary":
-            low, high = self._metric["labels"]
-            wrong = (part < low) | (part > high)
-            if low < 0:  # between 0 and 1 lie probabilities, between -1 and 1 nothing
-                wrong |= (part != low) & (part != high)
-            self._refuse(rows, part, wrong, f"labels {low} and {high}")
+            with np.errstate(over="ignore"):
+                wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
+            self._refuse(rows, part, wrong, "finite numbers", "; fit.allow_nan=true trains with it")
+        if self._labels is not None:
+            self._refuse(rows, part, self._labels.wrong(part), str(self._labels))
 
     def _refuse(self, rows: Rows, part: np.ndarray, wrong: np.ndarray, expected: str, mend: str = "") -> None:
         if wrong.any():

@@ -61,6 +61,7 @@ class Fuse(Pass):
     leave_out: tuple[str, ...] | list[str] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.leave_out:
             if name not in FUSIONS:
                 raise GraphoptError(known("fusion", name, FUSIONS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx_ir as ir
 from graphopt import roles, state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import Role
 from graphopt.state import LOSS_SCALE
@@ -46,7 +47,7 @@ class GradientSource(Pass):
             does not depend on a parameter.
     """
 
-    loss_scale: float | None = field(default=None, kw_only=True)
+    loss_scale: float | None = within("(0, inf)", None, kw_only=True)
 
     @abstractmethod
     def backward(

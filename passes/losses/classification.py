@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from passes.losses.loss import Loss, epsilon, positive
 
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Hinge", "KLDivergence"]
@@ -71,8 +72,8 @@ class CrossEntropy(Loss):
     axis: int = 1
     from_logits: bool = True
     target_probabilities: bool = False
-    label_smoothing: float = 0.0
-    class_weights: tuple[float, ...] | None = None
+    label_smoothing: float = within("[0, 1]", 0.0)
+    class_weights: tuple[float, ...] | None = within("[0, inf)", None)
     ignore_index: int | None = None
 
     task = "classification"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -12,6 +12,7 @@ from onnxscript import OnnxFunction
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import Role, set_role
 from passes.losses.loss import Loss, report_loss
@@ -50,7 +51,7 @@ class Losses(Pass):
     """
 
     losses: Mapping[str, Loss]
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = within("(-inf, inf)", dict)
 
     def rewrite(self, model: ir.Model) -> None:
         unknown = set(self.weights) - set(self.losses)

@@ -29,7 +29,8 @@ class Loss(Pass):
         sample_weight: add an input `sample_weight`, a weight a row: `mean` is then the weighted mean.
 
     Raises:
-        GraphoptError: `output` is no floating output of the model, or is not said and there are several.
+        GraphoptError: a number is outside of its interval; `output` is no floating output of the model, or is not
+            said and there are several.
     """
 
     output: str | None = field(default=None, kw_only=True)
@@ -39,6 +40,7 @@ class Loss(Pass):
     task: ClassVar[str] = "regression"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reduction not in ("mean", "sum", "none"):
             raise GraphoptError(f"reduction: expected 'mean', 'sum' or 'none', found {self.reduction!r}")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
+from graphopt.intervals import within
 from passes.losses.loss import Loss, positive
 
 __all__ = ["Elastic", "Huber", "MeanAbsoluteError", "MeanSquaredError", "Poisson", "Quantile"]
@@ -32,8 +33,8 @@ class MeanAbsoluteError(Loss):
 class Elastic(Loss):
     """l1 |p - t| + l2 (p - t)^2."""
 
-    l1: float = 0.5
-    l2: float = 0.5
+    l1: float = within("[0, inf)", 0.5)
+    l2: float = within("[0, inf)", 0.5)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         difference = prediction - target
@@ -44,7 +45,7 @@ class Elastic(Loss):
 class Huber(Loss):
     """d^2 / 2 where d = |p - t| is at most `delta`, delta (d - delta / 2) beyond (Huber 1964)."""
 
-    delta: float = 1.0
+    delta: float = within("(0, inf)", 1.0)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         distance = op.Abs(prediction - target)
@@ -56,7 +57,7 @@ class Huber(Loss):
 class Quantile(Loss):
     """The pinball loss max(q (t - p), (q - 1) (t - p)), whose minimum is the `quantile` q (Koenker, Bassett 1978)."""
 
-    quantile: float = 0.5
+    quantile: float = within("(0, 1)", 0.5)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         difference = target - prediction

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
+from graphopt.intervals import within
 from passes.optimizers.optimizer import Optimizer
 
 __all__ = ["Adam", "AdamW", "Adagrad", "Lion", "RMSprop"]
@@ -21,9 +22,9 @@ class Adam(Optimizer):
     exp_sum_sq. What is left of the formula is in two numbers a step. The fused kernel keeps averages.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
+    beta1: float = within("[0, 1)", 0.9)
+    beta2: float = within("[0, 1)", 0.999)
+    epsilon: float = within("[0, inf)", 1e-8)
 
     def slots(self) -> dict[str, float]:
         moment = "exp_avg" if self.fused else "exp_sum"
@@ -45,7 +46,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with weight decay decoupled from the gradient (Loshchilov, Hutter 2019)."""
 
-    weight_decay: float = field(default=0.01, kw_only=True)
+    weight_decay: float = within("[0, inf)", 0.01, kw_only=True)
 
     decoupled: ClassVar[bool] = True
 
@@ -58,8 +59,8 @@ class AdamW(Adam):
 class Adagrad(Optimizer):
     """w - rate g / (sqrt(s) + epsilon), where s is the sum of g^2 so far (Duchi, Hazan, Singer 2011)."""
 
-    initial_accumulator: float = 0.0
-    epsilon: float = 1e-10
+    initial_accumulator: float = within("[0, inf)", 0.0)
+    epsilon: float = within("[0, inf)", 1e-10)
 
     def slots(self) -> dict[str, float]:
         return {"sum": self.initial_accumulator}
@@ -78,9 +79,9 @@ class RMSprop(Optimizer):
     Tieleman, Hinton 2012; with momentum, the step is accumulated as in PyTorch.
     """
 
-    alpha: float = 0.99
-    epsilon: float = 1e-8
-    momentum: float = 0.0
+    alpha: float = within("[0, 1)", 0.99)
+    epsilon: float = within("[0, inf)", 1e-8)
+    momentum: float = within("[0, 1]", 0.0)
     centered: bool = False
 
     def slots(self) -> dict[str, float]:
@@ -105,9 +106,9 @@ class RMSprop(Optimizer):
 class Lion(Optimizer):
     """w - rate sign(beta1 m + (1 - beta1) g), with decoupled weight decay (Chen et al. 2023)."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.99
+    learning_rate: float = within("[0, inf)", 1e-4)
+    beta1: float = within("[0, 1)", 0.9)
+    beta2: float = within("[0, 1)", 0.99)
 
     decoupled: ClassVar[bool] = True
 

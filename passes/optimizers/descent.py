@@ -8,6 +8,8 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.intervals import within
 from passes.optimizers.optimizer import Optimizer
 
 __all__ = ["SGD"]
@@ -20,9 +22,16 @@ class SGD(Optimizer):
     As in PyTorch, b is g in the first step (Sutskever et al. 2013).
     """
 
-    momentum: float = 0.0
-    dampening: float = 0.0
+    momentum: float = within("[0, 1]", 0.0)
+    dampening: float = within("[0, 1]", 0.0)
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise GraphoptError(
+                "SGD(nesterov=True): expected a momentum above 0, found 0: set momentum=0.9, say"
+            )
 
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0} if self.momentum else {}

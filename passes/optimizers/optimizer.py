@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt import state
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import Role, with_role
 from graphopt.state import LEARNING_RATE
@@ -30,8 +31,11 @@ class Group:
     """Parameters whose names match `pattern`: their rate as a multiple of the optimizer's, their own weight decay."""
 
     pattern: Pattern
-    learning_rate: float = 1.0
-    weight_decay: float | None = None
+    learning_rate: float = within("[0, inf)", 1.0)
+    weight_decay: float | None = within("[0, inf)", None)
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,12 @@ class Optimizer(Pass):
             and 16 bit.
 
     Raises:
-        GraphoptError: there are no gradients, a group matches no parameter, or there is no such kernel.
+        GraphoptError: a number is outside of its interval, there are no gradients, a group matches no parameter, or
+            there is no such kernel. Rates, decays and epsilons are finite and 0 or more, moments' factors in [0, 1).
     """
 
-    learning_rate: float = 1e-3
-    weight_decay: float = field(default=0.0, kw_only=True)
+    learning_rate: float = within("[0, inf)", 1e-3)
+    weight_decay: float = within("[0, inf)", 0.0, kw_only=True)
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
     flat: bool = field(default=True, kw_only=True)
     fused: bool = field(default=False, kw_only=True)

@@ -1,0 +1,62 @@
+"""Numbers that a pass takes as options, and the intervals that they lie in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+from graphopt.errors import GraphoptError
+
+_KEY = "interval"
+
+
+def within(interval: str, default: Any, *, whole: bool | None = None, kw_only: bool = False) -> Any:
+    """Return a dataclass's field for a number in an interval, or a sequence or mapping of such; or its default.
+
+    Args:
+        interval: such as `[0, 1)`: 0 or more, and less than 1. Infinity is in it if it stands with a bracket.
+        default: a number, None, or what makes a default.
+        whole: ask for whole numbers; None: where the default is one.
+    """
+    whole = isinstance(default, int) if whole is None else whole
+    metadata = {_KEY: (interval, whole)}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata, kw_only=kw_only)
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
+
+
+def check_intervals(options: Any) -> None:
+    """Raise an error unless each field of a dataclass that has an interval lies in it."""
+    for field in dataclasses.fields(options):
+        if _KEY in field.metadata:
+            value = getattr(options, field.name)
+            interval, whole = field.metadata[_KEY]
+            for number in _numbers(value) if value != field.default else ():
+                if not _lies_in(number, interval) or (whole and number != int(number)):
+                    kind = "a whole number" if whole else "a number"
+                    raise GraphoptError(
+                        f"{type(options).__name__}({field.name}={value!r}): expected {kind} in {interval}, found "
+                        f"{number!r}"
+                    )
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+    else:
+        yield value
+
+
+def _lies_in(number: Any, interval: str) -> bool:
+    if not isinstance(number, Real) or math.isnan(number):
+        return False
+    low, high = map(float, interval[1:-1].split(","))
+    number = float(number)
+    above = low <= number if interval[0] == "[" else low < number
+    below = number <= high if interval[-1] == "]" else number < high
+    return above and below

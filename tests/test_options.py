@@ -1,0 +1,195 @@
+"""Numbers that cannot be meant are refused where they are given, before anything is compiled or runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from builders import linear, mlp
+
+import graphopt
+import passes
+from graphopt.data import Batches
+from graphopt.fit import fit
+from graphopt.intervals import within
+from graphopt.rewriting import Pass
+
+NAN, INF = math.nan, math.inf
+REFUSED = [
+    *((passes.SGD, {"learning_rate": x}) for x in (-0.1, NAN, INF, -INF, "0.1", None)),
+    (passes.SGD, {"momentum": 2.0}),
+    (passes.SGD, {"momentum": -0.1}),
+    (passes.SGD, {"momentum": 0.9, "dampening": 1.5}),
+    (passes.SGD, {"nesterov": True}),
+    (passes.SGD, {"weight_decay": -1e-4}),
+    (passes.Adam, {"beta1": 1.0}),
+    (passes.AdamW, {"beta2": 1.5}),
+    (passes.AdamW, {"epsilon": -1e-8}),
+    (passes.AdamW, {"weight_decay": INF}),
+    (passes.Adagrad, {"initial_accumulator": -1.0}),
+    (passes.RMSprop, {"alpha": -0.5}),
+    (passes.Lion, {"beta2": NAN}),
+    (passes.Group, {"pattern": "*", "learning_rate": -1.0}),
+    (passes.Group, {"pattern": "*", "weight_decay": NAN}),
+    *((schedule, {"warmup": -5}) for schedule in (passes.Constant, passes.Linear, passes.Optimal)),
+    (passes.Cosine, {"warmup": 2.5}),
+    (passes.Cosine, {"steps": 0}),
+    (passes.Linear, {"steps": 10, "warmup": 10}),
+    (passes.Linear, {"end": -0.1}),
+    (passes.Polynomial, {"power": -1.0}),
+    (passes.StepDecay, {"every": 0}),
+    (passes.StepDecay, {"factor": -0.5}),
+    (passes.Exponential, {"factor": 0.0}),
+    (passes.OneCycle, {"rise": 1.5}),
+    (passes.OneCycle, {"steps": 2}),
+    (passes.OneCycle, {"start": 0.0}),
+    (passes.InverseScaling, {"power": NAN}),
+    (passes.Optimal, {"alpha": 0.0}),
+    (passes.ClipGlobalNorm, {"max_norm": -1.0}),
+    (passes.ClipGlobalNorm, {"max_norm": 0.0}),
+    (passes.ClipValue, {"limit": NAN}),
+    (passes.L1, {"strength": -1e-4}),
+    (passes.L2, {"strength": INF}),
+    (passes.ElasticPenalty, {"l2": -1.0}),
+    (passes.Elastic, {"l1": -1.0}),
+    (passes.Huber, {"delta": 0.0}),
+    (passes.Quantile, {"quantile": 1.0}),
+    (passes.CrossEntropy, {"label_smoothing": -0.1}),
+    (passes.CrossEntropy, {"class_weights": (1.0, -1.0, 1.0)}),
+    (passes.Losses, {"losses": {}, "weights": {"y": NAN}}),
+    (passes.Accumulate, {"steps": 0}),
+    (passes.Accumulate, {"steps": 2.5}),
+    (passes.Recompute, {"budget": 0.0}),
+    (passes.DynamicLossScale, {"growth": 0.5}),
+    (passes.DynamicLossScale, {"backoff": 1.0}),
+    (passes.Gradient, {"loss_scale": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_number_out_of_its_interval_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=rf"{kind.__name__}\(.*expected") as error:
+        kind(**options)
+    assert "\n" not in str(error.value)
+
+
+NUMBERLESS = {"axis", "seed"}  # of any value, or checked against the model
+
+
+def test_every_number_of_these_families_has_an_interval() -> None:
+    for kind in vars(passes).values():
+        families = passes.Optimizer, passes.Schedule, passes.Clip, passes.Regularizer, passes.Loss
+        if isinstance(kind, type) and issubclass(kind, families):
+            for field in dataclasses.fields(kind):
+                number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+                if number and field.name not in NUMBERLESS:
+                    assert "interval" in field.metadata, f"{kind.__name__}.{field.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Pass):
+    share: float = within("(0, 1]", 0.5)
+    counts: tuple[int, ...] = within("[1, inf)", (), whole=True)
+
+    def rewrite(self, model: Any) -> None: ...
+
+
+def test_a_pass_of_ones_own_declares_intervals() -> None:
+    Own(share=1, counts=(1, np.int64(3), 2.0))
+    for options, message in [
+        ({"share": 0}, r"Own\(share=0\): expected a number in \(0, 1\], found 0$"),
+        ({"counts": (1, 0)}, r"Own\(counts=\(1, 0\)\): expected a whole number in \[1, inf\), found 0$"),
+        ({"counts": (1.5,)}, "expected a whole number"),
+    ]:
+        with pytest.raises(graphopt.GraphoptError, match=message):
+            Own(**options)
+
+
+X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+TARGET = X[:, :3].copy()
+
+
+@pytest.mark.parametrize("rate", [NAN, INF, -0.1])
+def test_a_rate_that_is_fed_is_checked(rate: float) -> None:
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    message = "hyperparameter 'learning_rate': expected a finite number, 0 or more, found"
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        executor.set_hyperparameters(learning_rate=rate)
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        executor.step(x=X, target=TARGET, learning_rate=rate)
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        executor.learning_rate = rate
+    assert executor.steps == 0 and executor.learning_rate == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("threads", [-1])
+def test_a_negative_number_of_threads(threads: int) -> None:
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    with pytest.raises(graphopt.GraphoptError, match="threads: expected 1 or more, or None"):
+        graphopt.Executor(step, threads=threads)
+    with pytest.raises(graphopt.GraphoptError, match=r"fit\.seed: expected 0 or more, found -1"):
+        fit(graphopt.Executor(step, threads=1), {"x": X, "target": TARGET}, seed=-1)
+
+
+LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+@pytest.mark.parametrize("kind", ["array", "torch", "OrtValue", "run", "evaluate"])
+@pytest.mark.parametrize("wrong", [3, -1, 2**40, -(2**63)])
+def test_labels_outside_the_classes_are_refused_by_a_step(kind: str, wrong: int) -> None:
+    step = graphopt.compile(mlp(), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    bad = LABELS.copy()
+    bad[5] = wrong
+    given = {"torch": torch.from_numpy, "OrtValue": onnxruntime.OrtValue.ortvalue_from_numpy}
+    make = given.get(kind, np.asarray)
+    message = f"input 'target': expected labels from 0 to 2, found {wrong}"
+    feeds = {"x": X, "target": make(bad)}
+    calls = {
+        "run": lambda: list(executor.run([{"x": X, "target": LABELS}, feeds], steps_per_call=2)),
+        "evaluate": lambda: executor.evaluate(feeds),
+    }
+    call = calls.get(kind, lambda: executor.step(feeds))
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        call()
+    assert executor.steps == 0
+    executor.step(x=X, target=make(LABELS))
+
+
+def test_ignored_labels_probabilities_and_the_two_of_a_binary_loss_through_a_step() -> None:
+    def step(loss: Any, target: np.ndarray) -> None:
+        graph = graphopt.compile(mlp(), loss=loss, optimizer=passes.SGD(0.1))
+        graphopt.Executor(graph, threads=1).step(x=X, target=target)
+
+    ignored = np.where(LABELS == 1, -100, LABELS)
+    step(passes.CrossEntropy(ignore_index=-100), ignored)
+    with pytest.raises(graphopt.GraphoptError, match="expected labels from 0 to 2, found -100"):
+        step(passes.CrossEntropy(), ignored)
+    step(passes.CrossEntropy(target_probabilities=True), np.full((8, 3), 1 / 3, np.float32))
+    step(passes.BinaryCrossEntropy(), np.full((8, 3), 0.5, np.float32))
+    with pytest.raises(graphopt.GraphoptError, match="expected labels 0 and 1, found 2"):
+        step(passes.BinaryCrossEntropy(), np.full((8, 3), 2, np.float32))
+    step(passes.Hinge(), np.sign(TARGET))
+    with pytest.raises(graphopt.GraphoptError, match="expected labels -1 and 1, found 0"):
+        step(passes.Hinge(), np.zeros((8, 3), np.float32))
+
+
+@pytest.mark.parametrize("number", [NAN, INF, -INF, 1e39])
+@pytest.mark.parametrize("name", ["x", "target"])
+def test_data_that_is_not_finite_in_the_graphs_type_is_refused(name: str, number: float) -> None:
+    step = graphopt.compile(linear(4, 3), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    inputs = graphopt.Executor(step, threads=1).inputs
+    data = {"x": X.astype(np.float64), "target": TARGET.astype(np.float64)}
+    data[name][6, 1] = number
+    with pytest.raises(
+        graphopt.GraphoptError,
+        match=f"data '{name}': expected finite numbers, found .* in row 6; fit.allow_nan",
+    ):
+        Batches(data, inputs)
+    Batches(data, inputs, allow_nan=True)
