@@ -71,8 +71,8 @@ class Executor:
             them if a step takes a tenth less time.
         report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
             nothing, so that nothing is read from the device and what is not finite goes unnoticed.
-        provider, provider_options, cuda_graph, low_memory: as for `Device`. A CUDA graph needs a step without If,
-            Loop and Scan; every shape of the batch has one of its own.
+        provider, provider_options, cuda_graph, low_memory, flush_denormals: as for `Device`. A CUDA graph needs a step
+            without If, Loop and Scan; every shape of the batch has one of its own.
         static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
 
     Raises:
@@ -97,6 +97,7 @@ class Executor:
         cuda_graph: bool = False,
         static_shapes: bool = False,
         low_memory: bool = False,
+        flush_denormals: bool = True,
     ) -> None:
         self.steps_per_call = _checked_count(steps_per_call)
         if on_nonfinite not in ("raise", "warn", "skip"):
@@ -110,6 +111,7 @@ class Executor:
             provider_options=provider_options,
             cuda_graph=cuda_graph,
             low_memory=low_memory,
+            flush_denormals=flush_denormals,
         )
         self._static = static_shapes or cuda_graph
         self._model = load(step)

@@ -180,3 +180,9 @@ def test_what_is_not_measured_again_stays(peers, tmp_path):
     found, versions, _ = run.before(path)
     assert found["table"] == results and versions == {"torch": "2"}
     assert sorted(found["table"], key=lambda r: run.place(r.cell)) == results[::-1]
+
+
+def test_denormals_are_timed(monkeypatch):
+    found = benchmark("denormals", monkeypatch).main(steps=450)
+    assert len(found) == 6
+    assert all(time > 0 for times in found.values() for time in times)
