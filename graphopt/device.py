@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.denormals import Flushing, supported
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 
@@ -43,6 +43,8 @@ class Device:
             by default. What it has no kernel for runs on the CPU.
         provider_options: the provider's own options.
         cuda_graph: capture what a step does on the GPU once, and replay it.
+        session_options: of ONNX Runtime's sessions, by name: attributes of its SessionOptions, such as
+            `inter_op_num_threads`, and configuration entries, which have a dot: `session.intra_op.allow_spinning`.
         flush_denormals: compute with 0 in place of denormal numbers, those below 1e-38 in float32, which processors are
             slow with; on the CPU, on Linux and x86-64. Other code of the calling thread is as before.
         low_memory: give each buffer back after its last reader: no plan of a step's memory, and no buffers kept for
@@ -63,6 +65,7 @@ class Device:
         cuda_graph: bool = False,
         low_memory: bool = False,
         flush_denormals: bool = False,
+        session_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.kind, _, index = device.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
@@ -75,6 +78,7 @@ class Device:
             )
         self._threads, self._deterministic = threads or 0, deterministic
         self._low_memory = low_memory
+        self._session_options = dict(session_options or {})
         self._flushing = Flushing() if flush_denormals and supported() and self.kind == "cpu" else None
         self._options = self.options()
         available = self.ort.get_available_providers()
@@ -84,13 +88,13 @@ class Device:
                 f"pip install 'graphopt[gpu]'"
             )
         wanted = provider or (CUDA if self.kind == "cuda" else CPU)
-        known = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
+        names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
         short = wanted.lower().removesuffix(SUFFIX.lower())
-        if short not in known:
+        if short not in names:
             raise GraphoptError(
                 f"provider {wanted!r}: expected one of the installed onnxruntime's, found {', '.join(available)}"
             )
-        self.provider = known[short]
+        self.provider = names[short]
         self.cuda_graph = cuda_graph
         if cuda_graph and (self.kind, self.provider) != ("cuda", CUDA):
             raise GraphoptError(
@@ -189,7 +193,24 @@ class Device:
         options.add_session_config_entry(PLACEMENT, "1")
         if self._flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
+        for name, value in self._session_options.items():
+            if "." in name:
+                options.add_session_config_entry(name, str(value))
+            elif hasattr(type(options), name):
+                self._set(options, name, value)
+            else:
+                names = [field for field, x in vars(type(options)).items() if isinstance(x, property)]
+                raise GraphoptError(known("session option", name, names))
         return options
+
+    @staticmethod
+    def _set(options: onnxruntime.SessionOptions, name: str, value: Any) -> None:
+        try:
+            setattr(options, name, value)
+        except (AttributeError, TypeError) as error:
+            raise GraphoptError(
+                f"session_options.{name}: expected another value, found {value!r}: {str(error).splitlines()[0]}"
+            ) from error
 
     def buffer(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Return a buffer on the device of its own, never memory shared with `array`.
@@ -326,6 +347,16 @@ class Device:
         value = self.value(tensor, dtype)
         binding.bind_ortvalue_input(name, value)
         return value
+
+    def kept(self, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
+        """Return a binding's output that stays as it is; in ONNX Runtime 1.19 its binding's next run replaces it."""
+        vector = self.ort.capi._pybind_state.OrtValueVector()
+        vector.push_back(value._ortvalue)
+        return self.ort.OrtValue(vector[0])
+
+    def bind_output(self, binding: onnxruntime.IOBinding, name: str, *, on_host: bool) -> None:
+        """Let a run allocate an output, in the host's memory or on the device."""
+        binding.bind_output(name, *(("cpu",) if on_host else (self.kind, self.index)))
 
     def run(
         self,

@@ -71,8 +71,9 @@ class Executor:
             them if a step takes a tenth less time.
         report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
             nothing, so that nothing is read from the device and what is not finite goes unnoticed.
-        provider, provider_options, cuda_graph, low_memory, flush_denormals: as for `Device`. A CUDA graph needs a step
-            without If, Loop and Scan; every shape of the batch has one of its own.
+        provider, provider_options, cuda_graph, low_memory, flush_denormals, session_options: as for `Device`. A CUDA
+            graph needs a step without If, Loop and Scan; every shape of the batch has one of its own.
+        as_numpy: return arrays; False: ONNX Runtime's OrtValues, on the device. Scalars are Python numbers with both.
         static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
 
     Raises:
@@ -98,6 +99,8 @@ class Executor:
         static_shapes: bool = False,
         low_memory: bool = False,
         flush_denormals: bool = True,
+        session_options: Mapping[str, Any] | None = None,
+        as_numpy: bool = True,
     ) -> None:
         self.steps_per_call = _checked_count(steps_per_call)
         if on_nonfinite not in ("raise", "warn", "skip"):
@@ -112,8 +115,10 @@ class Executor:
             cuda_graph=cuda_graph,
             low_memory=low_memory,
             flush_denormals=flush_denormals,
+            session_options=session_options,
         )
         self._static = static_shapes or cuda_graph
+        self._as_numpy = as_numpy
         self._model = load(step)
         self._lock = threading.RLock()
         self.steps = 0
@@ -184,7 +189,8 @@ class Executor:
         """Run a step on each of some batches of one shape, in one call where they can be stacked."""
         first = batches[0]
         stackable = (
-            all(isinstance(x, np.ndarray) for x in first.values())
+            (self._as_numpy or not self._arrays_reported)
+            and all(isinstance(x, np.ndarray) for x in first.values())
             and first.keys() <= self._program.inputs.keys()
         )
         if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
@@ -405,6 +411,9 @@ class Executor:
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
         self._reporting = self._pruned()
+        self._arrays_reported = any(
+            y.name in self._report and y.shape != () for y in self._model.graph.outputs
+        )
         self._program = self._compiled(self._reporting)
         self._several = None
         self._pace = Pace()
@@ -430,7 +439,14 @@ class Executor:
         return model
 
     def _compiled(self, model: ir.Model) -> Program:
-        return Program(self._device, model, self._buffers, self._report, static_shapes=self._static)
+        return Program(
+            self._device,
+            model,
+            self._buffers,
+            self._report,
+            static_shapes=self._static,
+            as_numpy=self._as_numpy,
+        )
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs of some roles."""
@@ -494,10 +510,10 @@ class Executor:
             else:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
         for value in part.graph.outputs:
-            binding.bind_output(str(value.name), "cpu")
+            self._device.bind_output(binding, str(value.name), on_host=self._as_numpy or value.shape == ())
         self._device.run(session, binding)
-        values = binding.get_outputs()
-        return {str(v.name): _python(o.numpy()) for v, o in zip(part.graph.outputs, values, strict=True)}
+        values = zip(part.graph.outputs, binding.get_outputs(), strict=True)
+        return {str(v.name): _python(o.numpy()) if self._as_numpy or v.shape == () else o for v, o in values}
 
 
 def _checked_count(steps_per_call: int | None) -> int | None:

@@ -37,6 +37,7 @@ class Program:
         buffers: of the state; a call reads one set and writes the other.
         report: the outputs to return.
         static_shapes: a session for each set of shapes that is fed, which the runtime knows beforehand.
+        as_numpy: return arrays; otherwise values on the device.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Program:
         report: Sequence[str],
         *,
         static_shapes: bool = False,
+        as_numpy: bool = True,
     ) -> None:
         self._device = device
         self.inputs = {str(x.name): x for x in with_role(model, *FED)}
@@ -54,7 +56,7 @@ class Program:
         self._shared = shared_dimensions(self.inputs.values())
         self._static = static_shapes
         self._bound: dict[Any, Bound] = {}
-        self._bind = functools.partial(Bound, device, model, buffers, report)
+        self._bind = functools.partial(Bound, device, model, buffers, report, as_numpy)
         self._chosen = None if static_shapes else self._bind({})
         self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
 
@@ -114,6 +116,7 @@ class Bound:
         model: ir.Model,
         buffers: Buffers,
         report: Sequence[str],
+        as_numpy: bool,
         shapes: Mapping[str, Sequence[int]],
     ) -> None:
         self._device = device
@@ -124,7 +127,7 @@ class Bound:
             model = _fixed(model, shapes)
             outputs = {str(y.name): y for y in model.graph.outputs}
         self._session = device.session(model)
-        self._report = list(report)
+        self._report, self._as_numpy = list(report), as_numpy
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
         self._numbers: dict[str, Any] = {}  # arrays in the host's memory, or buffers on the GPU
         self._fixed: dict[str, onnxruntime.OrtValue] = {}  # outputs with a buffer of their own
@@ -170,7 +173,7 @@ class Bound:
             else:
                 kept.append(self._feed(binding, name, tensor))
         for name in self._places:
-            binding.bind_output(name, "cpu")
+            self._device.bind_output(binding, name, on_host=self._as_numpy)
         self._device.run(self._session, binding, self._options[source])
         if not self._places and not self._device.cuda_graph:
             return {name: array.item() for name, array in self._numbers.items()}
@@ -181,8 +184,11 @@ class Bound:
                 reported[name] = self._numbers[name].item()
             else:
                 value = self._fixed[name] if name in self._fixed else values[self._places[name]]
-                array = value.numpy()
-                reported[name] = array if array.ndim else array.item()
+                if self._as_numpy or not value.shape():
+                    array = value.numpy()
+                    reported[name] = array if array.ndim else array.item()
+                else:
+                    reported[name] = self._device.kept(value)
         return reported
 
     def placement(self) -> dict[str, dict[str, int]]:

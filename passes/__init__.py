@@ -2,6 +2,7 @@
 
 from passes.accumulate import *
 from passes.clipping import *
+from passes.diagnostics import *
 from passes.differentiate import *
 from passes.fusion import Fuse as Fuse
 from passes.gradients import Gradient as Gradient

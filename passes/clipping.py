@@ -19,6 +19,7 @@ from graphopt.intervals import within
 from graphopt.rewriting import Pass, retire
 from graphopt.roles import Role
 from passes import fused
+from passes.diagnostics import report_norm
 
 __all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
 
@@ -74,13 +75,7 @@ class ClipGlobalNorm(Clip):
                 flag=False,
                 max_norm=self.max_norm,
             )[0]
-        wide = [_wide(op, gradient) for gradient in gradients]
-        squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in wide]
-        common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
-        norm = op.Sqrt(
-            op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"]
-        )
-        model.graph.outputs.append(roles.set_role(norm, Role.DIAGNOSTIC))
+        norm = report_norm(op, model, gradients)
         scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
         return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]
 
@@ -93,8 +88,3 @@ class ClipValue(Clip):
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         return [op.Clip(gradient, -self.limit, self.limit) for gradient in gradients]
-
-
-def _wide(op: Emitter, value: ir.Value) -> ir.Value:
-    assert value.dtype is not None
-    return op.Cast(value, to=ir.DataType.FLOAT) if value.dtype.itemsize < 4 else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import onnx_ir as ir
@@ -41,6 +41,8 @@ class Schedule(Pass):
 
     Args:
         warmup: steps in which the rate grows linearly from base / warmup to base, before the schedule starts.
+        warmup_from_zero: it grows from 0, the rate of the first step, and is base a step later: as by
+            onnxruntime-training's LinearLRScheduler and Hugging Face's schedules.
 
     Raises:
         GraphoptError: there is no hyperparameter `learning_rate`, or a number is outside of its interval. Steps are
@@ -48,6 +50,7 @@ class Schedule(Pass):
     """
 
     warmup: int = within("[0, inf)", 0, kw_only=True)
+    warmup_from_zero: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
@@ -68,7 +71,8 @@ class Schedule(Pass):
             done = op.Cast(counter, to=base.dtype)
             if self.warmup:
                 rate = self.rate(op, base, op.Max(done - float(self.warmup), 0.0))
-                rate = rate * op.Min((done + 1.0) / float(self.warmup), 1.0)
+                grown = done if self.warmup_from_zero else done + 1.0
+                rate = rate * op.Min(grown / float(self.warmup), 1.0)
             else:
                 rate = self.rate(op, base, done)
             rate = op.Identity(rate, _outputs=[LEARNING_RATE])
@@ -201,11 +205,17 @@ def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class InverseScaling(Schedule):
-    """base / (t + 1)^power: scikit-learn's `invscaling`."""
+    """base / (t + 1)^power: scikit-learn's `invscaling`.
+
+    Args:
+        every: steps of the same rate, those of an epoch say: base / (floor(t / every) + 1)^power.
+    """
 
     power: float = within("[0, inf)", 0.25)
+    every: int = within("[1, inf)", 1)
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        t = t if self.every == 1 else op.Floor(t / float(self.every))
         return base / op.Pow(t + 1.0, self.power)
 
 

@@ -44,6 +44,10 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
     if isinstance(optimizer, SGD) and type(optimizer) is SGD:
         kernel, inputs = "SGDOptimizerV2", ["rate", "params", gradients]
         if optimizer.momentum:
+            if optimizer.rate_in_velocity:
+                raise GraphoptError(
+                    f"optimizer={optimizer}: expected rate_in_velocity=False on a device, whose program sets the rate"
+                )
             (b,) = moments
             lines += _momentum(optimizer)
             before += [(b, "forget", b), (b, "remember", gradients)]

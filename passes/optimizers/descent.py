@@ -20,11 +20,16 @@ class SGD(Optimizer):
     """w - rate * d, where d is g or, with momentum, b = momentum b + (1 - dampening) g; g + momentum b if Nesterov.
 
     As in PyTorch, b is g in the first step (Sutskever et al. 2013).
+
+    Args:
+        rate_in_velocity: w - d, where d is v = momentum v + rate (1 - dampening) g; rate g + momentum v if Nesterov:
+            scikit-learn's and Keras's form. The same while the rate is; under a schedule past gradients keep theirs.
     """
 
     momentum: float = within("[0, 1]", 0.0)
     dampening: float = within("[0, 1]", 0.0)
     nesterov: bool = False
+    rate_in_velocity: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +53,8 @@ class SGD(Optimizer):
         if self.dampening:
             later = op.Cast(op.Greater(t, 1.0), to=t.dtype)
             fresh = (1 - self.dampening * later) * g
+        if self.rate_in_velocity:
+            g, fresh = rate * g, rate * fresh
         b = self.momentum * slots[0] + fresh
         d = g + self.momentum * b if self.nesterov else b
-        return w - rate * d, b
+        return (w - d if self.rate_in_velocity else w - rate * d), b

@@ -1,0 +1,74 @@
+"""What a step reports of its gradients, which it does not change; as the pipeline's step `clip`, alone or in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass, Pattern, matches
+from graphopt.roles import Role, set_role, with_role
+
+__all__ = ["GradientNorm", "ReportGradients"]
+
+
+@dataclass(frozen=True)
+class GradientNorm(Pass):
+    """Report `gradient_norm`, the Euclidean norm of all gradients together; `ClipGlobalNorm` does so too.
+
+    Raises:
+        GraphoptError: there are no gradients.
+    """
+
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = _gradients(model, self)
+        with Emitter(model) as op:
+            report_norm(op, model, gradients)
+
+
+@dataclass(frozen=True)
+class ReportGradients(Pass):
+    """Report the gradient of each parameter NAME as `NAME.gradient`, as the optimizer would have it at this place.
+
+    Args:
+        parameters: of which parameters, by name.
+
+    Raises:
+        GraphoptError: there are no gradients, or no parameter matches.
+    """
+
+    parameters: Pattern = "*"
+
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = {str(g.name).removesuffix(".grad"): g for g in _gradients(model, self)}
+        chosen = {name: g for name, g in gradients.items() if matches(name, self.parameters)}
+        if not chosen:
+            raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
+        with Emitter(model) as op:
+            for name, gradient in chosen.items():
+                reported = op.Identity(gradient, _outputs=[f"{name}.gradient"])
+                model.graph.outputs.append(set_role(reported, Role.DIAGNOSTIC))
+
+
+def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> ir.Value:
+    """Report the norm of some gradients as `gradient_norm` and return it; 16-bit ones are summed in float32."""
+    squares = [op.ReduceSumSquare(_wide(op, gradient), keepdims=0) for gradient in gradients]
+    common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
+    norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
+    model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
+    return norm
+
+
+def _gradients(model: ir.Model, needed_by: Pass) -> list[ir.Value]:
+    found = with_role(model, Role.GRADIENT)
+    if not found:
+        raise GraphoptError(f"{type(needed_by).__name__} needs gradients, found none: run Gradient first")
+    return found
+
+
+def _wide(op: Emitter, value: ir.Value) -> ir.Value:
+    assert value.dtype is not None
+    return op.Cast(value, to=ir.DataType.FLOAT) if value.dtype.itemsize < 4 else value
