@@ -24,30 +24,58 @@ class OnnxFunction(torch.autograd.Function):
     """A layer's forward pass, and its way back."""
 
     @staticmethod
-    def forward(ctx: Any, layer: OnnxLayer, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.layer, ctx.passed = layer, layer.onnx.forward(x.detach().contiguous())
-        return torch.from_dlpack(ctx.passed.on_device["y"])
+    def forward(ctx: Any, layer: OnnxLayer, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = [tensor.detach().contiguous() for tensor in tensors[: len(layer.inputs)]]
+        ctx.layer, ctx.passed = layer, layer.onnx.forward(*given)
+        outputs = [torch.from_dlpack(ctx.passed.on_device[name]) for name in layer.outputs]
+        ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = ctx.passed.backward(dy.contiguous()).on_device
-        return None, *(torch.from_dlpack(gradients[name]) for name in ["x", *ctx.layer.names])
+    def backward(ctx: Any, *seeds: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        named = zip(ctx.layer.outputs, seeds, strict=True)
+        found = ctx.passed.backward({name: dy.contiguous() for name, dy in named if dy is not None}).on_device
+        wanted = zip([*ctx.layer.inputs, *ctx.layer.names], ctx.needs_input_grad[1:], strict=True)
+        return None, *(
+            torch.from_dlpack(found[name]) if name in found and need else None for name, need in wanted
+        )
 
 
 class OnnxLayer(nn.Module):
-    """An ONNX model of one input `x` and one output `y`; its parameters are PyTorch's, in alphabetical order."""
+    """An ONNX model of any inputs and outputs; its parameters are PyTorch's, in alphabetical order.
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    Inputs are given in the model's order or by name. It returns a tensor, or of a model with several outputs a tuple.
+    Integer inputs and outputs have no gradients; running statistics and Dropout follow `train()` and `eval()`.
+    """
+
+    def __init__(self, model: onnx.ModelProto, **steps: Any) -> None:
         super().__init__()
-        self.onnx = graphopt.ForwardBackward(model)
+        self.onnx = graphopt.ForwardBackward(model, **steps)
+        self.inputs, self.outputs = list(self.onnx.inputs), list(self.onnx.outputs)
         self.names = list(self.onnx.parameters)
         self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
         self.onnx.set_parameters([weight.detach() for weight in self.weights])  # shared from now on
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            return OnnxFunction.apply(self, x, *self.weights)
-        return torch.from_dlpack(self.onnx.forward(x.contiguous(), training=False).on_device["y"])
+    def forward(
+        self, *inputs: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        given = dict(zip(self.inputs, inputs, strict=False)) | named
+        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
+            raise TypeError(
+                f"expected the inputs {', '.join(self.inputs)}, each once, found {', '.join(given)}"
+            )
+        tensors = [given[name] for name in self.inputs]
+        if self.training:
+            outputs = OnnxFunction.apply(self, *tensors, *self.weights)
+        else:
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                raise RuntimeError(
+                    "expected train() where gradients are needed: eval() has the inference form"
+                )
+            passed = self.onnx.forward(*(tensor.detach().contiguous() for tensor in tensors), training=False)
+            outputs = tuple(torch.from_dlpack(passed.on_device[name]) for name in self.outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 class Block(nn.Module):
@@ -113,6 +141,7 @@ def main() -> dict[str, Any]:
     found |= {"with ONNX": losses(mixed, x, labels), "PyTorch alone": losses(pytorch, x, labels)}
     for name, series in found.items():
         print(f"{name}: loss {series[0]:.6f} -> {series[-1]:.6f} in {len(series)} steps")
+    mixed.eval()
     with torch.no_grad():
         apart = (mixed(x) - pytorch(x)).abs().max().item()
     print(f"largest difference of the trained networks' outputs: {apart:.2g}")
