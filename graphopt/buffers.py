@@ -143,7 +143,7 @@ class Total:
         if self._values:
             total = self._device.compute(self._session, self._values, ["total"])["total"].numpy()
             return math.isfinite(total)
-        return all(math.isfinite(np.vdot(flat, flat)) for flat in self._memory)
+        return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
 
 
 def _summed(

@@ -237,6 +237,8 @@ class Device:
         values, memory = {}, []
         for dtype in SUMMED if self.kind == "cpu" else ():
             alike = {name: array for name, array in arrays.items() if array.dtype == dtype}
+            if not alike:
+                continue
             sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in alike.values()]
             raw = np.zeros(sum(sizes) + ALIGNED, np.uint8)
             start = -raw.ctypes.data % ALIGNED
@@ -381,7 +383,7 @@ class Device:
 
 def _cut(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
     """Return parts of some bytes each of a vector."""
-    return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize) if sizes else []
+    return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)
 
 
 def _is_double(model: ir.Model) -> bool:
