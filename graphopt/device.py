@@ -23,6 +23,12 @@ CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
 HOST = 1  # DLPack's number of the host's memory
+SESSION_OPTIONS = (
+    *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
+    *("graph_optimization_level", "inter_op_num_threads", "intra_op_num_threads", "log_severity_level"),
+    *("log_verbosity_level", "use_deterministic_compute", "use_per_session_threads"),
+)
+ENTRIES = ("session.", "optimization.", "mlas.")
 ALIGNED = 64  # bytes, as the runtime's own buffers are
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 DENORMALS = "session.set_denormal_as_zero"  # in the threads of the session's pool
@@ -44,7 +50,8 @@ class Device:
         provider_options: the provider's own options.
         cuda_graph: capture what a step does on the GPU once, and replay it.
         session_options: of ONNX Runtime's sessions, by name: attributes of its SessionOptions, such as
-            `inter_op_num_threads`, and configuration entries, which have a dot: `session.intra_op.allow_spinning`.
+            `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`; none that
+            reads or writes files, as recipes may set them.
         flush_denormals: compute with 0 in place of denormal numbers, those below 1e-38 in float32, which processors are
             slow with; on the CPU, on Linux and x86-64. Other code of the calling thread is as before.
         low_memory: give each buffer back after its last reader: no plan of a step's memory, and no buffers kept for
@@ -194,13 +201,14 @@ class Device:
         if self._flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
         for name, value in self._session_options.items():
-            if "." in name:
-                options.add_session_config_entry(name, str(value))
-            elif hasattr(type(options), name):
+            if name in SESSION_OPTIONS:
                 self._set(options, name, value)
+            elif name.startswith(ENTRIES) and not any(word in name for word in ("file", "path", "model")):
+                options.add_session_config_entry(name, str(value))
             else:
-                names = [field for field, x in vars(type(options)).items() if isinstance(x, property)]
-                raise GraphoptError(known("session option", name, names))
+                raise GraphoptError(
+                    known("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
+                )
         return options
 
     @staticmethod
