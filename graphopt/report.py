@@ -17,6 +17,7 @@ from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
 from graphopt.memory import Memory, estimate
+from graphopt.origins import Origin
 from graphopt.pipeline import Pipeline
 from graphopt.plot import plot
 from graphopt.roles import RUNTIME, STATE, Role, role_of, with_role
@@ -98,19 +99,8 @@ def _summary(found: Report) -> Iterator[str]:
     opset = found.model.opset_imports.get("", 0)
     yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
     yield f"operators  {_operators(found.model)}"
-    trained = [value for value in final.graph.inputs if role_of(value) is Role.PARAMETER]
-    yield f"trains     {_counted(trained)}" if trained else "trains     nothing"
-    yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}") for v in trained])
-    rest = [
-        value
-        for value in final.graph.initializers.values()
-        if role_of(value) is None and value.dtype is not None and value.dtype.is_floating_point()
-    ]
-    rest = [value for value in rest if value.shape is not None and len(value.shape) > 0]
-    rest = [value for value in rest if value.name in found.model.graph.initializers]
-    if rest:
-        yield f"stays      {_counted(rest)}"
-        yield from _table([(f"  {v.name}", _shape(v), f"{_elements(v):,}", _why(found, v)) for v in rest])
+    decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
+    yield from _weights(next(decided, final))
     if found.blocked:
         yield from _blocked(*found.blocked)
     else:
@@ -142,16 +132,31 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3g} MB"
 
 
-def _why(found: Report, value: ir.Value) -> str:
-    """Return why an initializer does not train."""
-    chosen = next((model for step, _, model, _ in found.stages if step == "parameters"), None)
-    if chosen is None or (value.name or "") not in chosen.graph.initializers:
-        return ""
-    ends = pkgutil.resolve_name("passes.gradients.walk:dead_ends")(
-        chosen.graph.initializers[value.name or ""]
-    )
-    through = [f"{node.op_type} {node.name!r}" for node in ends]
-    return f"no gradient passes {_some(through)}" if through else "frozen, or no weight"
+def _weights(model: ir.Model) -> Iterator[str]:
+    """Count and list what trains, what is frozen, tied or constant, what only a rule decided, and why."""
+    rows: dict[str, list[tuple[str, str, int, str]]] = {
+        "trains": [], "frozen": [], "tied": [], "buffer": [], "constant": [], "unsure": []
+    }  # fmt: skip
+    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        origin = Origin.read(value)
+        if origin is None:
+            continue
+        row = (str(value.name), _shape(value), _elements(value), origin.reason)
+        if role_of(value) is Role.PARAMETER:
+            rows["trains"].append(row)
+            rows["tied"] += [
+                (copy.name, str(list(copy.shape)), math.prod(copy.shape), copy.how) for copy in origin.copies
+            ]
+        else:
+            rows["frozen" if origin.trains else origin.kind.value].append(row)
+        if not origin.certain:
+            rows["unsure"].append(row)
+    for what, found in rows.items():
+        if found or what == "trains":
+            numbers = sum(count for _, _, count, _ in found)
+            tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+            yield f"{what:10} {tensors} of {numbers:,} numbers" if found else f"{what:10} nothing"
+            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

@@ -19,6 +19,7 @@ import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError
+from graphopt.origins import Origin
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
@@ -27,6 +28,7 @@ from passes.lowering import classical
 from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
 from passes.shapes import fold_shapes, infer
+from passes.weights import exporters
 
 __all__ = ["Normalize"]
 
@@ -52,6 +54,8 @@ class Normalize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
+        parted = exporters.part(model)
+        origins = exporters.read(model) | parted
         with outputs_kept(model):
             self._prepare(model)
             infer(model)
@@ -64,6 +68,9 @@ class Normalize(Pass):
             classical.freeze_scaling(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         set_labels_aside(model, is_classical)
+        for value in model.graph.initializers.values():
+            if str(value.name) in origins and is_differentiable(value) and Origin.read(value) is None:
+                origins[str(value.name)].write(value)
         for value in model.graph.inputs:
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:

@@ -1,123 +1,282 @@
-"""Chooses what trains."""
+"""Choose what trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graphopt import state
-from graphopt.emitter import subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.origins import Kind, Origin
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import FROZEN, UNTRAINED, Role
-from passes.gradients.walk import carries_gradient, is_differentiable, lost, passes_gradient
+from passes.gradients.walk import dead_ends, is_differentiable
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
+from passes.weights import evidence, ties
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "Untie"]
 
-# Inputs that the schemas call differentiable and that hold statistics of data, not weights.
-STATISTICS = {"BatchNormalization": (3, 4)}
-ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
+
+@dataclass(frozen=True)
+class Untie(Pass):
+    """Give every use of the matching initializers a copy of its own, `NAME.1`, `NAME.2`, ..., so that they train apart.
+
+    Args:
+        weights: shell-style patterns of names, one or several.
+
+    Raises:
+        GraphoptError: `weights` matches no floating initializer.
+    """
+
+    weights: Pattern
+
+    def rewrite(self, model: ir.Model) -> None:
+        common.LiftSubgraphInitializersToMainGraphPass()(model)
+        floating = _floating(model)
+        _check("weights", self.weights, floating)
+        for value in floating:
+            if matches(value.name, self.weights):
+                for copy in ties.untie(model, value):
+                    copy.metadata_props.update(value.metadata_props)
 
 
 @dataclass(frozen=True)
 class Parameters(Pass):
-    """Make initializers parameters: by default every weight, otherwise those whose names match `pattern`.
+    """Make initializers parameters: what trains in the program that the model was exported from, by default.
 
-    A weight is a floating initializer of rank 1 or more and finite numbers, that reaches an output of the model
-    through differentiable operators, is no running statistic, is not marked as frozen (the scale of a Scaler, an
-    embedding of positions), and no single number that arithmetic spreads over a whole last axis: exporters write
-    scalar literals so. `freeze` takes names out again. Patterns are
-    shell-style, one or several.
+    Each floating initializer is decided by the first of these that tells:
+
+    1. the fields of this pass;
+    2. what PyTorch's exporters write: parameters and buffers, and what they folded, merged or computed from them;
+       what scikit-learn's and TensorFlow's converters write;
+    3. how the graph uses it: running statistics, first values of scatters and recurrences, the unit scale of a
+       normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's input.
+       One number that arithmetic takes is a literal, unless the exporter calls it a parameter;
+    4. otherwise it is a parameter if a gradient flows from an output to it.
+
+    A copy of a weight that the exporter folded, transposed or reshaped, is computed from the weight again (tied).
+    What only a rule of 3 decides, or what equal numbers alone tie, is unsure: a warning counts it and `run=report`
+    lists it. Patterns are shell-style, one or several.
+
+    Args:
+        pattern: train these and no others.
+        freeze: do not train these.
+        unfreeze: train these, too, whatever the rules say.
+        untie: tie these to nothing, and give each of their uses a copy of its own.
+        retie: tie these to the weights of equal numbers, transposed or not.
 
     Raises:
-        GraphoptError: nothing is left to train, or `pattern` or `freeze` matches no initializer.
+        GraphoptError: nothing is left to train, or a pattern matches no floating initializer.
     """
 
     pattern: Pattern = None
     freeze: Pattern = None
+    unfreeze: Pattern = None
+    untie: Pattern = None
+    retie: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
-        floating = [value for value in model.graph.initializers.values() if is_differentiable(value)]
-        for name, pattern in (("pattern", self.pattern), ("freeze", self.freeze)):
-            if pattern and not any(matches(value.name, pattern) for value in floating):
-                raise GraphoptError(
-                    f"parameters.{name}={pattern!r} matches no floating initializer; the model has: "
-                    f"{', '.join(str(value.name) for value in floating) or 'none'}"
-                )
-        if self.pattern:
-            chosen = [value for value in floating if matches(value.name, self.pattern)]
-        else:
-            reached = set(weights(model))
-            chosen = [value for value in floating if value in reached]
-        chosen = [value for value in chosen if not matches(value.name, self.freeze)]
+        for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):
+            _check(f"parameters.{field}", getattr(self, field), _floating(model))
+        if self.untie:
+            Untie(self.untie).rewrite(model)
+        _part_constant_uses(model)
+        reached = evidence.reached(model.graph)
+        origins = {value: self._decide(value, value in reached) for value in _floating(model)}
+        for value, origin in origins.items():
+            origin.write(value)
+        chosen = [
+            value for value, origin in origins.items() if self._is_chosen(value, origin, value in reached)
+        ]
         if not chosen:
-            tree = next(filter(is_tree, model.graph), None)
-            if tree is not None:
-                raise GraphoptError(
-                    f"nothing to train: {tree.op_type} node {tree.name!r} is piecewise constant, so that no gradient "
-                    f"passes it, and nothing after it trains: train a linear model or a network instead"
-                )
-            found = ", ".join(map(lost, floating)) or "no floating initializer at all"
-            raise GraphoptError(
-                f"nothing to train: expected a floating initializer of rank 1 or more that reaches an output through "
-                f"differentiable operators, found {found}; name parameters with parameters.pattern"
-            )
-        for value in set(weights(model)) - set(chosen):
-            value.metadata_props[UNTRAINED] = "true"
-        for value in chosen:
+            raise GraphoptError(_nothing_to_train(model, list(origins)))
+        for value, origin in origins.items():
+            if origin.trains and value in reached and value not in chosen:
+                value.metadata_props[UNTRAINED] = "true"
+        kept = self._tie(model, chosen)
+        _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
+        for value in kept:
             state.promote(model, value, Role.PARAMETER)
 
+    def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
+        """Return what an initializer is, and why it trains or does not."""
+        if matches(value.name, self.freeze):
+            return Origin(Kind.PARAMETER, "frozen by the user", named=True)
+        if matches(value.name, self.unfreeze) or matches(value.name, self.pattern):
+            return replace(_origin(value), kind=Kind.PARAMETER, why="named by the user", certain=True)
+        origin = _origin(value)
+        if self.pattern:
+            return replace(origin, why="not named by the user", certain=True)
+        if origin.trains and not is_reached:
+            return replace(origin, why=_why_unreached(value), certain=True)
+        return origin
 
-def weights(model: ir.Model) -> Iterator[ir.Value]:
-    """Yield the initializers that the default rule trains."""
-    reached: set[ir.Value] = set()
-    _reach(model.graph, reached)
-    for value in model.graph.initializers.values():
-        if value in reached and _is_weight(value):
-            yield value
+    def _is_chosen(self, value: ir.Value, origin: Origin, is_reached: bool) -> bool:
+        if matches(value.name, self.freeze):
+            return False
+        if self.pattern:
+            return matches(value.name, self.pattern)
+        return matches(value.name, self.unfreeze) or (origin.trains and is_reached)
+
+    def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
+        """Compute copies from the weights that they are copies of; return the weights."""
+        weights = list(chosen)
+        for group in ties.groups(chosen):
+            kept: list[ir.Value] = []
+            for value in sorted(group, key=_order):
+                weight, how = next(
+                    ((weight, how) for weight in kept if (how := self._how_tied(weight, value))), (None, None)
+                )
+                if weight is None or how is None:
+                    kept.append(value)
+                    continue
+                origin = _read(weight)
+                certain = origin.certain and self._is_asked(weight, value)
+                copies = (*origin.copies, ties.tie(model, weight, value, how))
+                replace(origin, copies=copies, certain=certain).write(weight)
+                weights.remove(value)
+        return weights
+
+    def _is_asked(self, weight: ir.Value, copy: ir.Value) -> bool:
+        """Tell whether the user or the exporter says that a copy is one of a weight."""
+        retied = matches(weight.name, self.retie) or matches(copy.name, self.retie)
+        return retied or _is_folded(weight, copy) or _have_one_source(weight, copy)
+
+    def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
+        """Return the operator that makes a copy of a weight and its argument, or None where they are not tied."""
+        if matches(weight.name, self.untie) or matches(copy.name, self.untie):
+            return None
+        how = ties.relation(weight, copy, transposed=_is_folded(weight, copy))
+        if how is None or self._is_asked(weight, copy):
+            return how
+        first, second = _read(weight), _read(copy)
+        if (first.named and second.named) or first.sources or second.sources or not ties.tells(weight):
+            return None
+        merged = first.by_exporter or second.by_exporter or _are_clones(weight, copy)
+        return None if how[0] == "Identity" and merged else how
 
 
-def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
-    """Add all values from which a gradient could flow to an output of `graph`, through bodies too."""
-    reached.update(output for output in graph.outputs if is_differentiable(output))
-    for node in reversed(graph):
-        if passes_gradient(node) and any(output in reached for output in node.outputs):
-            reached.update(x for i, x in enumerate(node.inputs) if x is not None and _carries(node, i))
-            for body in subgraphs(node):
-                _reach(body, reached)
+def _floating(model: ir.Model) -> list[ir.Value]:
+    return [value for value in model.graph.initializers.values() if is_differentiable(value)]
 
 
-def _carries(node: ir.Node, index: int) -> bool:
-    """Tell whether an input is one that a gradient could flow to, by type and by the operator's schema."""
-    if not carries_gradient(node.inputs[index]) or index in STATISTICS.get(node.op_type, ()):
-        return False
-    try:
-        schema = onnx.defs.get_schema(node.op_type, domain=node.domain)
-    except onnx.defs.SchemaError:
-        return True
-    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-    return formal.differentiation_category != onnx.defs.OpSchema.DifferentiationCategory.NonDifferentiable
+def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
+    if pattern and not any(matches(value.name, pattern) for value in floating):
+        raise GraphoptError(
+            f"{field}={pattern!r} matches no floating initializer; the model has: "
+            f"{', '.join(str(value.name) for value in floating) or 'none'}"
+        )
 
 
-def _is_weight(value: ir.Value) -> bool:
-    tensor = value.const_value
-    if tensor is None or len(tensor.shape) == 0 or FROZEN in value.metadata_props or _is_literal(value):
-        return False
-    return bool(np.isfinite(tensor.numpy()).all())
+def _read(value: ir.Value) -> Origin:
+    origin = Origin.read(value)
+    assert origin is not None
+    return origin
 
 
-def _is_literal(value: ir.Value) -> bool:
-    """Tell whether a number is spread over a last axis, or is computed with as a number."""
-    if value.const_value is None or tuple(value.const_value.shape) != (1,):
-        return False
-    results = [user.outputs[0].shape for user in value.consumers() if user.op_type in ARITHMETIC]
-    return any(shape is not None and (all(dim == 1 for dim in shape) or shape[-1] != 1) for shape in results)
+def _is_open(value: ir.Value) -> bool:
+    """Tell whether an exporter left open what an initializer is, and gave it no name of its own."""
+    origin = Origin.read(value)
+    return origin is None or not (origin.named or origin.certain)
+
+
+def _origin(value: ir.Value) -> Origin:
+    """Return what an initializer is, by what the exporter says, by its uses and by its numbers."""
+    if FROZEN in value.metadata_props:
+        return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
+    uses = list(value.uses())
+    if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
+        return Origin(Kind.BUFFER, "running statistics")
+    written = Origin.read(value)
+    if written is not None and not written.trains:
+        return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
+    if written is not None and written.kind is Kind.COMPUTED:
+        return written
+    reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
+    if reasons and reasons[0] is not None and all(reasons):
+        return Origin(Kind.CONSTANT, reasons[0], certain=False)
+    if written is None and evidence.is_literal(value):
+        return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
+    found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
+    if found is not None:
+        return replace(found, named=written is not None and written.named)
+    return replace(written, certain=True) if written else Origin(Kind.PARAMETER, "a gradient flows to it")
+
+
+def _why_unreached(value: ir.Value) -> str:
+    ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
+    return f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
+
+
+def _part_constant_uses(model: ir.Model) -> None:
+    """Give initializers that are constants to some of their users, and not to others, a copy for the former."""
+    for value in [value for value in _floating(model) if _is_open(value)]:
+        uses = list(value.uses())
+        constant = [use for use in uses if evidence.constant_use(*use)]
+        if 0 < len(constant) < len(uses):
+            copy = ties.duplicate(model, value, f"{value.name}.constant")
+            for node, index in constant:
+                node.replace_input_with(index, copy)
+
+
+def _order(value: ir.Value) -> tuple[bool, bool]:
+    """Sort weights with names of their own first, and those last that were made from others."""
+    origin = _read(value)
+    return not origin.named, bool(origin.sources)
+
+
+def _is_folded(weight: ir.Value, copy: ir.Value) -> bool:
+    """Tell whether the exporter made a copy from a weight."""
+    return _read(copy).sources == (weight.name,)
+
+
+def _have_one_source(weight: ir.Value, copy: ir.Value) -> bool:
+    """Tell whether the exporter made both from the same parameters."""
+    return bool(_read(weight).sources) and _read(weight).sources == _read(copy).sources
+
+
+def _are_clones(first: ir.Value, second: ir.Value) -> bool:
+    """Tell whether names differ in numbers alone: those of layers that start as copies of each other."""
+    names = [re.sub(r"\d+", "#", str(value.name)) for value in (first, second)]
+    return names[0] == names[1]
+
+
+def _warn(values: Sequence[ir.Value]) -> None:
+    """Say which initializers only a rule decided."""
+    unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
+    if unsure:
+        some = [f"{value.name!r} ({origin.reason})" for value, origin in unsure[:4]]
+        more = f" and {len(unsure) - 4} more" if len(unsure) > 4 else ""
+        numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
+        warnings.warn(
+            f"a rule, and not the exporter, decides whether {len(unsure)} initializers of {numbers:,} numbers train: "
+            f"{', '.join(some)}{more}: change it by freeze, unfreeze, untie or retie of Parameters; run=report lists "
+            f"what trains",
+            stacklevel=2,
+        )
+
+
+def _nothing_to_train(model: ir.Model, floating: Sequence[ir.Value]) -> str:
+    tree = next(filter(is_tree, model.graph), None)
+    if tree is not None:
+        return (
+            f"nothing to train: {tree.op_type} node {tree.name!r} is piecewise constant, so that no gradient "
+            f"passes it, and nothing after it trains: train a linear model or a network instead"
+        )
+    found = (
+        ", ".join(f"{value.name!r} ({_read(value).why})" for value in floating)
+        or "no floating initializer at all"
+    )
+    return (
+        f"nothing to train: expected a floating initializer that a gradient flows to from an output, found {found}; "
+        f"name parameters with pattern or unfreeze of Parameters"
+    )

@@ -41,6 +41,17 @@ REFUSED: dict[tuple[str, str], str] = {}
 # Operators whose integers stand for floating numbers, and have their gradient.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
 
+# Floating inputs to which no gradient flows, of ONNX's operators: ratios, regions, sizes, running statistics.
+WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (3, 4),
+    "CastLike": (1,),
+    "Dropout": (1,),
+    "MaxRoiPool": (1,),
+    "OneHot": (0, 1),
+    "Range": (1,),
+    "Resize": (1, 2),
+}
+
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of these operators."""
@@ -91,6 +102,11 @@ def no_gradient(*op_types: str, domain: str = "") -> None:
 def refused(reason: str, *op_types: str, domain: str = "") -> None:
     """Declare operators on whose way to a parameter a model is refused; the reason says what to do instead."""
     REFUSED.update({(domain, op_type): reason for op_type in op_types})
+
+
+def carries(node: ir.Node, index: int) -> bool:
+    """Tell whether a gradient can flow to an input of a node, whatever the input's type is."""
+    return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
 
 
 def has_rule(domain: str, op_type: str) -> bool:

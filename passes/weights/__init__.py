@@ -1,0 +1,1 @@
+"""Decide what every floating initializer is: what the user says, what the exporter wrote, what the graph tells."""

@@ -1,0 +1,196 @@
+"""Tell constants from weights by how the graph uses them, and by their numbers, where no exporter tells."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.emitter import subgraphs
+from graphopt.origins import Kind, Origin
+from passes.gradients.registry import carries
+from passes.gradients.walk import carries_gradient, is_differentiable, passes_gradient
+
+_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
+_RECURRENT = {"RNN": (5,), "GRU": (5,), "LSTM": (5, 6)}
+_SCATTERS = {"Scatter", "ScatterElements", "ScatterND", "TensorScatter"}
+_LAYOUT = {
+    "Cast",
+    "Concat",
+    "Expand",
+    "Flatten",
+    "Identity",
+    "Reshape",
+    "Slice",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+}
+_MASKING = -1e4  # a number of this size or below, added to scores, takes them out of a softmax
+
+
+def reached(graph: ir.Graph) -> set[ir.Value]:
+    """Return all values from which a gradient flows to an output of a graph, through bodies too."""
+    found = {output for output in graph.outputs if is_differentiable(output)}
+    _reach(graph, found)
+    return found
+
+
+def _reach(graph: ir.Graph, found: set[ir.Value]) -> None:
+    for node in reversed(graph):
+        if passes_gradient(node) and any(output in found for output in node.outputs):
+            inputs = (x for i, x in enumerate(node.inputs) if carries(node, i))
+            found.update(x for x in inputs if x is not None and carries_gradient(x))
+            for body in subgraphs(node):
+                found.update(output for output in body.outputs if is_differentiable(output))
+                _reach(body, found)
+
+
+def constant_use(node: ir.Node, index: int) -> str | None:
+    """Return why an initializer is a constant where a node takes it, by what the node does with it; or None."""
+    x = node.inputs[index]
+    assert x is not None
+    if node.domain != "":
+        return None
+    if node.op_type in _SCATTERS and index == 0 and _fill(x) is not None:
+        return "the first value of what is scattered into"
+    if index in _RECURRENT.get(node.op_type, ()) and _fill(x) == 0:
+        return "the zeros that a recurrence starts from"
+    if node.op_type == "InstanceNormalization" and index in (1, 2):
+        scale, bias = node.inputs[1], node.inputs[2]
+        if _fill(scale) == 1 and _fill(bias) == 0:
+            return "the unit scale and zero bias of a normalization"
+    return None
+
+
+def constant_value(x: ir.Value) -> Origin | None:
+    """Return what an initializer is by its numbers and all its uses, if it is a constant."""
+    assert x.const_value is not None
+    array = x.const_value.numpy()
+    if array.dtype.kind not in "fV" or array.size == 0:
+        return Origin(Kind.CONSTANT, "not of numbers that train", certain=True)
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        return Origin(Kind.CONSTANT, "not finite: a mask")
+    if array.ndim > 1 and array.min() <= _MASKING and set(np.unique(array)) <= {0.0, array.min()}:
+        return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
+    if array.ndim > 1 and _is_triangle(array):
+        return Origin(Kind.CONSTANT, "a causal mask: a triangle of ones", certain=False)
+    if (table := constant_table(x)) is not None:
+        return table
+    if (
+        array.size > 1
+        and max(array.shape) == array.size
+        and _is_progression(array.ravel())
+        and _feeds_wave(x)
+    ):
+        return Origin(Kind.CONSTANT, "frequencies of sines and cosines", certain=False)
+    if _is_input_statistic(x):
+        return Origin(Kind.CONSTANT, "shifts or scales an input of the model", certain=False)
+    return None
+
+
+def constant_table(x: ir.Value) -> Origin | None:
+    """Return what an initializer is if it holds sines and cosines of positions, which programs seldom train."""
+    if x.const_value is None or not _is_wave(x.const_value.numpy().astype(np.float64)):
+        return None
+    return Origin(Kind.CONSTANT, "a table of sines and cosines of positions", certain=False)
+
+
+def is_literal(x: ir.Value) -> bool:
+    """Tell whether an initializer is one number that arithmetic takes: of rank 0, or spread over an axis."""
+    shape = None if x.const_value is None else tuple(x.const_value.shape)
+    if shape == ():
+        return True
+    if shape != (1,):
+        return False
+    results = [user.outputs[0].shape for user in x.consumers() if user.op_type in _ARITHMETIC]
+    return any(found is not None and (all(dim == 1 for dim in found) or found[-1] != 1) for found in results)
+
+
+def is_short(x: ir.Value) -> bool:
+    """Tell whether one number is one that a person would write: of three digits."""
+    tensor = x.const_value
+    return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
+
+
+def _fill(x: ir.Value | None) -> float | None:
+    """Return the one number that an initializer holds everywhere, or None."""
+    tensor = None if x is None else ir.convenience.get_const_tensor(x)
+    array = None if tensor is None else tensor.numpy()
+    if array is None or array.size == 0 or not np.all(array == array.flat[0]):
+        return None
+    return float(array.flat[0])
+
+
+def _is_triangle(array: np.ndarray) -> bool:
+    """Tell whether the last two axes hold ones on one side of the diagonal, and zeros on the other."""
+    rows, columns = array.shape[-2:]
+    if rows != columns or rows < 3:
+        return False
+    triangles = (np.tril(np.ones((rows, rows)), k) for k in (-1, 0))
+    return any(np.all(array == t) or np.all(array == 1 - t) for t in triangles)
+
+
+def _is_wave(array: np.ndarray) -> bool:
+    """Tell whether numbers are sines or cosines sampled along the last axis but one.
+
+    Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n], with an amplitude of 1. Columns of one number
+    satisfy it, too, and tell nothing; a table has others.
+    """
+    if array.ndim < 2 or array.shape[-2] < 5 or np.abs(array).max() > 1 + 1e-5:
+        return False
+    table = np.moveaxis(array, -2, 0).reshape(array.shape[-2], -1)[:64]
+    table = table[:, np.ptp(table, axis=0) > 1e-3]
+    if table.shape[1] == 0:
+        return False
+    middle, ends = table[1:-1], table[2:] + table[:-2]
+    factor = (middle * ends).sum(0) / (middle * middle).sum(0)
+    return bool((np.abs(ends - factor * middle) < 1e-3).all() and (np.abs(factor) < 2).all())
+
+
+def _is_progression(numbers: np.ndarray) -> bool:
+    """Tell whether numbers form an arithmetic or a geometric progression; one number does."""
+    if len(numbers) < 3:
+        return True
+    steps = np.diff(numbers)
+    if np.allclose(steps, steps[0], rtol=1e-3, atol=0) and steps[0] != 0:
+        return True
+    if (numbers <= 0).any():
+        return False
+    ratios = numbers[1:] / numbers[:-1]
+    return bool(np.allclose(ratios, ratios[0], rtol=1e-3) and abs(ratios[0] - 1) > 1e-3)
+
+
+def _feeds_wave(x: ir.Value) -> bool:
+    """Tell whether products and layout alone lead from an initializer, and to sines and cosines alone."""
+    front, seen, waves = [x], {x}, False
+    while front:
+        for user in front.pop().consumers():
+            if user.op_type in ("Sin", "Cos"):
+                waves = True
+            elif user.op_type in _LAYOUT or user.op_type in ("Mul", "Einsum", "MatMul", "Div"):
+                front.extend(y for y in user.outputs if y not in seen)
+                seen.update(user.outputs)
+            else:
+                return False
+    return waves
+
+
+def _is_input_statistic(x: ir.Value) -> bool:
+    """Tell whether a number, or one a channel, is subtracted from an input of the model, or divides it."""
+    assert x.const_value is not None
+    dims = [dim for dim in x.const_value.shape if dim != 1]
+    return len(dims) <= 1 and any(
+        user.op_type in ("Sub", "Div") and user.inputs[1] is x and _is_data(user.inputs[0])
+        for user in x.consumers()
+    )
+
+
+def _is_data(x: ir.Value | None) -> bool:
+    """Tell whether a value is an input of the model, but for its type, layout and scale."""
+    while x is not None and not x.is_graph_input():
+        node = x.producer()
+        if node is None or node.op_type not in (*_LAYOUT, "Mul", "Sub", "Div"):
+            return False
+        x = node.inputs[0]
+    return x is not None and x.const_value is None

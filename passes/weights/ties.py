@@ -1,0 +1,99 @@
+"""Find copies of a weight, transposed or reshaped, and make them the weight itself again."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.emitter import Emitter, like
+from graphopt.origins import Copy
+
+_FEWEST = 8  # elements that must be equal before equal numbers tell of a tie
+
+
+def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Group weights that hold the same numbers, in any order of their axes; a weight in a shape of its own is alone."""
+    found: dict[object, list[ir.Value]] = defaultdict(list)
+    for weight in weights:
+        found[_fingerprint(_array(weight))].append(weight)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, list[int]] | None:
+    """Return the operator, and its argument, that makes `copy` of `weight`: Identity, Transpose or Reshape; or None.
+
+    Args:
+        transposed: prefer a Transpose where symmetric numbers leave it open.
+    """
+    a, b = _array(weight), _array(copy)
+    if a.dtype != b.dtype or a.size != b.size:
+        return None
+    if not transposed and a.shape == b.shape and np.array_equal(a, b):
+        return "Identity", []
+    if a.ndim == b.ndim and a.ndim <= 5:
+        for perm in sorted(itertools.permutations(range(a.ndim)), reverse=True):
+            if a.transpose(perm).shape == b.shape and np.array_equal(a.transpose(perm), b):
+                return ("Identity", []) if perm == tuple(range(a.ndim)) else ("Transpose", list(perm))
+    if np.array_equal(a.ravel(), b.ravel()):
+        return "Reshape", list(b.shape)
+    return None
+
+
+def tells(weight: ir.Value) -> bool:
+    """Tell whether equal numbers tell of a tie: numbers that initialization repeats, such as zeros, do not."""
+    array = _array(weight)
+    return array.size >= _FEWEST and len(np.unique(array.ravel()[:4096])) >= min(_FEWEST, array.size // 2)
+
+
+def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
+    """Compute an initializer from the weight that it is a copy of."""
+    op_type, argument = made_by
+    with Emitter(model) as op:
+        emit: dict[str, Callable[[], ir.Value]] = {
+            "Identity": lambda: weight,
+            "Transpose": lambda: op.Transpose(weight, perm=argument),
+            "Reshape": lambda: op.Reshape(weight, argument),
+        }
+        computed = emit[op_type]()
+    name, shape = str(copy.name), _array(copy).shape
+    ir.convenience.replace_all_uses_with(copy, computed, replace_graph_outputs=True)
+    del model.graph.initializers[name]
+    if computed is not weight:
+        like(computed, copy)
+    how = {"Identity": "equal to", "Transpose": "the transpose of", "Reshape": "a reshaped copy of"}[op_type]
+    return Copy(name, shape, f"{how} {weight.name}")
+
+
+def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
+    """Give each use of an initializer but the first one a copy of its own; return the copies."""
+    copies: list[ir.Value] = []
+    for node, index in list(weight.uses())[1:]:
+        copies.append(duplicate(model, weight, f"{weight.name}.{len(copies) + 1}"))
+        node.replace_input_with(index, copies[-1])
+    return copies
+
+
+def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
+    """Register a copy of an initializer under a name, or one like it that is free."""
+    taken = ir.convenience.create_value_mapping(model.graph)
+    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+    free = next(candidate for candidate in names if candidate not in taken)
+    tensor = ir.tensor(_array(value).copy(), name=free)
+    copy = ir.Value(name=free, type=value.type, shape=value.shape, const_value=tensor)
+    model.graph.register_initializer(copy)
+    return copy
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _fingerprint(array: np.ndarray) -> tuple[str, int, int]:
+    """Return a number that does not change when elements change places: the sum of their bits, modulo 2^64."""
+    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    return array.dtype.str, array.size, int(bits.sum(dtype=np.uint64))
