@@ -12,6 +12,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 
 _KEY = "graphopt.origin"
+_LEFT_OUT = "graphopt.left_out"
+EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
 
 
 class Kind(enum.Enum):
@@ -85,3 +87,13 @@ class Origin:
             raise GraphoptError(
                 f"{value.name!r}: expected metadata {_KEY!r} as graphopt writes it, found {text!r}: remove it"
             ) from error
+
+
+def write_left_out(model: ir.Model, names: list[str]) -> None:
+    """Keep the names of the exported program's parameters that the exporter left out of the file."""
+    model.metadata_props[_LEFT_OUT] = json.dumps(names)
+
+
+def left_out(model: ir.Model) -> list[str]:
+    """Return the names of the exported program's parameters that the exporter left out of the file."""
+    return list(map(str, json.loads(model.metadata_props.get(_LEFT_OUT, "[]"))))

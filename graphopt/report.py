@@ -17,7 +17,7 @@ from graphopt.errors import GraphoptError, Lacking, NoGradient
 from graphopt.listing import listing, size
 from graphopt.loading import Source, load
 from graphopt.memory import Memory, estimate
-from graphopt.origins import Origin
+from graphopt.origins import EXPORT_ANEW, Origin, left_out
 from graphopt.pipeline import Pipeline
 from graphopt.plot import plot
 from graphopt.roles import RUNTIME, STATE, Role, role_of, with_role
@@ -157,6 +157,8 @@ def _weights(model: ir.Model) -> Iterator[str]:
             tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
             yield f"{what:10} {tensors} of {numbers:,} numbers" if found else f"{what:10} nothing"
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
+    if missing := left_out(model):
+        yield f"left out   {', '.join(missing)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

@@ -19,7 +19,7 @@ import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError
-from graphopt.origins import Origin
+from graphopt.origins import Origin, write_left_out
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 from graphopt.roles import Role, role_of, set_role
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
@@ -54,8 +54,8 @@ class Normalize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
-        parted = exporters.part(model)
-        origins = exporters.read(model) | parted
+        left_out = exporters.left_out(model)
+        origins = exporters.read(model)
         with outputs_kept(model):
             self._prepare(model)
             infer(model)
@@ -68,6 +68,8 @@ class Normalize(Pass):
             classical.freeze_scaling(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         set_labels_aside(model, is_classical)
+        if left_out:
+            write_left_out(model, left_out)
         for value in model.graph.initializers.values():
             if str(value.name) in origins and is_differentiable(value) and Origin.read(value) is None:
                 origins[str(value.name)].write(value)

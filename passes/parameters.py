@@ -13,13 +13,14 @@ import onnx_ir.passes.common as common
 
 from graphopt import state
 from graphopt.errors import GraphoptError
-from graphopt.origins import Kind, Origin
+from graphopt.origins import EXPORT_ANEW, Kind, Origin, left_out
 from graphopt.rewriting import Pass, Pattern, matches
 from graphopt.roles import FROZEN, UNTRAINED, Role
 from passes.gradients.walk import dead_ends, is_differentiable
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
 from passes.weights import evidence, ties
+from passes.weights.initializers import duplicate
 
 __all__ = ["Parameters", "Untie"]
 
@@ -103,6 +104,14 @@ class Parameters(Pass):
             if origin.trains and value in reached and value not in chosen:
                 value.metadata_props[UNTRAINED] = "true"
         kept = self._tie(model, chosen)
+        if missing := left_out(model):
+            some = ", ".join(map(repr, missing[:4])) + (
+                f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            )
+            warnings.warn(
+                f"the exporter left out {len(missing)} parameters, which do not train: {some}: {EXPORT_ANEW}",
+                stacklevel=2,
+            )
         _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
         for value in kept:
             state.promote(model, value, Role.PARAMETER)
@@ -209,7 +218,11 @@ def _origin(value: ir.Value) -> Origin:
     found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
     if found is not None:
         return replace(found, named=written is not None and written.named)
-    return replace(written, certain=True) if written else Origin(Kind.PARAMETER, "a gradient flows to it")
+    if written is None:
+        return Origin(Kind.PARAMETER, "a gradient flows to it")
+    return replace(
+        written, certain=written.certain or len(value.shape or ()) > 0
+    )  # one number is a buffer as often
 
 
 def _why_unreached(value: ir.Value) -> str:
@@ -223,7 +236,7 @@ def _part_constant_uses(model: ir.Model) -> None:
         uses = list(value.uses())
         constant = [use for use in uses if evidence.constant_use(*use)]
         if 0 < len(constant) < len(uses):
-            copy = ties.duplicate(model, value, f"{value.name}.constant")
+            copy = duplicate(model, value, f"{value.name}.constant")
             for node, index in constant:
                 node.replace_input_with(index, copy)
 

@@ -137,7 +137,7 @@ def test_the_report_tells_what_would_help(tmp_path):
         proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), name))
     pipeline = graphopt.standard(loss=passes.MeanSquaredError())
     lines = report(proto, pipeline).summary().splitlines()
-    assert "  dead  float[4]  4  no gradient passes Floor 'three'" in lines
+    assert "  dead  float[4]  4  no gradient passes Floor node 'three'" in lines
     told = lines[lines.index("blocked    at gradient: operators without a gradient") + 2].split(maxsplit=2)
     assert told[:2] == ["my.domain::Product", "one"]
     assert re.split("  +", told[2]) == [

@@ -9,6 +9,7 @@ from graphopt.emitter import subgraphs
 from graphopt.origins import Kind, Origin
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, is_differentiable, passes_gradient
+from passes.weights.initializers import fill
 
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
 _RECURRENT = {"RNN": (5,), "GRU": (5,), "LSTM": (5, 6)}
@@ -51,13 +52,13 @@ def constant_use(node: ir.Node, index: int) -> str | None:
     assert x is not None
     if node.domain != "":
         return None
-    if node.op_type in _SCATTERS and index == 0 and _fill(x) is not None:
+    if node.op_type in _SCATTERS and index == 0 and fill(x) is not None:
         return "the first value of what is scattered into"
-    if index in _RECURRENT.get(node.op_type, ()) and _fill(x) == 0:
+    if index in _RECURRENT.get(node.op_type, ()) and fill(x) == 0:
         return "the zeros that a recurrence starts from"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
         scale, bias = node.inputs[1], node.inputs[2]
-        if _fill(scale) == 1 and _fill(bias) == 0:
+        if fill(scale) == 1 and fill(bias) == 0:
             return "the unit scale and zero bias of a normalization"
     return None
 
@@ -77,12 +78,8 @@ def constant_value(x: ir.Value) -> Origin | None:
         return Origin(Kind.CONSTANT, "a causal mask: a triangle of ones", certain=False)
     if (table := constant_table(x)) is not None:
         return table
-    if (
-        array.size > 1
-        and max(array.shape) == array.size
-        and _is_progression(array.ravel())
-        and _feeds_wave(x)
-    ):
+    waves = _waves(x)
+    if waves and (len(waves) == 2 or (max(array.shape) == array.size and _is_progression(array.ravel()))):
         return Origin(Kind.CONSTANT, "frequencies of sines and cosines", certain=False)
     if _is_input_statistic(x):
         return Origin(Kind.CONSTANT, "shifts or scales an input of the model", certain=False)
@@ -113,15 +110,6 @@ def is_short(x: ir.Value) -> bool:
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
 
 
-def _fill(x: ir.Value | None) -> float | None:
-    """Return the one number that an initializer holds everywhere, or None."""
-    tensor = None if x is None else ir.convenience.get_const_tensor(x)
-    array = None if tensor is None else tensor.numpy()
-    if array is None or array.size == 0 or not np.all(array == array.flat[0]):
-        return None
-    return float(array.flat[0])
-
-
 def _is_triangle(array: np.ndarray) -> bool:
     """Tell whether the last two axes hold ones on one side of the diagonal, and zeros on the other."""
     rows, columns = array.shape[-2:]
@@ -149,9 +137,9 @@ def _is_wave(array: np.ndarray) -> bool:
 
 
 def _is_progression(numbers: np.ndarray) -> bool:
-    """Tell whether numbers form an arithmetic or a geometric progression; one number does."""
+    """Tell whether numbers form an arithmetic or a geometric progression."""
     if len(numbers) < 3:
-        return True
+        return False
     steps = np.diff(numbers)
     if np.allclose(steps, steps[0], rtol=1e-3, atol=0) and steps[0] != 0:
         return True
@@ -161,18 +149,18 @@ def _is_progression(numbers: np.ndarray) -> bool:
     return bool(np.allclose(ratios, ratios[0], rtol=1e-3) and abs(ratios[0] - 1) > 1e-3)
 
 
-def _feeds_wave(x: ir.Value) -> bool:
-    """Tell whether products and layout alone lead from an initializer, and to sines and cosines alone."""
-    front, seen, waves = [x], {x}, False
+def _waves(x: ir.Value) -> set[str]:
+    """Return which of Sin and Cos read what products and layout make of an initializer, if nothing else does."""
+    front, seen, waves = [x], {x}, set()
     while front:
         for user in front.pop().consumers():
             if user.op_type in ("Sin", "Cos"):
-                waves = True
-            elif user.op_type in _LAYOUT or user.op_type in ("Mul", "Einsum", "MatMul", "Div"):
+                waves.add(user.op_type)
+            elif user.op_type in (*_LAYOUT, "Mul", "Einsum", "MatMul", "Div"):
                 front.extend(y for y in user.outputs if y not in seen)
                 seen.update(user.outputs)
             else:
-                return False
+                return set()
     return waves
 
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import Emitter, like
 from graphopt.origins import Copy
+from passes.weights.initializers import array, duplicate
 
 _FEWEST = 8  # elements that must be equal before equal numbers tell of a tie
 
@@ -19,7 +20,7 @@ def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
     """Group weights that hold the same numbers, in any order of their axes; a weight in a shape of its own is alone."""
     found: dict[object, list[ir.Value]] = defaultdict(list)
     for weight in weights:
-        found[_fingerprint(_array(weight))].append(weight)
+        found[_fingerprint(array(weight))].append(weight)
     return [group for group in found.values() if len(group) > 1]
 
 
@@ -29,7 +30,7 @@ def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, l
     Args:
         transposed: prefer a Transpose where symmetric numbers leave it open.
     """
-    a, b = _array(weight), _array(copy)
+    a, b = array(weight), array(copy)
     if a.dtype != b.dtype or a.size != b.size:
         return None
     if not transposed and a.shape == b.shape and np.array_equal(a, b):
@@ -45,8 +46,8 @@ def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, l
 
 def tells(weight: ir.Value) -> bool:
     """Tell whether equal numbers tell of a tie: numbers that initialization repeats, such as zeros, do not."""
-    array = _array(weight)
-    return array.size >= _FEWEST and len(np.unique(array.ravel()[:4096])) >= min(_FEWEST, array.size // 2)
+    numbers = array(weight).ravel()
+    return numbers.size >= _FEWEST and len(np.unique(numbers[:4096])) >= min(_FEWEST, numbers.size // 2)
 
 
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
@@ -59,7 +60,7 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, l
             "Reshape": lambda: op.Reshape(weight, argument),
         }
         computed = emit[op_type]()
-    name, shape = str(copy.name), _array(copy).shape
+    name, shape = str(copy.name), array(copy).shape
     ir.convenience.replace_all_uses_with(copy, computed, replace_graph_outputs=True)
     del model.graph.initializers[name]
     if computed is not weight:
@@ -77,23 +78,7 @@ def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
     return copies
 
 
-def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
-    """Register a copy of an initializer under a name, or one like it that is free."""
-    taken = ir.convenience.create_value_mapping(model.graph)
-    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
-    free = next(candidate for candidate in names if candidate not in taken)
-    tensor = ir.tensor(_array(value).copy(), name=free)
-    copy = ir.Value(name=free, type=value.type, shape=value.shape, const_value=tensor)
-    model.graph.register_initializer(copy)
-    return copy
-
-
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None
-    return value.const_value.numpy()
-
-
-def _fingerprint(array: np.ndarray) -> tuple[str, int, int]:
+def _fingerprint(numbers: np.ndarray) -> tuple[str, int, int]:
     """Return a number that does not change when elements change places: the sum of their bits, modulo 2^64."""
-    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-    return array.dtype.str, array.size, int(bits.sum(dtype=np.uint64))
+    bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
+    return numbers.dtype.str, numbers.size, int(bits.sum(dtype=np.uint64))

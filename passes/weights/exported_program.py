@@ -1,0 +1,239 @@
+"""Read what PyTorch's exporter (`dynamo=True`) writes.
+
+It keeps the signature of the exported program in the graph's metadata, beside a folded value the names that it was made
+from, and beside a node the call of the program that it comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.origins import Kind, Origin
+from passes.weights.initializers import array, duplicate, fill, floating, is_floating, register
+
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_PLACEHOLDER = "pkg.torch.onnx.original_node_name"
+_CALL = "pkg.torch.onnx.fx_node"
+_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+
+_KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
+
+# Calls of ATen that move numbers and compute none.
+_MOVING = {
+    *("alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"),
+    *(
+        "chunk",
+        "diagonal",
+        "embedding",
+        "getitem",
+        "index",
+        "index_select",
+        "narrow",
+        "select",
+        "slice",
+        "split",
+    ),
+    *("split_with_sizes", "unbind", "cat", "stack", "expand", "repeat", "tile"),
+    *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
+    *("flip", "movedim", "permute", "roll", "t", "transpose"),
+}
+# Calls of ATen with an inverse: the operator, and the inverse.
+_INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "exp": ("Exp", np.log),
+    "log": ("Log", np.exp),
+    "neg": ("Neg", np.negative),
+    "reciprocal": ("Reciprocal", np.reciprocal),
+    "sigmoid": ("Sigmoid", lambda y: np.log(y / (1 - y))),
+    "softplus": ("Softplus", lambda y: np.where(y > 20, y, np.log(np.expm1(np.minimum(y, 20))))),
+    "sqrt": ("Sqrt", np.square),
+    "tanh": ("Tanh", np.arctanh),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input of an exported program: what it is, and its path in the module."""
+
+    kind: Kind
+    target: str
+
+
+Signature = Mapping[str, Spec]
+_Use = tuple[ir.Value, ir.Node, int]
+
+
+def signature(model: ir.Model) -> dict[str, Spec]:
+    """Return the parameters and buffers of the exported program, by their placeholders."""
+    text = model.graph.metadata_props.get(_SIGNATURE, "")
+    found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
+    specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
+    targets = {spec.target for spec in specs.values()}
+    for value in floating(model):
+        kind = value.metadata_props.get(_KIND)
+        if kind in _KINDS and value.name not in targets:
+            placeholder = value.metadata_props.get(_PLACEHOLDER, str(value.name))
+            specs[placeholder] = Spec(_KINDS[kind], str(value.name))
+    return specs
+
+
+def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
+    """Yield what each floating initializer is, and its name."""
+    kinds = {spec.target: spec.kind for spec in specs.values()}
+    placeholders = {spec.target: name for name, spec in specs.items()}
+    for value in floating(model):
+        name = str(value.name)
+        if name in kinds:
+            yield name, _named(kinds[name])
+            continue
+        sources = tuple(source for source in _sources(value) if source in kinds)
+        parameters = tuple(source for source in sources if kinds[source] is Kind.PARAMETER)
+        layer = name.removesuffix("_bias")
+        if kinds.get(layer) is Kind.PARAMETER:
+            why = f"made by the exporter, which folded a BatchNormalization into {layer}"
+            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
+        elif not parameters:
+            why = f"computed from {_some(sources)}" if sources else "a constant of the exported program"
+            yield name, Origin(Kind.CONSTANT, why, sources=sources)
+        elif _is_moved(value, [placeholders[source] for source in parameters]):
+            why = f"{_some(parameters)}, laid out anew by the exporter"
+            yield name, Origin(Kind.PARAMETER, why, sources=parameters)
+        else:
+            why = f"computed from {_some(parameters)} by the exporter, and trains in its place"
+            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
+
+
+def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+    """Give weights that were merged an initializer each again; return what these are, by name.
+
+    The call that a node comes from names the parameters that it takes. Where an initializer is none of them, it stands
+    for one of them that was merged with it or, where all are accounted for, for a constant of equal values.
+    """
+    placeholders = {spec.target: name for name, spec in specs.items()}
+    parted: dict[str, Origin] = {}
+    copies: dict[tuple[ir.Value, str], ir.Value] = {}
+    for call, uses in _calls(model).items():
+        taken = [name for name in _arguments(call) if name in specs]
+        own = {
+            x: {placeholders[n] for n in (str(x.name), *_sources(x)) if n in placeholders} for x, _, _ in uses
+        }
+        left = [name for name in taken if not any(name in names for names in own.values())]
+        for x, node, index in uses:
+            if not taken or not own[x] or own[x].intersection(taken) or (not left and fill(x) is None):
+                continue
+            name, origin = f"{x.name}.constant", Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
+            if left:
+                ends = tuple(placeholder.rpartition("_")[2] for placeholder in own[x])
+                spec = specs[next((name for name in left if name.endswith(ends)), left[0])]
+                left = [placeholder for placeholder in left if specs[placeholder] != spec]
+                name, origin = spec.target, _named(spec.kind, f", merged with {x.name}")
+            copy = copies.get((x, name)) or duplicate(model, x, name)
+            copies[x, name] = copy
+            parted[str(copy.name)] = origin
+            node.replace_input_with(index, copy)
+    return parted
+
+
+def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+    """Compute again what the exporter computed from one parameter; return what these parameters are, by name."""
+    parameters = {spec.target for spec in specs.values() if spec.kind is Kind.PARAMETER}
+    inverted: dict[str, Origin] = {}
+    for value in floating(model):
+        sources = _sources(value)
+        paths = [source for source in sources if source in parameters]
+        calls = [_call_of(name) for name in (*sources, str(value.name)) if name not in paths]
+        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERTIBLE.keys() >= set(calls):
+            continue
+        numbers = array(value).astype(np.float64)
+        with np.errstate(all="ignore"):
+            for call in reversed(calls):
+                numbers = _INVERTIBLE[call][1](numbers)
+        path = paths[0]
+        if path in model.graph.initializers or not np.isfinite(numbers).all():
+            continue
+        last = register(model, path, np.asarray(numbers, array(value).dtype))
+        inverted[path] = _named(Kind.PARAMETER, f", found from {value.name}")
+        nodes = []
+        for call in calls:
+            nodes.append(ir.node(_INVERTIBLE[call][0], [last], name=f"{value.name}/{call}"))
+            last = nodes[-1].outputs[0]
+            last.name, last.type, last.shape = f"{value.name}/{call}", value.type, value.shape
+        model.graph.insert_before(model.graph[0], nodes)
+        ir.convenience.replace_all_uses_with(value, last, replace_graph_outputs=True)
+        del model.graph.initializers[str(value.name)]
+    return inverted
+
+
+def left_out(model: ir.Model, specs: Signature) -> list[str]:
+    """Return the parameters that the file holds in no form.
+
+    The exporter folds BatchNormalization into a convolution before it, and drops a bias of zeros.
+    """
+    held = {name for value in floating(model) for name in (str(value.name), *_sources(value))}
+    taken = {name for call in _calls(model) for name in _arguments(call)}
+    gone = {name: spec for name, spec in specs.items() if spec.target not in held}
+    folded = {_module(spec.target) for spec in gone.values() if spec.target.endswith(".running_mean")}
+    return [
+        spec.target
+        for name, spec in gone.items()
+        if spec.kind is Kind.PARAMETER and (name in taken or _module(spec.target) in folded)
+    ]
+
+
+def _calls(model: ir.Model) -> dict[str, list[_Use]]:
+    """Return the calls of the program that nodes come from, and the floating initializers that these read."""
+    calls: dict[str, list[_Use]] = {}
+    for node in model.graph.all_nodes():
+        uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_floating(x)]
+        if _CALL in node.metadata_props:
+            calls.setdefault(node.metadata_props[_CALL], []).extend(uses)
+    return calls
+
+
+def _arguments(call: str) -> list[str]:
+    """Return the values that a call takes."""
+    return re.findall(r"%(\w+)", call.partition("](args = ")[2])
+
+
+def _call_of(name: str) -> str:
+    """Return the call that a value is named for."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _is_moved(value: ir.Value, placeholders: Sequence[str]) -> bool:
+    """Tell whether a folded value holds the numbers of parameters, and not others computed from them.
+
+    It does where calls take the parameters themselves, of which the exporter has then changed the layout alone, and
+    where the folded call moves numbers alone.
+    """
+    calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
+    if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
+        return True
+    return _call_of(str(value.name)) in _MOVING
+
+
+def _sources(value: ir.Value) -> tuple[str, ...]:
+    """Return the names of what the exporter computed a value from."""
+    try:
+        names = ast.literal_eval(value.metadata_props.get(_FOLDED_FROM, "[]"))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def _named(kind: Kind, more: str = "") -> Origin:
+    return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)
+
+
+def _module(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

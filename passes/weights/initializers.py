@@ -1,0 +1,51 @@
+"""Read, copy and add floating initializers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+
+
+def floating(model: ir.Model) -> list[ir.Value]:
+    """Return the floating initializers of a model, of its bodies too."""
+    return [value for graph in model.graphs() for value in graph.initializers.values() if is_floating(value)]
+
+
+def is_floating(x: ir.Value | None) -> bool:
+    """Tell whether a value is an initializer of floating numbers, and no input."""
+    tensor = None if x is None or x.is_graph_input() or not x.is_initializer() else x.const_value
+    return tensor is not None and tensor.dtype.is_floating_point()
+
+
+def array(value: ir.Value) -> np.ndarray:
+    """Return the numbers of an initializer."""
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def fill(x: ir.Value | None) -> float | None:
+    """Return the one number that a constant holds everywhere, or None."""
+    tensor = None if x is None else ir.convenience.get_const_tensor(x)
+    numbers = None if tensor is None else tensor.numpy()
+    if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
+        return None
+    return float(numbers.flat[0])
+
+
+def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
+    """Register a copy of an initializer under a name, or one like it that is free."""
+    return register(model, name, array(value).copy())
+
+
+def register(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
+    """Register an initializer under a name, or one like it that is free."""
+    taken = ir.convenience.create_value_mapping(model.graph)
+    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+    free = next(candidate for candidate in names if candidate not in taken)
+    tensor = ir.tensor(numbers, name=free)
+    shape = ir.Shape(numbers.shape)
+    value = ir.Value(name=free, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+    model.graph.register_initializer(value)
+    return value

@@ -1,0 +1,91 @@
+"""Read what PyTorch's older exporter (`dynamo=False`) writes.
+
+It names parameters and buffers by their path in the module and what it folds of them `onnx::MatMul_12`, leaves an
+Identity that bears the other name where it merges two of equal values, keeps literals as Constant nodes, and names a
+node by its module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import onnx_ir as ir
+
+from graphopt.origins import Kind, Origin
+from passes.weights.initializers import duplicate, floating, is_floating
+
+# Names of buffers in PyTorch's own modules and in the usual libraries.
+_BUFFERS = {
+    *("anchors", "attention_mask", "attn_mask", "causal_mask", "mask"),
+    *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq", "original_inv_freq"),
+    *("pe", "position_ids", "position_table", "relative_coords_table", "relative_position_index"),
+    *("running_mean", "running_var", "num_batches_tracked", "embed_scale", "final_logits_bias"),
+}
+# Operators that read a folded value of which the exporter has changed the layout alone: a transpose, a new axis.
+_READERS = {"Add", "Concat", "Div", "Expand", "GRU", "Gather", "Gemm", "LSTM", "MatMul", "Mul", "RNN", "Sub"}
+
+
+def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
+    """Yield what each floating initializer and constant is, and its name."""
+    for value in floating(model):
+        yield str(value.name), _origin(str(value.name), value.consumers())
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and node.domain == "":
+            yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
+
+
+def part(model: ir.Model) -> dict[str, Origin]:
+    """Give weights that were merged an initializer each again; return what these are, by name.
+
+    A folded value that one module reads at several places stays one.
+    """
+    parted: dict[str, Origin] = {}
+    modules = {path.rpartition(".")[0] for path in map(str, model.graph.initializers)}
+    for node in [node for node in model.graph if node.op_type == "Identity"]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x is None or not is_floating(x) or y.is_graph_output():
+            continue
+        name, readers = str(y.name), list(y.consumers())
+        own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
+        y.name = f"{name}/alias"
+        copy = x
+        if not (_is_folded(name) and _modules(own, modules) & _modules(readers, modules)):
+            copy = duplicate(model, x, name)
+            parted[str(copy.name)] = _origin(name, readers, named=True)
+        ir.convenience.replace_all_uses_with(y, copy)
+        model.graph.remove(node, safe=True)
+    return parted
+
+
+def _origin(name: str, readers: Iterable[ir.Node], named: bool = False) -> Origin:
+    """Return what an initializer is, by its name and the nodes that read it."""
+    if name.rpartition("/")[2].startswith("Constant_"):  # of a file that a runtime has rewritten
+        return Origin(Kind.CONSTANT, "a literal of the exported program")
+    if _is_folded(name):
+        readers = list(readers)
+        of = f" of {module}" if (module := next(map(_module, readers), "")) else ""
+        if all(reader.op_type in _READERS for reader in readers):
+            why = f"folded by the exporter from a parameter{of}"
+            return Origin(Kind.PARAMETER, why, certain=False, named=named, by_exporter=True)
+        why = f"computed by the exporter from parameters{of}, as of a weight norm or BatchNormalization, in whose place"
+        return Origin(Kind.COMPUTED, f"{why} it trains", certain=False, named=named, by_exporter=True)
+    if name.rpartition(".")[2] in _BUFFERS:
+        return Origin(Kind.BUFFER, "its name is one that buffers have", certain=False, named=True)
+    why = "an attribute of the exported module"
+    return Origin(Kind.PARAMETER, why, certain=False, named=True, by_exporter=True)
+
+
+def _is_folded(name: str) -> bool:
+    return name.startswith(("onnx::", "/")) or name.isdigit()
+
+
+def _module(node: ir.Node) -> str:
+    """Return the path of the module that a node comes from."""
+    return (node.name or "").rpartition("/")[0][1:].replace("/", ".")
+
+
+def _modules(nodes: Iterable[ir.Node], known: set[str]) -> set[str]:
+    """Return the modules that nodes come from; further calls of a module, and no modules, have a number behind."""
+    paths = map(_module, nodes)
+    return {path if path in known else re.sub(r"_\d+(?=\.|$)", "", path) for path in paths}

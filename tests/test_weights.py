@@ -1,0 +1,362 @@
+"""What an initializer is: trained, frozen, tied or constant, as the exported program has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import gradient_cases
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from builders import model
+from test_gradient import model_of, precision
+from torch import nn
+
+import graphopt
+import passes
+from graphopt import GraphoptError
+from graphopt.origins import Kind, Origin
+from graphopt.report import report
+from graphopt.roles import Role, role_of, with_role
+from graphopt.testing import gradient_model
+from passes.gradients.registry import WITHOUT_FLOW
+
+EXPORTERS = ("dynamo", "torchscript")
+
+
+def decided(source, **options) -> tuple[ir.Model, list[str]]:
+    """Return a model after Parameters, and the warnings on the way."""
+    loaded = graphopt.load(source)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        passes.Normalize()(loaded)
+        passes.Parameters(**options)(loaded)
+    return loaded, [str(warning.message) for warning in caught]
+
+
+def trained(loaded: ir.Model) -> dict[str, ir.Value]:
+    return {str(value.name): value for value in with_role(loaded, Role.PARAMETER)}
+
+
+def origin(loaded: ir.Model, name: str) -> Origin:
+    found = Origin.read(ir.convenience.create_value_mapping(loaded.graph)[name])
+    assert found is not None
+    return found
+
+
+def carried(case: gradient_cases.Case) -> dict[int, bool]:
+    """Return for the floating inputs of a case whether its rule has a gradient of them."""
+    free = dataclasses.replace(case, constant=())
+    found = {output.name for output in gradient_model(model_of(free, precision(free))).graph.outputs}
+    arrays = {
+        i: x
+        for i, x in enumerate(case.inputs)
+        if isinstance(x, tuple) or (x is not None and x.dtype.kind == "f")
+    }
+    return {i: f"x{i}.grad" in found for i in arrays}
+
+
+def test_inputs_without_flow_are_those_that_no_rule_has_a_gradient_of() -> None:
+    flows: dict[tuple[str, int], bool] = {}
+    for case in gradient_cases.CASES:
+        if case.op_type in WITHOUT_FLOW or case.op_type in (
+            "Clip",
+            "GridSample",
+            "AffineGrid",
+            "LSTM",
+            "GRU",
+            "RNN",
+        ):
+            for index, flow in carried(case).items():
+                flows[case.op_type, index] = flows.get((case.op_type, index), False) or flow
+    for (op_type, index), flow in flows.items():
+        if op_type != "BatchNormalization":  # running statistics have a gradient, and never train
+            assert flow == (index not in WITHOUT_FLOW.get(op_type, ())), (op_type, index)
+
+
+class Attention(nn.Module):
+    """What exports most differently from how it trains: ties, buffers, tables, masks, one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.register_buffer("frequency", 1 / 100 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+        self.register_buffer("mask", torch.triu(torch.full((5, 5), -1e9), 1))
+        self.query = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.groups = nn.GroupNorm(5, 5)
+        self.plain = nn.InstanceNorm1d(5)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        h = self.words(x) + self.positions
+        angles = torch.outer(torch.arange(5).float(), self.frequency).repeat(1, 2)
+        h = h * angles.cos() + h.flip(-1) * angles.sin()
+        scores = self.query(h) @ h.transpose(1, 2) * 0.3 + self.mask
+        h = self.norm(scores.softmax(-1) @ h)
+        h, _ = self.recurrent(self.plain(self.groups(h)))
+        h = torch.zeros(len(x), 5, 8).scatter_add(1, (x % 5)[..., None].expand(-1, -1, 8), h)
+        return (self.head(h) * self.temperature.exp()).mean(1)
+
+
+class Clones(nn.Module):
+    """Layers that start as copies of each other, as those of nn.TransformerEncoder do, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.load_state_dict(self.first.state_dict())
+        self.shared = nn.Linear(6, 6, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.groups = nn.GroupNorm(2, 4)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, x):
+        h = nn.functional.one_hot(x, 6).float()
+        for norm, layer in zip(self.norms, (self.first, self.shared, self.second), strict=True):
+            h = norm(layer(h).tanh())
+        return self.head(self.groups(self.shared(h))).mean(1)
+
+
+def network(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    made = kind()
+    if kind is not Clones:
+        with torch.no_grad():  # no two weights are equal
+            for parameter in made.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+    return made.eval()
+
+
+def tokens(kind: type[nn.Module], seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(
+        0, 11 if kind is Attention else 6, (3, 5 if kind is Attention else 4), generator=generator
+    )
+
+
+@functools.cache
+def exported(kind: type[nn.Module], exporter: str, optimize: bool = True) -> onnx.ModelProto:
+    options = {"optimize": optimize} if exporter == "dynamo" else {"opset_version": 17}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return export(network(kind), tokens(kind), exporter, **options)
+
+
+def export(module: nn.Module, x: torch.Tensor, exporter: str, **options) -> onnx.ModelProto:
+    import io
+
+    options |= {"input_names": ["x"], "output_names": ["y"]}
+    if exporter == "dynamo":
+        return torch.onnx.export(module, (x,), dynamo=True, verbose=False, **options).model_proto
+    file = io.BytesIO()
+    torch.onnx.export(module, (x,), file, dynamo=False, **options)
+    return onnx.load_model_from_string(file.getvalue())
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", [Attention, Clones])
+def test_as_many_numbers_train_as_in_pytorch(kind: type[nn.Module], exporter: str) -> None:
+    loaded, _ = decided(exported(kind, exporter))
+    expected = sorted(parameter.numel() for parameter in network(kind).parameters())
+    found = {name: int(np.prod(value.shape.numpy())) for name, value in trained(loaded).items()}
+    assert sum(found.values()) == sum(expected), found
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", [Attention, Clones])
+def test_ten_steps_are_pytorchs(kind: type[nn.Module], exporter: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = graphopt.compile(
+            exported(kind, exporter), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.05, momentum=0.9)
+        )
+    executor = graphopt.Executor(step, threads=1)
+    twin = network(kind)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.05, momentum=0.9)
+    for seed in range(10):
+        x, labels = tokens(kind, seed), torch.tensor([seed % 11, 3, 7])
+        loss = nn.functional.cross_entropy(twin(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = executor.step(x=x.numpy(), target=labels.numpy())["loss"]
+        assert found == pytest.approx(loss.item(), rel=1e-4), seed
+    x = tokens(kind, 10)
+    found = executor.predict(x=x.numpy())["y"]
+    np.testing.assert_allclose(found, twin(x).detach().numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_folded_transposes_are_the_weight_again() -> None:
+    for exporter in EXPORTERS:
+        loaded, _ = decided(exported(Attention, exporter))
+        words = next(value for value in trained(loaded).values() if list(value.shape) == [11, 8])
+        assert [copy.shape for copy in origin(loaded, words.name).copies] == [(8, 11)]
+        assert any(node.op_type == "Transpose" and node.inputs[0] is words for node in loaded.graph)
+
+
+def test_merged_weights_are_parted_and_a_layer_used_twice_is_not() -> None:
+    loaded, _ = decided(exported(Clones, "dynamo"))
+    names = set(trained(loaded))
+    assert {"norms.0.weight", "norms.1.weight", "norms.2.weight", "norms.1.bias"} <= names
+    loaded, _ = decided(exported(Clones, "dynamo"), retie="norms.*.weight")
+    assert (
+        len([name for name in trained(loaded) if name.startswith("norms") and name.endswith("weight")]) == 1
+    )
+
+
+def test_a_function_of_one_parameter_is_computed_from_it_again() -> None:
+    loaded, _ = decided(exported(Attention, "dynamo"))
+    assert "temperature" in trained(loaded)
+    assert any(node.op_type == "Exp" for node in loaded.graph)
+
+
+def test_what_the_exporter_leaves_out_is_said() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.conv(nn.functional.one_hot(x, 3).float().transpose(1, 2))).mean(2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = export(Convolution().eval(), torch.randint(0, 3, (2, 6)), "dynamo")
+    _, said = decided(proto)
+    assert any("left out" in line and "'norm.weight'" in line and "optimize=False" in line for line in said)
+    found = report(proto, graphopt.standard(loss=passes.MeanSquaredError())).summary()
+    assert "left out   norm.weight, norm.bias" in found
+
+
+WAVES = np.sin(np.arange(12)[:, None] * (1 / 10 ** (np.arange(8) // 2 / 4)) + np.pi / 2 * (np.arange(8) % 2))
+GRAPHS = {
+    "a mask": ("a = Add(x, c)\n s = Softmax(a)", np.triu(np.full((4, 4), -1e9), 1), "float[4,4]"),
+    "infinities": ("a = Add(x, c)\n s = Softmax(a)", np.triu(np.full((4, 4), -np.inf), 1), "float[4,4]"),
+    "a triangle": ("s = Mul(x, c)", np.tril(np.ones((4, 4))), "float[4,4]"),
+    "a table of positions": ("s = Add(x, c)", WAVES, "float[12,8]"),
+    "frequencies": ("a = Mul(x, c)\n s = Sin(a)", 2.0 ** np.arange(4), "float[4,4]"),
+    "random frequencies": ("a = MatMul(x, c)\n e = Sin(a)\n d = Cos(a)\n s = Add(e, d)", None, "float[4,4]"),
+    "a mean of the input": ("s = Sub(x, c)", np.array([0.4, 0.5, 0.6, 0.7]), "float[4,4]"),
+    "a scale of the input": (
+        "a = Transpose(x)\n s = Div(a, c)",
+        np.array([0.4, 0.5, 0.6, 0.7]),
+        "float[4,4]",
+    ),
+    "a first value": (
+        's = ScatterElements<axis=0, reduction="add">(c, i, x)',
+        np.zeros((4, 4)),
+        "float[4,4]",
+    ),
+    "one number": ("s = Mul(x, c)", np.array(0.5), "float[4,4]"),
+}
+
+
+def graph(name: str) -> onnx.ModelProto:
+    lines, c, shape = GRAPHS[name]
+    rng = np.random.default_rng(0)
+    c = rng.standard_normal((4, 3)) if c is None else c
+    columns = 8 if "12" in shape else 3 if name == "random frequencies" else 4
+    return model(
+        f"g ({shape} x) => (float[N,M] y) {{ {lines}\n m = MatMul(s, w)\n y = Add(m, b) }}",
+        c=c, w=rng.standard_normal((columns, 3)), b=rng.standard_normal(3), i=np.zeros((4, 4), np.int64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_constants_are_told_by_their_use_and_their_numbers(name: str) -> None:
+    loaded, _ = decided(graph(name))
+    assert sorted(trained(loaded)) == ["b", "w"]
+    assert origin(loaded, "c").kind is Kind.CONSTANT
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "infinities"])
+def test_the_user_says_otherwise(name: str) -> None:
+    loaded, said = decided(graph(name), unfreeze="c")
+    assert sorted(trained(loaded)) == ["b", "c", "w"] and not said
+    loaded, said = decided(graph(name), freeze=["c", "b"])
+    assert sorted(trained(loaded)) == ["w"] and not said
+
+
+@pytest.mark.parametrize(
+    ("lines", "c"),
+    [
+        ("s = Add(x, c)", np.zeros((4, 4))),
+        ("s = Mul(x, c)", np.ones(4)),
+        ("s = Mul(x, c)", np.eye(4)),
+        ("a = Mul(x, c)\n s = Sin(a)", np.random.default_rng(0).standard_normal(4)),
+        ("s = Add(x, c)", np.linspace(0, 1, 16).reshape(4, 4)),
+        ("s = Sub(c, x)", np.random.default_rng(0).standard_normal((4, 4))),
+    ],
+)
+def test_fresh_weights_are_no_constants(lines: str, c: np.ndarray) -> None:
+    rng = np.random.default_rng(1)
+    text = f"g (float[4,4] x) => (float[4,3] y) {{ {lines}\n y = MatMul(s, w) }}"
+    loaded, _ = decided(model(text, c=c, w=rng.standard_normal((4, 3))))
+    assert sorted(trained(loaded)) == ["c", "w"]
+
+
+def tied() -> onnx.ModelProto:
+    w = np.random.default_rng(0).standard_normal((6, 4))
+    text = "g (int64[N] x) => (float[N,6] y) { h = Gather(w, x)\n t = Tanh(h)\n y = MatMul(t, v) }"
+    return model(text, w=w, v=w.T.copy())
+
+
+def test_equal_weights_are_tied_and_it_is_said() -> None:
+    loaded, said = decided(tied())
+    assert list(trained(loaded)) == ["w"]
+    assert any("'v' is the transpose of w" in line and "untie" in line for line in said)
+    loaded, said = decided(tied(), untie="v")
+    assert sorted(trained(loaded)) == ["v", "w"] and not said
+
+
+def test_equal_fresh_weights_are_not() -> None:
+    text = "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, v)\n t = Tanh(h)\n y = MatMul(t, w) }"
+    loaded, said = decided(model(text, v=np.zeros((4, 4)), w=np.zeros((4, 4))))
+    assert sorted(trained(loaded)) == ["v", "w"] and not said
+
+
+def test_untie_gives_each_use_a_copy() -> None:
+    text = "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, w)\n t = Tanh(h)\n y = MatMul(t, w) }"
+    loaded = graphopt.load(model(text, w=np.eye(4)))
+    passes.Normalize()(loaded)
+    passes.Untie("w")(loaded)
+    passes.Parameters()(loaded)
+    assert sorted(trained(loaded)) == ["w", "w.1"]
+    with pytest.raises(GraphoptError, match="weights='z' matches no floating initializer"):
+        passes.Untie("z")(graphopt.load(tied()))
+
+
+def test_the_report_lists_what_trains_and_why() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = report(
+            exported(Attention, "torchscript"), graphopt.standard(loss=passes.CrossEntropy())
+        ).summary()
+    lines = [line.split() for line in found.splitlines()]
+    heads = [
+        line[0]
+        for line in lines
+        if line and line[0] in ("trains", "frozen", "tied", "buffer", "constant", "unsure")
+    ]
+    assert heads == ["trains", "tied", "buffer", "constant", "unsure"]
+    assert ["mask", "float[5,", "5]", "25", "its", "name", "is", "one", "that", "buffers", "have"] in lines
+
+
+def test_roles_and_reasons_survive_saving(tmp_path) -> None:
+    loaded, _ = decided(tied())
+    graphopt.save(loaded, tmp_path / "model.onnx")
+    again = graphopt.load(tmp_path / "model.onnx")
+    found = next(value for value in again.graph.inputs if role_of(value) is Role.PARAMETER)
+    assert Origin.read(found) == origin(loaded, "w")
+    found.metadata_props["graphopt.origin"] = "{"
+    with pytest.raises(GraphoptError, match="as graphopt writes it, found"):
+        Origin.read(found)
