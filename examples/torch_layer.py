@@ -51,7 +51,8 @@ class OnnxLayer(nn.Module):
 
     def __init__(self, model: onnx.ModelProto, **steps: Any) -> None:
         super().__init__()
-        self.onnx = graphopt.ForwardBackward(model, **steps)
+        # The backward pass of the other engine, onnxruntime-training's agent, may write over the outputs.
+        self.onnx = graphopt.ForwardBackward(model, engine="graphs", **steps)
         self.inputs, self.outputs = list(self.onnx.inputs), list(self.onnx.outputs)
         self.names = list(self.onnx.parameters)
         self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
