@@ -13,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.emitter import captured
 from graphopt.roles import Role, set_role
 
-_KEY = "graphopt.aside"
+KEY = "graphopt.aside"
 
 
 def set_aside(
@@ -30,7 +30,7 @@ def set_aside(
         role: what such an output gets.
         types: the types of `outputs` by name, where onnx_ir has none for them.
     """
-    noted = json.loads(model.metadata_props.get(_KEY, '{"outputs": [], "parts": []}'))
+    noted = json.loads(model.metadata_props.get(KEY, '{"outputs": [], "parts": []}'))
     noted["outputs"] = noted["outputs"] or [output.name for output in model.graph.outputs]
     sources = _sources(outputs, is_source)
     part = ir.to_proto(
@@ -40,7 +40,7 @@ def set_aside(
         if types is not None:
             output.type.CopyFrom(types[output.name])
     noted["parts"].append(base64.b64encode(part.SerializeToString()).decode())
-    model.metadata_props[_KEY] = json.dumps(noted)
+    model.metadata_props[KEY] = json.dumps(noted)
     for output in outputs:
         model.graph.outputs.remove(output)
     for source in sources:
@@ -51,7 +51,7 @@ def set_aside(
 
 def restore(proto: onnx.ModelProto, model: ir.Model) -> None:
     """Give the inference model inside the training graph `model` the outputs that were set aside, in their order."""
-    noted = json.loads(model.metadata_props.get(_KEY, "null"))
+    noted = json.loads(model.metadata_props.get(KEY, "null"))
     if noted is None:
         return
     graph = proto.graph

@@ -43,6 +43,23 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
+def line(error: BaseException) -> str:
+    """Return an error of a library as one line."""
+    return " ".join(str(error).split())
+
+
+def root(error: BaseException) -> BaseException:
+    """Return what an error was caused by, first of all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def cause(error: BaseException) -> str:
+    """Return what an error of a library was caused by, first of all, as one line."""
+    return line(root(error))
+
+
 def known(kind: str, name: str, names: Iterable[object]) -> str:
     """Return the line that refuses `name` and lists the `names` that exist."""
     return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"

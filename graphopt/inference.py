@@ -143,6 +143,8 @@ def trained(
         value.name = value.metadata_props.get(ORIGINAL_NAME, value.name)
         value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
+    for value in list(graph.initializers.values()):
+        value.name = value.metadata_props.get(ORIGINAL_NAME, value.name)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
         for key in [key for key in value.metadata_props if key.startswith("graphopt.") and key != FROZEN]:
             del value.metadata_props[key]

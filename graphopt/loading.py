@@ -4,45 +4,83 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
+from graphopt import notes
 from graphopt.aside import set_aside
-from graphopt.errors import GraphoptError
+from graphopt.checking import check_external, check_proto
+from graphopt.errors import GraphoptError, cause, line, root
+from graphopt.limits import Limits, check_size, limits_of, set_limits
 
 # Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 2**31}
 # Those that onnxruntime-training has there alone: a copy with them elsewhere is checked.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], 2**31)
 
+# What the onnx package raises when it reads a file, by the file's format.
+_UNREADABLE = (
+    DecodeError,
+    json_format.Error,
+    text_format.Error,
+    onnx.parser.ParseError,
+    onnx.checker.ValidationError,
+    ValueError,
+)
+
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
-def load(source: Source) -> ir.Model:
+def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     """Return a model of one's own, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
 
     External data is read into memory by the onnx package, which refuses paths that leave the model's folder. Outputs
     that are sequences or maps are set aside; the tensors that they are made of become outputs.
 
+    A file may come from anyone: nothing in it runs, no other file than its external data is read, and what it
+    describes is measured before it is expanded. What it says in graphopt's own metadata is checked.
+
+    Args:
+        limits: how large the model may become; those it has, or the defaults of `Limits`.
+
     Raises:
-        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind.
+        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind, or is
+            larger than `limits`.
     """
     if isinstance(source, ir.Model):
-        return _cloned(source)
-    proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source))
-    name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
+        limits = limits or limits_of(source)
+        model = _cloned(source)
+    else:
+        limits = limits or Limits()
+        name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
+        proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source), limits)
+        try:
+            model = _from_proto(proto, name)
+        except ir.serde.SerdeError as error:
+            raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
+    set_limits(model, limits)
+    check_size(model)
+    notes.check(model)
+    return model
+
+
+def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
+    """Return a valid model; an error calls it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
+    check_proto(proto)
     proto = _with_domains(proto, RUNTIMES_OWN)
     try:
         onnx.checker.check_model(_with_domains(proto, TRAININGS_OWN))
     except onnx.checker.ValidationError as error:
-        raise GraphoptError(f"{name}: not a valid ONNX model: {' '.join(str(error).split())}") from error
+        raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
     except (
         ValueError
     ):  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
@@ -120,6 +158,10 @@ def _cloned(model: ir.Model) -> ir.Model:
     try:
         return model.clone()
     except RuntimeError as error:
+        if isinstance(root(error), RecursionError):
+            raise GraphoptError(
+                "the model: expected bodies nested less deeply, found more than can be read"
+            ) from error
         raise GraphoptError(
             "the model: expected nodes after what they use, found a cycle or another order: model.graph.sort()"
         ) from error
@@ -158,12 +200,23 @@ def _umask() -> int:
     return mask
 
 
-def _read(path: Path) -> onnx.ModelProto:
+def _read(path: Path, limits: Limits) -> onnx.ModelProto:
     try:
-        return onnx.load(path)
+        kind = stat.S_IFMT(path.stat().st_mode)
+        if kind != stat.S_IFREG:
+            found = "a folder" if kind == stat.S_IFDIR else "a device or a pipe"
+            raise GraphoptError(f"{path}: expected an ONNX file, found {found}")
+        proto = onnx.load(path, load_external_data=False)
+        check_external(proto, path.parent, limits)
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    except GraphoptError:
+        raise
     except FileNotFoundError as error:
         raise GraphoptError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise GraphoptError(f"{path}: expected an ONNX file, found a folder") from error
-    except (DecodeError, onnx.checker.ValidationError) as error:
-        raise GraphoptError(f"{path}: expected an ONNX model, found a file that is none ({error})") from error
+    except OSError as error:
+        raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
+    except _UNREADABLE as error:
+        raise GraphoptError(
+            f"{path}: expected an ONNX model, found a file that is none ({line(error)})"
+        ) from error
+    return proto

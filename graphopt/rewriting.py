@@ -9,12 +9,27 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
 
+import onnx
+import onnx.version_converter
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError, cause
 from graphopt.intervals import check_intervals
 from graphopt.roles import INFERENCE, STOP, clear_role
 from graphopt.state import detached
+
+# What ONNX's packages raise for a model that they cannot handle: it is valid as far as their checker tells.
+LIBRARIES = (
+    DecodeError,
+    ir.passes.InvariantError,
+    ir.passes.PassError,
+    ir.serde.SerdeError,
+    onnx.checker.ValidationError,
+    onnx.shape_inference.InferenceError,
+    onnx.version_converter.ConvertError,
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +46,12 @@ class Pass(ir.passes.InPlacePass):
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        with detached(model):
-            self.rewrite(model)
-            model.graph.sort()
+        try:
+            with detached(model):
+                self.rewrite(model)
+                model.graph.sort()
+        except LIBRARIES as error:
+            raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         return ir.passes.PassResult(model, modified=True)
 
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, known
 
 _KEY = "graphopt.role"
 ORIGINAL_NAME = "graphopt.original_name"
@@ -46,13 +46,22 @@ class Role(enum.Enum):
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
+_NAMES = {role.value for role in Role}
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
+INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED})
+OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED})
 
 
 def role_of(value: ir.Value) -> Role | None:
-    """Return the role of a graph input or output, or None where no pass has given it one."""
+    """Return the role of a graph input or output, or None where no pass has given it one.
+
+    Raises:
+        GraphoptError: the metadata, which a file may have from anyone, names no role.
+    """
     name = value.metadata_props.get(_KEY)
+    if name is not None and name not in _NAMES:
+        raise GraphoptError(f"{value.name!r}: {known('role', name, _NAMES)}")
     return None if name is None else Role(name)
 
 

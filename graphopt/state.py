@@ -8,20 +8,22 @@ value for a constant, and fold a step counter that starts at 0 for ever.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.roles import Role, role_of, set_role, with_role
+from graphopt.roles import ORIGINAL_NAME, Role, role_of, set_role, with_role
 
 _INITIAL = "graphopt.initial"
 STEP = "step"
 LEARNING_RATE = "learning_rate"
 LOSS_SCALE = "loss_scale"
 ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
+
+RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
 
 
 @contextlib.contextmanager
@@ -103,9 +105,50 @@ def counter(model: ir.Model) -> ir.Value:
     return step
 
 
+def make_room(model: ir.Model) -> None:
+    """Rename values that are called as what training adds, of itself or of a weight: `step`, `w.momentum` beside `w`.
+
+    An initializer has its own name again in the trained model.
+
+    Raises:
+        GraphoptError: an input or output of the model is called so, which keeps its name.
+    """
+    values = ir.convenience.create_value_mapping(model.graph)
+    for name, value in list(values.items()):
+        weight, _, suffix = name.rpartition(".")
+        inside = not (value.is_graph_input() or value.is_graph_output())
+        if name in RESERVED and inside:
+            _rename(value, values)
+        elif suffix.isidentifier() and weight in model.graph.initializers:
+            if not inside:
+                raise GraphoptError(
+                    f"{name!r}: expected no input or output named like what training makes of weight {weight!r}: "
+                    f"rename it in the model"
+                )
+            _rename(value, values)
+
+
+def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
+    """Give a value a name that no other has."""
+    own = str(value.name)
+    names = (own.replace(".", "_") + "_" * i for i in range(2**62))
+    value.name = next(name for name in names if name not in taken)
+    if value.is_initializer():
+        value.metadata_props.setdefault(ORIGINAL_NAME, own)
+
+
 def check_free(model: ir.Model, name: str) -> None:
-    """Raise an error if the graph already has a value called `name`."""
-    if name in ir.convenience.create_value_mapping(model.graph):
+    """Rename a value inside the graph that is called `name`.
+
+    Raises:
+        GraphoptError: an input or output is called so, which keeps its name.
+    """
+    values = ir.convenience.create_value_mapping(model.graph)
+    if name not in values:
+        return
+    if not (values[name].is_graph_input() or values[name].is_graph_output()):
+        _rename(values[name], values)
+    else:
         raise GraphoptError(
             f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
         )

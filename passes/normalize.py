@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -18,16 +19,18 @@ import onnxscript.version_converter
 import passes.lowering as lowering
 from graphopt import schemas
 from graphopt.aside import set_aside
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
+from graphopt.limits import check_constants
 from graphopt.origins import Origin, write_left_out
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
-from graphopt.roles import Role, role_of, set_role
+from graphopt.roles import STATE, Role, role_of, set_role
+from graphopt.state import make_room
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
 from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
-from passes.shapes import fold_shapes, infer
+from passes.shapes import check_expanded, fold_shapes, infer
 from passes.weights import exporters
 
 __all__ = ["Normalize"]
@@ -53,6 +56,11 @@ class Normalize(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
+        state = next((value for value in model.graph.inputs if role_of(value) in STATE), None)
+        if state is not None:
+            raise GraphoptError(
+                f"normalize: expected an inference model, found a training graph: input {state.name!r} is its state"
+            )
         is_classical = classical.is_classical(model)
         left_out = exporters.left_out(model)
         origins = exporters.read(model)
@@ -73,14 +81,20 @@ class Normalize(Pass):
         for value in model.graph.initializers.values():
             if str(value.name) in origins and is_differentiable(value) and Origin.read(value) is None:
                 origins[str(value.name)].write(value)
+        check_constants(model)
+        make_room(model)
         for value in model.graph.inputs:
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)
 
     def _prepare(self, model: ir.Model) -> None:
-        common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
+        try:
+            common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
+        except ValueError as error:  # a function of another opset than the model's
+            raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+        check_expanded(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
             lowering.lower(model)
@@ -89,8 +103,13 @@ class Normalize(Pass):
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        with hidden(needed(model)):
-            common.IdentityEliminationPass()(model)
+        try:
+            with hidden(needed(model)):
+                common.IdentityEliminationPass()(model)
+        except ValueError as error:
+            raise GraphoptError(
+                f"a value is declared with a shape that it cannot have: {line(error)}"
+            ) from error
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
 
@@ -256,7 +275,9 @@ def materialize(model: ir.Model) -> None:
         shape = ir.convenience.get_const_tensor(node.inputs[0])  # type: ignore[arg-type]
         fill = node.attributes.get_tensor("value", None)
         array = np.zeros(1, np.float32) if fill is None else fill.numpy()
-        if shape is None or array.dtype.kind != "f" or shape.numpy().prod() < 2:
+        if shape is None or array.dtype.kind != "f" or array.size != 1 or (shape.numpy() < 0).any():
+            continue
+        if math.prod(shape.numpy().tolist()) < 2:
             continue
         tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype), name=node.outputs[0].name)
         weight = ir.Value(

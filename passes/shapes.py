@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,12 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 from graphopt.dataflow import forward_nodes
 from graphopt.emitter import Emitter, subgraphs
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
+from graphopt.limits import check_constants, limits_of, set_limits
 from graphopt.rewriting import hidden, needed
+
+GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
+LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -52,10 +57,14 @@ def _fold(model: ir.Model) -> None:
 
 def _is_integral(node: ir.Node) -> bool | None:
     floating = any(output.dtype is not None and output.dtype.is_floating_point() for output in node.outputs)
-    if floating or node.op_type != "ConstantOfShape":
+    if floating or node.op_type not in GROWING:
         return False if floating else None
     shape = node.outputs[0].shape  # a small one is folded, which the folder by itself leaves alone
-    return True if shape is not None and shape.is_static() and np.prod(shape.numpy()) < 100 else None
+    return shape is not None and shape.is_static() and math.prod(shape.numpy()) < 100
+
+
+def _is_static(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.is_static()
 
 
 def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
@@ -72,7 +81,7 @@ def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
     return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
 
 
-def _is_static(context: Any, x: ir.Value, index: ir.Value) -> bool:
+def _has_sizes(context: Any, x: ir.Value, index: ir.Value) -> bool:
     return _sizes(x, index) is not None
 
 
@@ -82,16 +91,17 @@ def _as_constant(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
     return op.Constant(value=ir.tensor(sizes))
 
 
-STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _is_static)
+STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
 
 
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value, those of bodies too; unknown dimensions get names."""
     names = (f"unknown_{i}" for i in range(2**62))
     name_dimensions(model.graph.inputs, names)
-    _infer_all(model)
+    propagate = check_expanded(model)
+    _infer_all(model, propagate)
     while _shape_states(model.graph):
-        _infer_all(model)
+        _infer_all(model, propagate)
     untyped = next(_untyped(model), None)
     while untyped is not None:
         if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
@@ -100,7 +110,7 @@ def infer(model: ir.Model) -> None:
                 f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
                 f"expected an operator of ONNX or a function in the model"
             )
-        _infer_all(model)
+        _infer_all(model, propagate)
         untyped = next(_untyped(model), None)
     name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
     name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
@@ -123,12 +133,47 @@ def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
     return output.type is not None
 
 
+def check_expanded(model: ir.Model) -> bool:
+    """Raise an error if constants would take more memory than they may, before anything computes them.
+
+    Sizes come of ONNX's inference without the propagation of data, which itself computes vectors of integers, and of
+    folding small ones.
+
+    Returns:
+        whether no vector is so long that propagating data would take long.
+
+    Raises:
+        GraphoptError: see `graphopt.limits.check_constants`.
+    """
+    probe = model.clone()
+    set_limits(probe, limits_of(model))
+    _take_types(probe.graph, ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(probe))).graph)
+    if any(node.op_type in GROWING and not _is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
+        _fold(probe)
+    check_constants(probe)
+    values = ir.convenience.create_value_mapping(probe.graph).values()
+    return not any(_is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
+
+
 def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=data_prop)
 
 
-def _infer_all(model: ir.Model) -> None:
+def _infer_all(model: ir.Model, propagate: bool) -> None:
     """Type values as ONNX's inference does; it is spared the weights."""
+    proto = _without_weights(model)
+    try:
+        typed = _inferred(proto, data_prop=propagate)
+    except onnx.shape_inference.InferenceError:
+        try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
+            typed = _inferred(proto, data_prop=False)
+        except onnx.shape_inference.InferenceError as error:
+            raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
+    _take_types(model.graph, ir.from_proto(typed).graph)
+
+
+def _without_weights(model: ir.Model) -> onnx.ModelProto:
+    """Return a model whose large weights are inputs."""
     initializers = model.graph.initializers
     large = {
         v: v.const_value
@@ -148,14 +193,7 @@ def _infer_all(model: ir.Model) -> None:
     small = [tensor for tensor in proto.graph.initializer if initializers[tensor.name] not in large]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(small)
-    try:
-        typed = _inferred(proto, data_prop=True)
-    except onnx.shape_inference.InferenceError:
-        try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
-            typed = _inferred(proto, data_prop=False)
-        except onnx.shape_inference.InferenceError as error:
-            raise GraphoptError(f"cannot infer the model's shapes: {' '.join(str(error).split())}") from error
-    _take_types(model.graph, ir.from_proto(typed).graph)
+    return proto
 
 
 def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:

@@ -3,31 +3,69 @@
 from __future__ import annotations
 
 import csv as reader
+import lzma
+import stat
+import struct
+import tokenize
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, known, line
+
+EXPANSION = 100  # bytes of data for each byte of a compressed file
+NUMBER = 8  # bytes
+UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may hold
+
+# What NumPy and the decompressors raise for files that are damaged, or were made to break them.
+BROKEN = (
+    ValueError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    tokenize.TokenError,
+)
 
 
-def npz(path: str) -> Dataset:
+def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     """Return the arrays of a NumPy archive: named like the model's inputs, and `target`.
 
+    Args:
+        expansion: how many times larger than the file the arrays may be, where they are larger than 1 GiB.
+
     Raises:
-        GraphoptError: the file is missing, or is no NumPy archive of plain arrays.
+        GraphoptError: the file is missing, or is no NumPy archive of plain arrays, or expands too far.
     """
     archive = _load(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
     with archive:
+        members = archive.zip.infolist()
+        _check_expansion(path, sum(member.file_size for member in members), expansion)
+        _refuse_twice(path, "array", archive.files)
         try:
             arrays = {name: archive[name] for name in archive.files}
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise GraphoptError(f"{path}: expected arrays of numbers: {_line(error)}") from error
+        except OSError as error:
+            raise GraphoptError(f"{path}: {reason(error)}") from error
+        except (*BROKEN, RuntimeError) as error:  # RuntimeError: it is encrypted
+            raise GraphoptError(f"{path}: expected arrays of numbers: {_problem(error)}") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise GraphoptError(f"{path}: expected arrays of numbers, found a member {name!r} that is none")
     return Dataset(arrays)
 
 
@@ -67,11 +105,16 @@ def csv(
     Raises:
         GraphoptError: the file or a column is missing, or a field is not a number; an empty field is NaN.
     """
+    if len(delimiter) != 1 or delimiter in '\r\n"\0':
+        raise GraphoptError(
+            f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
+        )
+    check_regular(path)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
     except OSError as error:
-        raise GraphoptError(f"{path}: {_reason(error)}") from error
+        raise GraphoptError(f"{path}: {reason(error)}") from error
     except (UnicodeDecodeError, reader.Error) as error:
         raise GraphoptError(f"{path}: expected a text file of columns: {error}") from error
     if not rows:
@@ -80,7 +123,9 @@ def csv(
     for i, row in enumerate(rows):
         if len(row) != len(names):
             raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
-    columns = {name.strip(): [row[i].strip() for row in rows] for i, name in enumerate(names)}
+    names = [name.strip() for name in names]
+    _refuse_twice(path, "column", names)
+    columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
     return _table(path, columns, target, features, sample_weight, labels)
 
 
@@ -91,42 +136,86 @@ def parquet(
     features: Sequence[str] | Mapping[str, Any] | None = None,
     sample_weight: str | None = None,
     labels: Sequence[str] | None = None,
+    expansion: int = EXPANSION,
 ) -> Dataset:
-    """Return columns of a Parquet file; the arguments are those of `csv`.
+    """Return columns of a Parquet file; the arguments are those of `csv` and `npz`.
 
     Raises:
-        GraphoptError: pyarrow is not installed, the file or a column is missing, or a column has no numbers.
+        GraphoptError: pyarrow is not installed, the file or a column is missing, or a column has no numbers, or the
+            file expands too far.
     """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise GraphoptError("data=parquet needs pyarrow: pip install 'graphopt[parquet]'") from error
+    check_regular(path)
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            cells = file.metadata.num_rows * file.metadata.num_columns
+            _check_expansion(path, NUMBER * cells, expansion)
+            names = file.schema_arrow.names
+            _refuse_twice(path, "column", names)
+            for column in file.schema_arrow:
+                if pyarrow.types.is_nested(column.type):
+                    raise GraphoptError(
+                        f"{path}: column {column.name!r}: expected numbers, found {column.type}"
+                    )
+            table = file.read()
+        columns = {name: table[name].to_numpy() for name in names}
     except OSError as error:
-        raise GraphoptError(f"{path}: {_reason(error)}") from error
-    except pyarrow.ArrowInvalid as error:
-        raise GraphoptError(f"{path}: expected a Parquet file: {_line(error)}") from error
-    columns = {name: table[name].to_numpy() for name in table.column_names}
+        raise GraphoptError(f"{path}: {reason(error)}") from error
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        raise GraphoptError(f"{path}: expected a Parquet file: {_problem(error)}") from error
     return _table(path, columns, target, features, sample_weight, labels)
 
 
+def check_regular(path: str | Path) -> None:
+    """Raise an error if a path is a folder, a device or a pipe, which may never end, or is not there."""
+    try:
+        mode = Path(path).stat().st_mode
+    except FileNotFoundError as error:
+        raise GraphoptError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise GraphoptError(f"{path}: {getattr(error, 'strerror', None) or line(error)}") from error
+    if not stat.S_ISREG(mode):
+        found = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise GraphoptError(f"{path}: expected a file, found {found}")
+
+
+def reason(error: OSError) -> str:
+    """Return why a file cannot be read."""
+    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
+
+
 def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
+    check_regular(path)
     try:
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except OSError as error:
-        raise GraphoptError(f"{path}: {_reason(error)}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise GraphoptError(f"{path}: {reason(error)}") from error
+    except BROKEN as error:
         raise GraphoptError(f"{path}: expected {kind} of numbers, found a file that is none") from error
 
 
-def _reason(error: OSError) -> str:
-    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or _line(error)
+def _problem(error: Exception) -> str:
+    return "more than fits into memory" if isinstance(error, MemoryError) else line(error)
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _check_expansion(path: str, size: int, expansion: int) -> None:
+    """Refuse a small file that holds a great deal of data."""
+    held = Path(path).stat().st_size
+    if size > max(UNSUSPICIOUS, expansion * held):
+        raise GraphoptError(
+            f"{path}: expected data of at most {expansion} times the file, which has {held:,} bytes, found {size:,}: "
+            f"data.expansion={-(-size // held)} reads it"
+        )
+
+
+def _refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
 
 
 def _table(
@@ -177,7 +266,7 @@ def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
     for dtype in (np.int64, np.float64):
         try:
             return np.array(texts, dtype)
-        except ValueError:
+        except (ValueError, OverflowError):  # also of whole numbers beyond int64
             continue
     row, text = next((i, text) for i, text in enumerate(texts) if not _is_number(text))
     classes = sorted({text for text in texts if not _is_number(text)})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
+from graphopt.data.files import check_regular, reason
 from graphopt.errors import GraphoptError
 
 CHARACTERS = string.printable
@@ -50,6 +51,8 @@ def text(path: str | None = None, *, context: int = 64, characters: int | None =
     Raises:
         GraphoptError: the file is missing, is not text, or is shorter than a run.
     """
+    if context < 1:
+        raise GraphoptError(f"data.context: expected runs of 1 character or more, found {context}")
     places = {character: i for i, character in enumerate(CHARACTERS)}
     tokens = np.array([places[c] for c in _read(path) if c in places][:characters], np.int64)
     runs = (len(tokens) - 1) // context
@@ -64,13 +67,12 @@ def _read(path: str | None) -> str:
         from pydoc_data.topics import topics
 
         return "\n".join(topics[name] for name in sorted(topics))
+    check_regular(path)
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except FileNotFoundError as error:
-        raise GraphoptError(f"{path}: no such file") from error
     except OSError as error:
-        raise GraphoptError(f"{path}: {error.strerror}") from error
+        raise GraphoptError(f"{path}: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise GraphoptError(f"{path}: expected text in UTF-8: {error}") from error
 

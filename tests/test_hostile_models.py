@@ -1,0 +1,324 @@
+"""Files that are broken, or made to break: refused in one line, before anything large is computed or trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import linear, model, run
+
+import graphopt
+import passes
+from graphopt.errors import GraphoptError
+from graphopt.limits import Limits
+
+W = np.ones((4, 3), np.float32)
+SQUARES = passes.MeanSquaredError()
+
+
+def compiled(source: Any) -> ir.Model:
+    return graphopt.compile(source, loss=SQUARES, optimizer=passes.SGD(0.01, momentum=0.9))
+
+
+def refused(source: Any, found: str) -> None:
+    with pytest.raises(GraphoptError, match=found) as error:
+        compiled(source)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Return the path of a linear model whose weights are in a file of 32 bytes beside it."""
+    path = tmp_path / "model.onnx"
+    onnx.save(linear(), path, save_as_external_data=True, location="weights", size_threshold=0)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("offset", "x", "tensor 'w': external data: invalid literal"),
+        ("offset", "-4", "tensor 'w': external data: .*non-negative"),
+        ("offset", "9999", "tensor 'w': external data: expected bytes .* found a file of 32"),
+        ("length", "1e3", "tensor 'w': external data: invalid literal"),
+        ("length", "9" * 30, "tensor 'w': external data: expected bytes"),
+        ("length", "3", r"tensor 'w': expected 24 bytes, as float\[3, 2\] has, found 3"),
+        ("location", "nowhere", "'nowhere': No such file"),
+        ("location", "../weights", "'../weights'"),
+        ("location", "", "tensor name: w.*should not be empty"),
+        ("location", "\0", "tensor 'w'"),
+    ],
+)
+def test_external_data_is_where_its_fields_say(stored: Path, key: str, value: str, found: str) -> None:
+    proto = onnx.load(stored, load_external_data=False)
+    entries = proto.graph.initializer[0].external_data
+    for entry in [entry for entry in entries if entry.key == key]:
+        entries.remove(entry)
+    entries.add(key=key, value=value)
+    stored.write_bytes(proto.SerializeToString())
+    refused(stored, found)
+
+
+def test_tensors_that_share_a_file_many_times_are_counted(stored: Path) -> None:
+    proto = onnx.load(stored, load_external_data=False)
+    for i in range(100):
+        proto.graph.initializer.add().CopyFrom(proto.graph.initializer[0])
+        proto.graph.initializer[-1].name = f"w{i}"
+    stored.write_bytes(proto.SerializeToString())
+    with pytest.raises(GraphoptError, match=r"limits\.constant_bytes=2432 allows it"):
+        graphopt.load(stored, limits=Limits(constant_bytes=1000))
+    assert len(graphopt.load(stored).graph.initializers) == 102
+
+
+def test_a_pipe_a_device_and_a_ring_of_links_are_no_models(tmp_path: Path, stored: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "ring").symlink_to("ring")
+    for name in (tmp_path / "pipe", "/dev/zero"):
+        refused(name, "expected an ONNX file, found a device or a pipe")
+    refused(tmp_path / "ring", "Too many levels of symbolic links")
+    refused("a\0b", "null byte")
+    (tmp_path / "weights").unlink()
+    os.mkfifo(tmp_path / "weights")
+    refused(stored, "tensor '[wb]': external data: expected bytes")
+
+
+def _tensor(**fields: Any) -> Callable[[onnx.ModelProto], None]:
+    def change(proto: onnx.ModelProto) -> None:
+        for name, value in fields.items():
+            if name == "dims":
+                proto.graph.initializer[0].dims[:] = value
+            else:
+                setattr(proto.graph.initializer[0], name, value)
+
+    return change
+
+
+def _not_utf8(text: bytes) -> Callable[[onnx.ModelProto], None]:
+    def change(proto: onnx.ModelProto) -> None:
+        proto.ParseFromString(proto.SerializeToString().replace(text, b"\xff" + text[1:]))
+
+    return change
+
+
+def _claimed(place: str, key: str, value: str) -> Callable[[onnx.ModelProto], None]:
+    def change(proto: onnx.ModelProto) -> None:
+        parts = {"x": proto.graph.input[0], "y": proto.graph.output[0], "model": proto}
+        if place == "p":
+            parts["p"] = proto.graph.value_info.add(name="p")
+        parts[place].metadata_props.add(key=f"graphopt.{key}", value=value)
+
+    return change
+
+
+def _reference(proto: onnx.ModelProto) -> None:
+    attribute = proto.graph.node[0].attribute.add(name="axis", ref_attr_name="axis")
+    attribute.type = onnx.AttributeProto.INT
+
+
+def _recursive(proto: onnx.ModelProto) -> None:
+    proto.opset_import.add(domain="own", version=1)
+    proto.graph.node[0].domain, proto.graph.node[0].op_type = "own", "f"
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("own", 1)]
+    body = [onnx.helper.make_node("f", ["a", "b"], ["c"], domain="own")]
+    proto.functions.add().CopyFrom(onnx.helper.make_function("own", "f", ["a", "b"], ["c"], body, opsets))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_tensor(dims=[2**40, 2]), "tensor 'w': expected 8,796,093,022,208 bytes"),
+        (_tensor(dims=[-3, -2]), "tensor 'w': expected dimensions of 0 or more"),
+        (_tensor(dims=[3]), r"tensor 'w': expected 12 bytes, as float\[3\] has, found 24"),
+        (_tensor(raw_data=b""), "tensor 'w': expected 24 bytes"),
+        (_tensor(data_type=99), "tensor 'w': expected an element type of ONNX, found 99"),
+        (_tensor(data_type=0), "tensor 'w': expected an element type"),
+        (_not_utf8(b"MatMul"), "expected UTF-8 text"),
+        (_not_utf8(b"w"), "expected UTF-8 text"),
+        (_reference, "axis"),
+        (_recursive, "function own::f: expected one that ends, found one that calls itself|recurs"),
+        (_claimed("x", "role", "king"), "'x': unknown role 'king'; known: counter"),
+        (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
+        (_claimed("x", "role", "parameter"), "'x': role 'parameter': expected numbers that it starts with"),
+        (_claimed("y", "role", "parameter"), "'y': role 'parameter': expected one of"),
+        (_claimed("p", "inference", "{}"), "value 'p': metadata 'graphopt.inference': expected none"),
+        (_claimed("x", "metric", "nonsense"), "value 'x': metadata 'graphopt.metric': expected JSON"),
+        (_claimed("x", "metric", "[" * 10**5), "value 'x': metadata 'graphopt.metric': expected JSON"),
+        (_claimed("x", "metric", '{"output": "y", "task": "?"}'), "expected the task classification"),
+        (_claimed("x", "original_name", "y"), "expected a name that no other value has"),
+        (_claimed("p", "gradient_of", "q"), "expected the name of an input"),
+        (
+            _claimed("model", "aside", '{"outputs": ["q"], "parts": []}'),
+            "the model: metadata 'graphopt.aside'",
+        ),
+        (
+            _claimed("model", "aside", '{"outputs": [], "parts": ["!"]}'),
+            "the model: metadata 'graphopt.aside'",
+        ),
+    ],
+)
+def test_what_the_checker_leaves_unchecked(change: Callable[[onnx.ModelProto], None], found: str) -> None:
+    proto = linear()
+    change(proto)
+    refused(proto, found)
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        {"same_as": 9},
+        {"same_as": "0"},
+        {"inputs": {"0": "nowhere"}},
+        {"inputs": {"x": "x"}},
+        {"inputs": []},
+        {"operator": "Add"},
+        {"operator": ["Add", {"axis": {}}], "read": [], "output": 0},
+        {"operator": ["Add", {}], "read": [], "output": 10**9},
+    ],
+)
+def test_notes_for_inference_are_checked_before_training(noted: dict[str, Any], tmp_path: Path) -> None:
+    proto = ir.to_proto(compiled(linear()))
+    name = next(name for node in proto.graph.node for name in node.output if "." not in name)
+    value = next((v for v in proto.graph.value_info if v.name == name), None) or proto.graph.value_info.add(
+        name=name
+    )
+    value.metadata_props.add(key="graphopt.inference", value=json.dumps(noted))
+    onnx.save(proto, tmp_path / "step.onnx")
+    with pytest.raises(GraphoptError, match=r"metadata 'graphopt\.inference': expected"):
+        graphopt.load(tmp_path / "step.onnx")
+
+
+def test_a_training_graph_is_not_compiled_again() -> None:
+    refused(ir.to_proto(compiled(linear())), "expected an inference model, found a training graph")
+
+
+@pytest.mark.parametrize("name", ["w.next", "w.momentum", "loss", "step", "learning_rate", "target"])
+def test_names_that_training_needs_are_free_for_weights_and_inner_values(name: str) -> None:
+    feeds = {"x": np.ones((2, 3), np.float32), "target": np.zeros((2, 2), np.float32)}
+    own, expected = linear(), run(compiled(linear()), 3, feeds)
+    for node in own.graph.node:
+        node.input[:] = [{"b": name, "p": f"{name}.next"}.get(x, x) for x in node.input]
+        node.output[:] = [{"p": f"{name}.next"}.get(x, x) for x in node.output]
+    own.graph.initializer[1].name = name
+    step = compiled(own)
+    found = run(step, 3, feeds)
+    assert [float(x["loss"]) for x in found] == [float(x["loss"]) for x in expected]
+    executor = graphopt.Executor(step, device="cpu")
+    executor.step(feeds)
+    assert {x.name for x in executor.trained().graph.initializer} == {"w", name}
+
+
+@pytest.mark.parametrize("name", ["w.next", "loss", "step"])
+def test_names_that_training_needs_and_outputs_have_are_told(name: str) -> None:
+    own = linear()
+    own.graph.output[0].name = own.graph.node[-1].output[0] = name
+    refused(own, f"{name!r}")
+
+
+def doubling(text: str, count: int) -> str:
+    lines = "\n".join(f"c{i + 1} = Concat<axis=0>(c{i}, c{i})" for i in range(count))
+    return (
+        f"g (float[N,4] x) => (float[N,3] y) {{ {text}\n{lines}\n m = MatMul(x, w)\n y = Add(m, c{count}) }}"
+    )
+
+
+def nested_functions(count: int) -> str:
+    functions = "\n".join(
+        f'<domain: "own", opset_import: ["" : 21, "own" : 1]> f{i + 1} (a) => (c) '
+        f"{{ b = own.f{i}(a) c = own.f{i}(b) }}"
+        for i in range(count)
+    )
+    return (
+        f'<ir_version: 10, opset_import: ["" : 21, "own" : 1]> g (float[N,4] x) => (float[N,4] y) '
+        f"<float[4] w = {{1, 2, 3, 4}}> {{ m = Mul(x, w) y = own.f{count}(m) }} "
+        f'<domain: "own", opset_import: ["" : 21]> f0 (a) => (c) {{ c = Tanh(a) }} {functions}'
+    )
+
+
+SIZE = "s = Constant<value_ints=[%s]>()\n c0 = ConstantOfShape<value = float[1] {0.5}>(s)"
+EXPANDING = {
+    "a large constant of shape": model(doubling(SIZE % 2**31, 0), w=W),
+    "one of more bytes than a number holds": model(doubling(SIZE % f"{2**40},{2**40}", 0), w=W),
+    "several constants of shape": model(doubling(SIZE % 2**27, 4), w=W),
+    "34 concatenations of floats": model(doubling("c0 = Constant<value_floats=[1.0]>()", 34), w=W),
+    "34 concatenations of integers": model(
+        "g (float[N,4] x) => (float[N,3] y) { c0 = Constant<value_ints=[1]>()\n"
+        + "\n".join(f"c{i + 1} = Concat<axis=0>(c{i}, c{i})" for i in range(34))
+        + "f = Cast<to=1>(c34) m = MatMul(x, w)\n y = Add(m, f) }",
+        w=W,
+    ),
+    "a range": model(
+        f"g (float[N,4] x) => (float[N,3] y) {{ a = Constant<value_int=0>() b = Constant<value_int={2**33}>() "
+        "d = Constant<value_int=1>() r = Range(a, b, d) f = Cast<to=1>(r) s = ReduceSum<keepdims=0>(f) "
+        "m = MatMul(x, w) y = Add(m, s) }",
+        w=W,
+    ),
+    "an expansion of a constant": model(
+        f"g (float[N,4] x) => (float[N,3] y) {{ n = Constant<value_ints=[{2**33}]>() o = Constant<value_float=1.0>() "
+        "e = Expand(o, n) s = ReduceSum<keepdims=0>(e) m = MatMul(x, w) y = Add(m, s) }",
+        w=W,
+    ),
+    "what a static input's shape says": model(
+        f"g (float[{2**40}] x) => (float[M] y) {{ s = Shape(x) c = ConstantOfShape(s) m = Mul(x, w) y = Add(m, c) }}",
+        w=W[:1, 0],
+    ),
+    "24 functions that call one another twice": onnx.parser.parse_model(nested_functions(23)),
+    "40 functions that call one another": onnx.parser.parse_model(nested_functions(40)),
+}
+
+
+@pytest.mark.parametrize("case", EXPANDING)
+def test_what_a_small_file_expands_to_is_measured_first(case: str) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(EXPANDING[case], r"limits\.(constant_bytes|nodes|depth)=\d+ allows it")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000  # KiB
+
+
+def test_limits_can_be_raised_and_lowered() -> None:
+    proto = onnx.parser.parse_model(nested_functions(6))
+    with pytest.raises(GraphoptError, match=r"at most 100 nodes .* found 192: limits\.nodes=192 allows it"):
+        graphopt.load(proto, limits=Limits(nodes=100))
+    assert len(compiled(graphopt.load(proto, limits=Limits(nodes=200))).graph) > 64
+    proto = model(doubling(SIZE % 3, 0), w=W)
+    lowered = graphopt.load(proto, limits=Limits(constant_bytes=-2000))
+    refused(lowered, r"ConstantOfShape node .*limits\.constant_bytes=20 allows it")
+    compiled(proto)
+
+
+def test_bodies_that_nest_too_deeply_are_told() -> None:
+    def nested(depth: int) -> ir.Model:
+        value = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
+        condition = ir.Value(name="c", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+        node = ir.node("Identity", [value])
+        for _ in range(depth):
+            bodies = {
+                "then_branch": ir.Graph([], list(node.outputs), nodes=[node], name="a"),
+                "else_branch": ir.Graph([], [], nodes=[], name="b"),
+            }
+            node = ir.node("If", [condition], bodies)
+        graph = ir.Graph(
+            [value, condition], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g"
+        )
+        return ir.Model(graph, ir_version=10)
+
+    refused(nested(40), r"nested at most 24 deep, found 40: limits\.depth=40 allows it")
+    refused(nested(2000), "nested")
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.exhaustive)])
+def test_inputs_of_a_fuzzer_are_taken_or_refused(count: int) -> None:
+    fuzzer = Path(__file__).with_name("fuzzing.py")
+    seed = ["--seed", "0"] if count < 5000 else []
+    ended = subprocess.run(
+        [sys.executable, str(fuzzer), str(count), *seed], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
