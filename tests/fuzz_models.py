@@ -443,8 +443,8 @@ def write(draw: random.Random, folder: Path) -> Path:
             proto, path, save_as_external_data=True, location="weights", size_threshold=draw.choice([0, 20])
         )
         proto = onnx.load(path, load_external_data=False)
-        if draw.random() < 0.3:
-            weights = folder / "weights"
+        weights = folder / "weights"
+        if weights.exists() and draw.random() < 0.3:
             weights.write_bytes(_flip(draw, weights.read_bytes()))
     if draw.random() < 0.8:
         for _ in range(draw.choice([1, 1, 1, 2, 3, 5])):

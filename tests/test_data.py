@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,11 @@ def test_csv_columns(tmp_path: Path) -> None:
         ("a,target\n1,u\n2,v\n", {}, r"name the classes, data.labels=\[u,v\]"),
         ("a,target\n1,u\n2,v\n", {"labels": ["u"]}, "row 1: expected a label of u, found 'v'"),
         ("target\n1\n", {}, "expected feature columns, found none"),
+        ("a,a,target\n1,2,3\n", {}, "expected one column 'a', found 2"),
+        ("a,a ,target\n1,2,3\n", {}, "expected one column 'a', found 2"),
+        ("a,target\n1,1\n", {"delimiter": ""}, "data.delimiter: expected one character .*, found ''"),
+        ("a,target\n1,1\n", {"delimiter": ",,"}, "data.delimiter: expected one character .*, found ',,'"),
+        ("a,target\n1,1\n", {"delimiter": "\n"}, "data.delimiter"),
     ],
 )
 def test_csv_errors(tmp_path: Path, text: str, options: dict[str, Any], error: str) -> None:
@@ -164,6 +171,116 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "u.parquet").write_text("no parquet at all")
     with pytest.raises(graphopt.GraphoptError, match="expected a Parquet file"):
         data.parquet(str(tmp_path / "u.parquet"))
+
+
+def test_whole_numbers_beyond_int64_are_floats(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(f"a,target\n{10**20},1\n-3,0\n")
+    assert data.csv(str(tmp_path / "t.csv")).arrays["x"].tolist() == [[1e20], [-3]]
+
+
+def header(text: str, version: int = 1) -> bytes:
+    """Return the start of an array's file, and 80 bytes."""
+    length = (len(text) + 1).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + text.encode() + b"\n" + bytes(80)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY",
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-5, 4), }"),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (9223372036854775807, 9), }"),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': 'x', }"),
+        header("{'descr': '|O', 'fortran_order': False, 'shape': (5, 4), }"),
+        header("{'descr': '<f4'"),
+        header("[" * 3000),
+        header("[" * 3000, version=3),
+    ],
+)
+@pytest.mark.parametrize("reader", [data.npy, data.npz])
+def test_broken_arrays(tmp_path: Path, content: bytes, reader: Any) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    if reader is data.npz:
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+            archive.write(path, "x.npy")
+        path = tmp_path / "x.npz"
+    with pytest.raises(graphopt.GraphoptError) as error:
+        reader(str(path if reader is data.npz else tmp_path))
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_archives(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, x=np.arange(1000.0), target=np.arange(1000))
+    content = bytearray(path.read_bytes())
+    for place in range(60, 200):
+        damaged = content.copy()
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        with pytest.raises(graphopt.GraphoptError):
+            data.npz(str(path))
+
+
+def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "a.npz")
+    np.savez_compressed(path, x=np.zeros((2**18, 4)), target=np.zeros(2**18))
+    data.npz(path)
+    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ reads"
+    ):
+        data.npz(path)
+    assert len(data.npz(path, expansion=2000)) == 2**18
+
+
+def test_pipes_and_folders_are_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npy")
+    for reader in (data.csv, data.npz, data.parquet, data.text):
+        with pytest.raises(
+            graphopt.GraphoptError, match=r"x\.npy: expected a file, found a device or a pipe"
+        ):
+            reader(str(tmp_path / "x.npy"))
+        with pytest.raises(graphopt.GraphoptError, match="expected a file, found a folder"):
+            reader(str(tmp_path))
+    with pytest.raises(graphopt.GraphoptError, match="found a device or a pipe"):
+        data.npy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        ({"a": [[1], [2, 3]], "target": [0, 1]}, "column 'a': expected numbers, found list<"),
+        ({"a": [{"k": 1}, {"k": 2}], "target": [0, 1]}, "column 'a': expected numbers, found struct<"),
+        ({"a": [b"1", b"x"], "target": [0, 1]}, "column 'a', row 0: expected a number"),
+    ],
+)
+def test_parquet_columns_of_no_numbers(tmp_path: Path, columns: dict[str, Any], error: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(graphopt.GraphoptError, match=error):
+        data.parquet(str(tmp_path / "t.parquet"))
+
+
+def test_a_parquet_file_of_few_bytes_and_many_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.table({"a": np.zeros(2**20), "target": np.zeros(2**20)}), path)
+    data.parquet(path)
+    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ reads"
+    ):
+        data.parquet(path)
+    assert len(data.parquet(path, expansion=10**6)) == 2**20
 
 
 def test_the_only_features_go_to_the_only_input() -> None:
@@ -192,6 +309,10 @@ def test_text_of_one_s_own(tmp_path: Path) -> None:
         data.text(str(tmp_path / "t.txt"), context=9)
     with pytest.raises(graphopt.GraphoptError, match="no such file"):
         data.text(str(tmp_path / "u.txt"))
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"data\.context: expected runs of 1 character or more, found 0"
+    ):
+        data.text(str(tmp_path / "t.txt"), context=0)
 
 
 def test_batches_made_ahead_come_in_order_and_the_thread_ends() -> None:
