@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from graphopt import aside
 from graphopt.checking import check_proto
 from graphopt.errors import GraphoptError
+from graphopt.origins import Origin, left_out
 from graphopt.roles import (
     GRADIENT_OF,
     INFERENCE,
@@ -61,9 +62,12 @@ def check(model: ir.Model) -> None:
                 if not any(role_of(x) in STATE for x in graph.inputs):
                     raise _wrong(y, INFERENCE, "none in a model without parameters")
                 _check_inference(node, y, names)
-            if y.metadata_props.get(GRADIENT_OF, next(iter(names), None)) not in names:
+            if GRADIENT_OF in y.metadata_props and y.metadata_props[GRADIENT_OF] not in names:
                 raise _wrong(y, GRADIENT_OF, "the name of an input")
     _check_aside(model)
+    left_out(model)
+    for value in graph.initializers.values():
+        Origin.read(value)
 
 
 def _check_input(model: ir.Model, value: ir.Value) -> None:

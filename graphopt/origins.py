@@ -96,4 +96,10 @@ def write_left_out(model: ir.Model, names: list[str]) -> None:
 
 def left_out(model: ir.Model) -> list[str]:
     """Return the names of the exported program's parameters that the exporter left out of the file."""
-    return list(map(str, json.loads(model.metadata_props.get(_LEFT_OUT, "[]"))))
+    text = model.metadata_props.get(_LEFT_OUT, "[]")
+    try:
+        return list(map(str, json.loads(text)))
+    except (TypeError, ValueError) as error:
+        raise GraphoptError(
+            f"the model: expected metadata {_LEFT_OUT!r} as graphopt writes it, found {text!r}"
+        ) from error

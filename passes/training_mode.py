@@ -12,6 +12,7 @@ from graphopt import state
 from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
 from graphopt.inference import in_inference
+from graphopt.intervals import within
 from graphopt.rewriting import Pass
 from graphopt.roles import OF_BATCH, Role
 from passes.shapes import ensure_typed
@@ -50,7 +51,7 @@ class TrainingMode(Pass):
     batch_normalization: bool = True
     dropout: bool = True
     unbiased_variance: bool | None = None
-    seed: int = 0
+    seed: int = within("[0, inf)", 0)
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)

@@ -61,6 +61,8 @@ OWN_KEYS = [
     "graphopt.inference",
     "graphopt.runtime",
     "graphopt.aside",
+    "graphopt.origin",
+    "graphopt.left_out",
 ]
 
 

@@ -219,3 +219,13 @@ def test_the_thread_ends_where_training_stops() -> None:
         graphopt.GraphoptError, match=r"fit.prefetch: expected 0 or more batches, or null, found -1"
     ):
         fit(executor(), DATA, prefetch=-1)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63)])
+def test_a_negative_seed_is_refused(seed):
+    executor = graphopt.Executor(
+        graphopt.compile(mlp((4, 8, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)), device="cpu"
+    )
+    data = {"x": np.ones((8, 4), np.float32), "target": np.zeros(8, np.int64)}
+    with pytest.raises(graphopt.GraphoptError, match=f"fit.seed: expected 0 or more, found {seed}"):
+        fit(executor, data, seed=seed)

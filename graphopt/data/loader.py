@@ -54,6 +54,8 @@ class Loader:
     ) -> None:
         if batch_size < 1:
             raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+        if seed < 0:
+            raise GraphoptError(f"seed: expected 0 or more, found {seed}")
         self._data = as_dataset(data)
         self._batch_size = batch_size
         self._shuffle = shuffle

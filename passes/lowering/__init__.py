@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphopt.emitter import Emitter, subgraphs
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
 from passes.gradients.registry import has_rule
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
@@ -55,8 +55,8 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
     operator = f"{node.domain}::{node.op_type} node {node.name!r}"
     try:
         results = _call(op, LOWERINGS[node.domain, node.op_type], node)
-    except GraphoptError as error:
-        raise GraphoptError(f"cannot lower {operator}: {error}") from error
+    except ValueError as error:  # a GraphoptError, or attributes that do not fit one another
+        raise GraphoptError(f"cannot lower {operator}: {line(error)}") from error
     used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
     prefix = (used or node.outputs)[0].name
     emitted = list(itertools.takewhile(lambda one: one is not last, reversed(graph)))
