@@ -84,6 +84,10 @@ class Normalize(Pass):
         check_constants(model)
         make_room(model)
         for value in model.graph.inputs:
+            if value.dtype is ir.DataType.STRING:
+                raise GraphoptError(
+                    f"input {value.name!r}: expected numbers, found texts: encode them beforehand"
+                )
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)

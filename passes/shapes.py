@@ -21,6 +21,7 @@ from graphopt.limits import check_constants, limits_of, set_limits
 from graphopt.rewriting import hidden, needed
 
 GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
+REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # what ONNX's inference raises
 LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
 
 
@@ -147,7 +148,11 @@ def check_expanded(model: ir.Model) -> bool:
     """
     probe = model.clone()
     set_limits(probe, limits_of(model))
-    _take_types(probe.graph, ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(probe))).graph)
+    try:
+        typed = onnx.shape_inference.infer_shapes(_without_weights(probe))
+    except REFUSED as error:
+        raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
+    _take_types(probe.graph, ir.from_proto(typed).graph)
     if any(node.op_type in GROWING and not _is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
         _fold(probe)
     check_constants(probe)
@@ -164,10 +169,10 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     proto = _without_weights(model)
     try:
         typed = _inferred(proto, data_prop=propagate)
-    except onnx.shape_inference.InferenceError:
+    except REFUSED:
         try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
             typed = _inferred(proto, data_prop=False)
-        except onnx.shape_inference.InferenceError as error:
+        except REFUSED as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(model.graph, ir.from_proto(typed).graph)
 
