@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.optimizer import fold_constants
 
 from graphopt.buffers import Buffers
 from graphopt.device import Device, Tensor
 from graphopt.errors import GraphoptError
 from graphopt.feeds import Input, check_shared, shared_dimensions
+from graphopt.folding import fold
 from graphopt.roles import FED, Role, with_role
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _fixed(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
             value.shape = ir.Shape(
                 [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
             )
-    fold_constants(model)
+    fold(model)
     return model
 
 

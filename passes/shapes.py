@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxscript.optimizer
 import onnxscript.rewriter
 from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
@@ -17,6 +15,7 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.dataflow import forward_nodes
 from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError, line
+from graphopt.folding import fold
 from graphopt.limits import check_constants, limits_of, set_limits
 from graphopt.rewriting import hidden, needed
 
@@ -53,15 +52,7 @@ def _fold(model: ir.Model) -> None:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with hidden([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
-        onnxscript.optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_is_integral)
-
-
-def _is_integral(node: ir.Node) -> bool | None:
-    floating = any(output.dtype is not None and output.dtype.is_floating_point() for output in node.outputs)
-    if floating or node.op_type not in GROWING:
-        return False if floating else None
-    shape = node.outputs[0].shape  # a small one is folded, which the folder by itself leaves alone
-    return shape is not None and shape.is_static() and math.prod(shape.numpy()) < 100
+        fold(model, floating=False, infer_shapes=True)
 
 
 def _is_static(value: ir.Value) -> bool:

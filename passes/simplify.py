@@ -9,7 +9,6 @@ from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-import onnxscript.optimizer
 import onnxscript.rewriter
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.rules.common import (
@@ -23,6 +22,7 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
+from graphopt.folding import fold
 from graphopt.memory import results_when_ready
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 
@@ -79,11 +79,6 @@ def _rewrite(model: ir.Model) -> None:
         onnxscript.rewriter.rewrite(model, rules)
 
 
-def _makes_no_room(node: ir.Node) -> bool | None:
-    """Refuse to fold what makes a large constant of a small one."""
-    return False if node.op_type in ("Expand", "ConstantOfShape", "Tile") else None
-
-
 @contextlib.contextmanager
 def _outputs_aside(model: ir.Model) -> Iterator[None]:
     """Let one value stand for all outputs: onnx_ir goes through the outputs for each node that it removes.
@@ -108,7 +103,7 @@ def simplify(model: ir.Model) -> None:
     with outputs_kept(model), hidden(needed(model)):
         with _outputs_aside(model):
             _rewrite(model)
-            onnxscript.optimizer.fold_constants(model, should_fold=_makes_no_room)
+            fold(model)
             common.IdentityEliminationPass()(model)
             common.CommonSubexpressionEliminationPass()(model)
             _rewrite(model)

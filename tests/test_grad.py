@@ -89,6 +89,51 @@ def test_hessian_vector_products(name, by):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("formula", "first", "second", "derivative"),
+    [
+        ("s = Sin(x)\n p = Pow(w, four)\n y = Mul(s, p)", "w", "w", lambda x, w: 12 * np.sin(x) * w**2),
+        ("s = Sin(x)\n p = Pow(w, four)\n y = Mul(s, p)", "x", "w", lambda x, w: 4 * np.cos(x) * w**3),
+        ("s = Mul(w, w)\n p = Mul(s, w)\n y = Mul(x, p)", "w", "w", lambda x, w: 6 * x * w),
+        ("s = Mul(w, w)\n p = Mul(s, w)\n y = Mul(x, p)", "x", "w", lambda x, w: 3 * w**2 + 0 * x),
+        ("y = Div(x, w)", "w", "w", lambda x, w: 2 * x / w**3),
+        ("y = Div(x, w)", "x", "w", lambda x, w: -1 / w**2 + 0 * x),
+        ("p = Mul(w, w)\n y = Where(on, p, x)", "w", "w", lambda x, w: 2 + 0 * x),
+    ],
+)
+def test_second_derivatives_by_weights(formula, first, second, derivative, keep):
+    proto = model(
+        f"g (double[3] x) => (double[3] y) {{ {formula} }}",
+        dtype=np.float64,
+        w=np.array(1.7),
+        four=np.array(4.0),
+        on=np.array(True),
+    )
+    x = np.array([0.3, 1.1, 2.0])
+    once = graphopt.grad(proto, [first], of="y", keep=keep)
+    twice = graphopt.grad(once, [second], of=f"y.grad.{first}", keep=keep)
+    found = run(twice, x=x)[f"y.grad.{first}.grad.{second}"]
+    np.testing.assert_allclose(found, derivative(x, 1.7).sum(), rtol=1e-12)
+
+
+def test_parameters_train_through_a_gradient_that_the_model_holds():
+    """A loss of a gradient: what is computed from the weights alone in it must move as the weights do."""
+    proto = model(
+        "g (float[N,1] x) => (float[N,1] y) { a = Transpose(w)\n h = MatMul(x, a)\n t = Sin(h)\n y = MatMul(t, w) }",
+        w=np.array([[0.5], [1.5]]),
+    )
+    slopes = graphopt.grad(proto, ["x"], keep=False)
+    step = graphopt.compile(slopes, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
+    executor = graphopt.Executor(step)
+    x = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+    losses = [executor.step(x=x, target=np.ones_like(x))["loss"] for _ in range(30)]
+    w = executor.state["w"][:, 0].astype(np.float64)
+    expected = np.mean((sum(w * w * np.cos(x * w) for w in w) - 1) ** 2)
+    np.testing.assert_allclose(executor.evaluate(x=x, target=np.ones_like(x))["loss"], expected, rtol=1e-5)
+    assert losses[-1] < losses[0] / 2
+
+
 def test_the_batch_stays_dynamic_and_own_outputs_can_go():
     graph = graphopt.grad(mlp(), ["x"], keep=False)
     for batch in (1, 7):
