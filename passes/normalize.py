@@ -26,7 +26,8 @@ from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 from graphopt.roles import STATE, Role, role_of, set_role
 from graphopt.state import make_room
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
-from passes.gradients.walk import is_differentiable
+from passes.gradients.rules.shape import spread_pads
+from passes.gradients.walk import constant_of, is_differentiable
 from passes.lowering import classical
 from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
@@ -72,6 +73,7 @@ class Normalize(Pass):
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
         infer(model)
+        pad_all_axes(model)
         if is_classical:
             classical.freeze_scaling(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
@@ -269,6 +271,25 @@ def _set_opset(model: ir.Model, version: int) -> None:
     for node in model.graph.all_nodes():
         if node.domain == "":
             node.version = None
+
+
+def pad_all_axes(model: ir.Model) -> None:
+    """Give a Pad of some axes the pads of all: ONNX Runtime 1.31 moves a Transpose wrongly past one with `axes`."""
+    for node in model.graph.all_nodes():
+        if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
+            continue
+        x, pads, _, axes = node.inputs
+        widths, at = constant_of(pads), constant_of(axes)
+        if x is None or x.shape is None or widths is None or at is None:
+            continue
+        spread = ir.tensor(spread_pads(len(x.shape), widths, at))
+        constant = ir.node("Constant", [], {"value": spread})
+        constant.outputs[0].name = f"{node.outputs[0].name}/pads"
+        constant.outputs[0].type, constant.outputs[0].shape = ir.TensorType(spread.dtype), spread.shape
+        assert node.graph is not None
+        node.graph.insert_before(node, constant)
+        node.replace_input_with(1, constant.outputs[0])
+        node.resize_inputs(3)
 
 
 def materialize(model: ir.Model) -> None:

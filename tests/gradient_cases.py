@@ -7,10 +7,11 @@ inputs are differentiated, unless `constant`; integers and booleans are constant
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import onnx
 
 FLOAT, DOUBLE, INT64 = 1, 11, 7
 INT_MAX = np.iinfo(np.int64).max
@@ -56,6 +57,7 @@ class Case:
     def __str__(self) -> str:
         attributes = [f"{name}={value}" for name, value in self.attributes.items()]
         marks = [f"constant={self.constant}"] * bool(self.constant) + ["fed"] * self.fed
+        marks += ["int32"] * any(getattr(x, "dtype", None) == np.int32 for x in self.inputs)
         return "-".join([self.op_type, *map(_shown, self.inputs), *attributes, *marks]).replace(" ", "")
 
 
@@ -111,6 +113,7 @@ BINS = "ONNX infers the shape of a whole transform"
 NEW = "newer than ONNX Runtime"
 ALIAS = "ONNX Runtime's antialiasing differs from the reference"
 COMPLEX = "ONNX Runtime's transform of complex numbers differs"
+AXES_FED = "ONNX infers no rank of a Pad whose axes it does not know"
 COUNT = "how many elements a last, partial window counts depends on the spatial sizes"
 
 ROIS = np.array([[0.3, 0.4, 3.7, 4.6], [-1.37, 1.13, 2.59, 6.17], [1.23, 2.34, 1.91, 2.83]])
@@ -596,6 +599,10 @@ CASES: list[Case] = [
     case("Pad", (2, 3), ints(1, 0, 0, 2), one(0.5)),
     case("Pad", (2, 3), ints(1, 2), None, ints(-1)),
     case("Pad", (2, 3), ints(0, 1, 1, 0), fed=True),
+    case("Pad", (2, 3), ints(0, 0, 0, 0)),
+    case("Pad", (2, 3, 2), ints(1, 0, 2, -1), None, ints(2, -2)),
+    case("Pad", (2, 3, 2), ints(1, 0, 2, -1), None, ints(2, -2), fed=True, once=AXES_FED),
+    case("Pad", (2, 3), ints(1, 1), None, ints(-1), mode="reflect"),
     *(case("Pad", (3, 4), ints(2, 1, 1, 2), mode=mode) for mode in ("reflect", "edge", "wrap")),
     *(case("Trilu", (2, 3, 3), upper=n) for n in (0, 1)),
     case("Trilu", (3, 4), one(-1, np.int64), upper=0),
@@ -639,6 +646,28 @@ CASES: list[Case] = [
         for r in ("none", "add", "mul", "max", "min")
     ),
 ]
+
+
+def narrowed(case: Case) -> Case:
+    """Return a case with integers of 32 bits in the place of those of 64, where the operator takes them."""
+    formals = onnx.defs.get_schema(case.op_type, case.opset).inputs
+    takes = {i for i, formal in enumerate(formals) if {"tensor(int32)", "tensor(int64)"} <= formal.types}
+    inputs = [
+        x.astype(np.int32) if i in takes and getattr(x, "dtype", None) == np.int64 else x
+        for i, x in enumerate(case.inputs)
+    ]
+    return replace(case, inputs=tuple(inputs))
+
+
+# Of each operator that takes integers of 32 bits one case with constants, and one with inputs. ONNX infers no Pad's
+# shape from axes of 32 bits.
+NARROW_INTEGERS = {
+    (case.op_type, case.fed): narrow
+    for case in reversed(CASES)
+    for narrow in [narrowed(case)]
+    if case.op_type != "Pad" and any(x is not y for x, y in zip(narrow.inputs, case.inputs, strict=True))
+}
+CASES += reversed(NARROW_INTEGERS.values())
 
 # Operators that stop the gradient, of floating inputs to floating outputs.
 NON_DIFFERENTIABLE: list[Case] = [

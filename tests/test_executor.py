@@ -42,6 +42,66 @@ def test_steps_equal_the_reference_evaluators():
         np.testing.assert_allclose(value, expected[f"{name}.next"], rtol=1e-4, atol=1e-6)
 
 
+def test_what_is_cut_out_of_a_transposed_value_trains():
+    """Queries, keys and values of one product, as Swin has them; and a Pad with axes of the model's own."""
+    rng = np.random.default_rng(7)
+    proto = model(
+        """g (float[N,5,4] x) => (float[N,5,6] y) {
+            l = MatMul(x, w)
+            s = Reshape(l, heads)
+            t = Transpose<perm=[2,0,3,1,4]>(s)
+            q = Gather(t, i0)
+            k = Gather(t, i1)
+            v = Gather(t, i2)
+            kt = Transpose<perm=[0,1,3,2]>(k)
+            a = MatMul(q, kt)
+            p = Softmax(a)
+            o = MatMul(p, v)
+            r = Pad(o, ones, , last)
+            ot = Transpose<perm=[0,2,1,3]>(r)
+            y = Reshape(ot, out)
+        }""",
+        w=rng.standard_normal((4, 12)) / 2,
+        heads=np.array([-1, 5, 3, 2, 2]),
+        out=np.array([-1, 5, 6]),
+        ones=np.array([1, 0]),
+        last=np.array([-1]),
+        **{f"i{i}": np.array(i) for i in range(3)},
+    )
+    step = compiled(proto, optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    x, t = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
+    t = np.concatenate([t, t[..., :2]], axis=-1)
+    for expected in run(step, 5, {"x": x, "target": t}):
+        np.testing.assert_allclose(executor.step(x=x, target=t)["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_an_embedding_of_positions_in_32_bits_trains():
+    """As Keras exports text models: ids are int32, and rows are averaged."""
+    rng = np.random.default_rng(8)
+    proto = model(
+        """g (int32[N,6] ids) => (float[N,2] y) {
+            e = Gather(table, ids)
+            m = ReduceMean<keepdims=0>(e, one)
+            y = MatMul(m, w)
+        }""",
+        table=rng.standard_normal((20, 4)),
+        w=rng.standard_normal((4, 2)),
+        one=np.array([1]),
+    )
+    step = compiled(proto, optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    ids, t = rng.integers(0, 20, (5, 6)).astype(np.int32), rng.standard_normal((5, 2)).astype(np.float32)
+    for expected in run(step, 5, {"ids": ids, "target": t}):
+        np.testing.assert_allclose(executor.step(ids=ids, target=t)["loss"], expected["loss"], rtol=1e-5)
+    moved = np.flatnonzero(np.any(executor.state["table"] != proto_weight(proto, "table"), axis=1))
+    np.testing.assert_array_equal(moved, np.unique(ids))
+
+
+def proto_weight(proto, name):
+    return next(onnx.numpy_helper.to_array(x) for x in proto.graph.initializer if x.name == name)
+
+
 def test_loss_comes_first_and_scalars_are_numbers(executor):
     outputs = executor.step(x=X, target=T)
     assert list(outputs) == ["loss", "y"]

@@ -10,7 +10,7 @@ from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter, like
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import rank, reshape_like
+from passes.gradients.rules.shape import pads_of_all_axes, rank, reshape_like, spread_pads, wide
 from passes.gradients.walk import constant_of, dims_of, further_output, zeros
 
 
@@ -24,12 +24,15 @@ def positions(op: Emitter, x: Value) -> Value:
 
 
 def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
-    """Add `dy` into zeros of a shape; halves in float32, as ONNX Runtime on the CPU cannot add them."""
+    """Add `dy` into zeros of a shape; halves in float32, as ONNX Runtime on the CPU cannot add them.
+
+    Positions of 32 bits become such of 64, which is all that ScatterND takes.
+    """
     assert dy.dtype is not None
     dtype = ir.DataType.FLOAT if dy.dtype.itemsize < 4 else dy.dtype
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
     terms = dy if dy.dtype == dtype else op.Cast(dy, to=dtype)
-    total: Value = getattr(op, scatter)(zeros, where, terms, reduction="add", **attributes)
+    total: Value = getattr(op, scatter)(zeros, wide(op, where), terms, reduction="add", **attributes)
     return total if dy.dtype == dtype else op.Cast(total, to=dy.dtype)
 
 
@@ -78,15 +81,17 @@ def pad(
     mode: str,
 ) -> Gradients:
     """Pad by the opposite, which is a Slice where no pad is negative; a copy is added to its origin."""
+    pads = pads_of_all_axes(op, x, pads, axes)
     if mode != "constant":
-        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, None, axes, mode=mode), x)]
+        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, mode=mode), x)]
     widths = constant_of(pads)
     if widths is None or (widths < 0).any():
-        dx = like(op.Pad(dy, op.Neg(pads), None, axes), x)
+        dx = like(op.Pad(dy, op.Neg(pads)), x)
     else:
         begin, end = widths.reshape(2, -1)
+        cut = np.flatnonzero(begin + end)
         ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
-        dx = like(op.Slice(dy, op.constant(begin), op.constant(ends), axes or [*range(rank(x))]), x)
+        dx = like(op.Slice(dy, op.constant(begin[cut]), op.constant(ends[cut]), op.constant(cut)), x)
     rest = op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)
     rest.shape = ir.Shape([])
     return [dx, None, rest]
@@ -100,7 +105,8 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
     if width < 2 and index is not None and index.size == 1 and isinstance(size, int):
         before = index.item() % size
         row = dy if width else op.Unsqueeze(dy, [axis])
-        return [like(op.Pad(row, [before, size - 1 - before], None, [axis]), x)]
+        pads = spread_pads(rank(x), np.array([before, size - 1 - before]), np.array([axis]))
+        return [like(op.Pad(row, op.constant(pads)), x)]
     rows: Value = op.Unsqueeze(indices, [-1])
     if axis == 0:
         return [like(add_up(op, "ScatterND", op.shape_of(x), rows, dy), x)]

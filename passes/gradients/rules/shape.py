@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.walk import dims_of
+from passes.gradients.walk import constant_of, dims_of
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
@@ -32,6 +33,30 @@ def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value
     if len(sizes) == len(dims_of(x)[start:end]):
         return op.constant(np.array(sizes, np.int64))
     return op.Shape(x, start=start) if end is None else op.Shape(x, start=start, end=end)
+
+
+def wide(op: Emitter, numbers: Value) -> Value:
+    """Return integers in 64 bits."""
+    return numbers if numbers.dtype == ir.DataType.INT64 else op.Cast(numbers, to=ir.DataType.INT64)
+
+
+def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Value | None) -> Value:
+    """Return pads of all axes of `x`: ONNX Runtime 1.31 moves a Transpose wrongly past a Pad that has `axes`."""
+    if axes is None:
+        return pads
+    at, widths = constant_of(axes), constant_of(pads)
+    if at is not None and widths is not None:
+        return op.constant(spread_pads(rank(x), widths, at))
+    at = op.Mod(wide(op, axes), rank(x))
+    where = op.Unsqueeze(op.Concat(at, at + rank(x), axis=0), [1])
+    return op.ScatterND(op.constant(np.zeros(2 * rank(x), np.int64)), where, pads)
+
+
+def spread_pads(count: int, pads: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    """Return the pads of all of `count` axes from those of some: first where each axis begins, then where it ends."""
+    spread = np.zeros((2, count), np.int64)
+    spread[:, axes % count] = pads.reshape(2, -1)
+    return spread.ravel()
 
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")

@@ -8,7 +8,7 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.indexing import gather
-from passes.gradients.rules.shape import rank, sizes_of
+from passes.gradients.rules.shape import pads_of_all_axes, rank, sizes_of, wide
 from passes.gradients.walk import constant_of, dims_of
 
 
@@ -33,7 +33,7 @@ def dft(
         raise GraphoptError(f"DFT of {x.name!r}: its gradient needs a known axis")
     at = rank(x) - 2 if at is None else at
     size, halved = sizes_of(op, x, at, at + 1), inverse and onesided
-    n = size if length is None else op.Reshape(length, [1])
+    n = size if length is None else op.Reshape(wide(op, length), [1])
     if halved:
         n = sizes_of(op, dy, at, at + 1)
     back = op.DFT(dy, op.Squeeze(n), op.constant(at), inverse=1 - inverse, onesided=halved)
@@ -45,7 +45,7 @@ def dft(
         back = back * op.Unsqueeze(2 - once, [*range(1, rank(x) - at)])
         n = n / 2 + 1
     if length is not None:
-        back = op.Pad(back, op.Concat([0], size - n, axis=0), None, [at])
+        back = op.Pad(back, pads_of_all_axes(op, x, op.Concat([0], size - n, axis=0), op.constant([at])))
     return [like(op.Slice(back, [0], [1], [-1]) if dims_of(x)[-1] == 1 else back, x)]
 
 
@@ -61,8 +61,8 @@ def stft(
     onesided: int,
 ) -> Gradients:
     """Frames are gathered, weighed and transformed, so back: each frame's gradient is added where it was."""
-    size = op.Reshape(op.Shape(window) if length is None else length, [1])
-    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(step)
+    size = op.Reshape(op.Shape(window) if length is None else wide(op, length), [1])
+    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(wide(op, step))
     at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
     frames = op.Gather(x, at, axis=1)
     weights = window and op.Unsqueeze(window, [1])
