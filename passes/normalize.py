@@ -285,7 +285,8 @@ def pad_all_axes(model: ir.Model) -> None:
         spread = ir.tensor(spread_pads(len(x.shape), widths, at))
         constant = ir.node("Constant", [], {"value": spread})
         constant.outputs[0].name = f"{node.outputs[0].name}/pads"
-        constant.outputs[0].type, constant.outputs[0].shape = ir.TensorType(spread.dtype), spread.shape
+        constant.outputs[0].type = ir.TensorType(spread.dtype)
+        constant.outputs[0].shape = ir.Shape(spread.shape.numpy())
         assert node.graph is not None
         node.graph.insert_before(node, constant)
         node.replace_input_with(1, constant.outputs[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
@@ -43,13 +44,10 @@ def resize(
             policy = {"keep_aspect_ratio_policy": keep_aspect_ratio_policy}
             matrix = _in_proportion(op, square, x, sizes, i, axes, **attributes | policy)
         else:
-            matrix = op.Resize(
-                square,
-                roi and op.Gather(roi, [i, i + len(axes)]),
-                scales and _one(op, scales, i),
-                sizes and sizes_of(op, y, axis, axis + 1) if scales is None else None,
-                axes=[1],
-                **attributes,
+            part = roi and op.Gather(roi, [i, i + len(axes)])
+            size = sizes_of(op, y, axis, axis + 1) if scales is None else None
+            matrix = _along(
+                op, square, part, scales and _one(op, scales, i), size, _copies(op, x, y), **attributes
             )
         matrix.shape = ir.Shape([dims_of(x)[axis], None])
         dy = contracted(op, dy, matrix, axis)
@@ -70,6 +68,44 @@ def _is_kept(x: Value, scales: Value | None, sizes: Value | None, i: int, axis: 
 def _one(op: Emitter, scales: Value, i: int) -> Value:
     known = constant_of(scales)
     return op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1])
+
+
+def _copies(op: Emitter, x: Value, y: Value) -> Value:
+    """Return how often each row of a matrix is resized: twice where any axis changes its size, else once."""
+    if all(isinstance(dim, int) for dim in (*dims_of(x), *dims_of(y))):
+        return op.constant([1 + (dims_of(x) != dims_of(y))])
+    changed = op.Cast(op.Not(op.Equal(op.Shape(x), op.Shape(y))), to=ir.DataType.INT64)
+    return op.Unsqueeze(op.ReduceMax(changed, keepdims=0), [0]) + 1
+
+
+def _along(
+    op: Emitter,
+    square: Value,
+    roi: Value | None,
+    scale: Value | None,
+    size: Value | None,
+    copies: Value,
+    **attributes: Any,
+) -> Value:
+    """Resize a matrix along its second axis.
+
+    ONNX Runtime copies what comes out in the shape that it had, though its scale may not be 1. So that it does here
+    where it does in the model, and nowhere else, the rows are of a second axis, too, whose size changes.
+    """
+    rows = op.Unsqueeze(square, [1, 2])
+    if roi is not None:
+        begin, end = op.Split(roi, num_outputs=2, _outputs=2)
+        roi = op.Concat(op.CastLike([0.0], roi), begin, op.CastLike([1.0], roi), end, axis=0)
+    if scale is not None:
+        first, second = constant_of(copies), constant_of(scale)
+        if first is not None and second is not None:
+            scale = op.constant(np.concatenate([first, second]), like=scale)
+        else:
+            scale = op.Concat(op.CastLike(copies, scale), scale, axis=0)
+    if size is not None:
+        size = op.Concat(copies, size, axis=0)
+    resized = op.Resize(rows, roi, scale, size, axes=[2, 3], **attributes)
+    return op.Squeeze(op.Slice(resized, [0], [1], [2]), [1, 2])
 
 
 def _in_proportion(

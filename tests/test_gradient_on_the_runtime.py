@@ -1,0 +1,90 @@
+"""Gradients against the slopes of what ONNX Runtime itself computes, where it and ONNX's reference part ways."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import helper
+
+from graphopt.testing import gradient_model
+
+FLOAT = onnx.TensorProto.FLOAT
+
+
+def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def resize(shape, symbolic, roi=None, scales=None, sizes=None, **attributes):
+    """Return a model of one Resize, whose input's dimensions may be symbols."""
+    given = {"roi": (roi, np.float32), "scales": (scales, np.float32), "sizes": (sizes, np.int64)}
+    initializers = [
+        onnx.numpy_helper.from_array(np.array(numbers, dtype), name)
+        for name, (numbers, dtype) in given.items()
+        if numbers is not None
+    ]
+    names = [name if numbers is not None else "" for name, (numbers, _) in given.items()]
+    node = helper.make_node("Resize", ["x", *names], ["y"], **attributes)
+    dims = [f"d{i}" for i in range(len(shape))] if symbolic else shape
+    x = helper.make_tensor_value_info("x", FLOAT, dims)
+    graph = helper.make_graph([node], "g", [x], [onnx.ValueInfoProto(name="y")], initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+
+
+def error(proto: onnx.ModelProto, shape: tuple[int, ...]) -> float:
+    """Return the largest error of a gradient of a linear operator, whose slopes are its values at unit vectors."""
+    forward = session(proto)
+    units = np.eye(np.prod(shape), dtype=np.float32).reshape(-1, *shape)
+    offset = forward.run(None, {"x": np.zeros(shape, np.float32)})[0]
+    slopes = np.stack([forward.run(None, {"x": unit})[0] - offset for unit in units])
+    seed = np.random.default_rng(0).standard_normal(offset.shape).astype(np.float32)
+    backward = session(ir.to_proto(gradient_model(proto)))
+    feeds = {"y.seed": seed, "x": np.ones(shape, np.float32)}
+    taken = {x.name: feeds[x.name] for x in backward.get_inputs()}
+    expected = np.tensordot(slopes, seed, seed.ndim).reshape(shape)
+    return float(np.abs(backward.run(None, taken)[0] - expected).max() / np.abs(expected).max())
+
+
+SCALES = (1.3, 1.1, 1.0, 2.0, 0.8, 0.35)  # 3 and 4 times the first two are no more than 3 and 4
+MODES = [
+    *(("nearest", {"nearest_mode": m}) for m in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")),
+    ("linear", {}),
+    ("linear", {"antialias": 1}),
+    ("cubic", {}),
+    ("cubic", {"exclude_outside": 1, "cubic_coeff_a": -0.5}),
+]
+TRANSFORMATIONS = ["half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric"]
+FEW = [((1.3, 2.0), 0), ((1.3, 1.3), 0), ((0.35, 1.1), 1), ((1.3, 1.1), 0)]
+ALL = [(pair, symbolic) for pair in itertools.product(SCALES, repeat=2) for symbolic in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_resize_by_scales_that_leave_the_size_of_an_axis(transformation, cases):
+    """ONNX Runtime copies what keeps its shape, whatever the scales are, and only then."""
+    for mode, attributes in MODES:
+        for (first, second), symbolic in cases:
+            options = {"mode": mode, "coordinate_transformation_mode": transformation, **attributes}
+            proto = resize((1, 1, 3, 4), symbolic, scales=[1, 1, first, second], **options)
+            assert error(proto, (1, 1, 3, 4)) < 1e-5, (options, first, second, symbolic)
+
+
+@pytest.mark.parametrize("roi", [[0.1, 0.2, 0.8, 0.9], [-0.2, 0, 1.3, 1]])
+def test_resize_of_a_region(roi):
+    region = [0, 0, *roi[:2], 1, 1, *roi[2:]]
+    for mode, pair in itertools.product(("nearest", "linear", "cubic"), [(1.3, 2.0), (1.0, 1.0), (1.3, 1.1)]):
+        sizes = [1, 1, int(3 * pair[0]), int(4 * pair[1])]
+        for given in ({"scales": [1, 1, *pair]}, {"sizes": sizes}):
+            options = {"mode": mode, "coordinate_transformation_mode": "tf_crop_and_resize", **given}
+            assert error(resize((1, 1, 3, 4), 0, region, **options), (1, 1, 3, 4)) < 1e-5, options
