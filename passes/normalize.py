@@ -31,7 +31,7 @@ from passes.gradients.walk import constant_of, is_differentiable
 from passes.lowering import classical
 from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
-from passes.shapes import check_expanded, fold_shapes, infer
+from passes.shapes import check_expanded, fold_shapes, infer, inferred_shape
 from passes.weights import exporters
 
 __all__ = ["Normalize"]
@@ -101,6 +101,7 @@ class Normalize(Pass):
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         check_expanded(model)
+        pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
             lowering.lower(model)
@@ -271,6 +272,38 @@ def _set_opset(model: ir.Model, version: int) -> None:
     for node in model.graph.all_nodes():
         if node.domain == "":
             node.version = None
+
+
+def pads_for_output_shapes(model: ir.Model) -> None:
+    """Replace the `output_shape` of a ConvTranspose by the pads that it means, where its input's sizes are known.
+
+    ONNX infers a wrong rank where the output is smaller than the input.
+    """
+    for node in model.graph:
+        if node.op_type != "ConvTranspose" or node.domain != "" or "output_shape" not in node.attributes:
+            continue
+        x, w = node.inputs[:2]
+        assert x is not None and w is not None
+        shape, weights = inferred_shape(model, x), w.shape
+        if shape is None or weights is None:
+            continue
+        n = len(shape) - 2
+        sizes, kernel = list(shape)[2:], list(node.attributes.get_ints("kernel_shape", None) or weights[2:])
+        if not all(isinstance(size, int) for size in sizes + kernel):
+            continue
+        strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
+        more, given = (
+            node.attributes.get_ints("output_padding", [0] * n),
+            node.attributes.get_ints("output_shape"),
+        )
+        totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - given[-n:]
+        if (totals < 0).any():
+            continue
+        less, rest = (totals // 2).tolist(), (totals - totals // 2).tolist()
+        upper = node.attributes.get_string("auto_pad", "NOTSET") == "SAME_UPPER"
+        node.attributes.pop("output_shape")
+        node.attributes.pop("auto_pad", None)
+        node.attributes.add(ir.AttrInt64s("pads", [*less, *rest] if upper else [*rest, *less]))
 
 
 def pad_all_axes(model: ir.Model) -> None:

@@ -138,7 +138,7 @@ class Polynomial(_Finite):
     power: float = within("[0, inf)", 2.0)
 
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
-        return op.Pow(1.0 - progress, self.power)
+        return op.Pow(1.0 - progress, op.constant(self.power, like=progress))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class InverseScaling(Schedule):
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         t = t if self.every == 1 else op.Floor(t / float(self.every))
-        return base / op.Pow(t + 1.0, self.power)
+        return base / op.Pow(t + 1.0, op.constant(self.power, like=t))
 
 
 @dataclass(frozen=True)

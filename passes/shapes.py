@@ -168,6 +168,13 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     _take_types(model.graph, ir.from_proto(typed).graph)
 
 
+def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
+    """Return the shape of a value as far as ONNX's inference comes, in a model that may not pass it."""
+    typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model.clone())))
+    found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
+    return None if found is None else found.shape
+
+
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a model whose large weights are inputs."""
     initializers = model.graph.initializers

@@ -9,9 +9,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders import model
 from onnx import helper
 
-from graphopt.testing import gradient_model
+from graphopt.testing import distance, gradient_model
 
 FLOAT = onnx.TensorProto.FLOAT
 
@@ -88,3 +89,53 @@ def test_resize_of_a_region(roi):
         for given in ({"scales": [1, 1, *pair]}, {"sizes": sizes}):
             options = {"mode": mode, "coordinate_transformation_mode": "tf_crop_and_resize", **given}
             assert error(resize((1, 1, 3, 4), 0, region, **options), (1, 1, 3, 4)) < 1e-5, options
+
+
+def test_grid_sample_outside_of_the_image():
+    """The pixels beyond a border are those at it, for cubic weights too."""
+    grid = np.random.default_rng(1).uniform(-2.5, 2.5, (1, 3, 4, 2)).astype(np.float32)
+    modes, paddings = ("linear", "nearest", "cubic"), ("zeros", "border", "reflection")
+    for mode, padding, align in itertools.product(modes, paddings, (0, 1)):
+        attributes = {"mode": mode, "padding_mode": padding, "align_corners": align}
+        node = helper.make_node("GridSample", ["x", "grid"], ["y"], **attributes)
+        x = helper.make_tensor_value_info("x", FLOAT, (1, 2, 5, 4))
+        initializers = [onnx.numpy_helper.from_array(grid, "grid")]
+        graph = helper.make_graph([node], "g", [x], [onnx.ValueInfoProto(name="y")], initializers)
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        proto = onnx.shape_inference.infer_shapes(proto)
+        assert error(proto, (1, 2, 5, 4)) < 1e-5, attributes
+
+
+X, W = (2, 4, 9), (4, 2, 3)
+CONVOLUTIONS = [
+    ("Conv", "N,C,L", "K,M,3", X, W, "group=2"),
+    ("Conv", "N,C,L", "K,M,3", X, W, "group=2, strides=[2], pads=[1,0]"),
+    ("Conv", "N,C,L", "K,M,3", X, W, "group=2, strides=[2], dilations=[2], pads=[1,1]"),
+    ("Conv", "N,C,L", "K,M,T", X, W, "group=2, kernel_shape=[3]"),
+    ("ConvTranspose", "N,4,L", "4,M,3", X, W, "group=2, strides=[2]"),
+    ("ConvTranspose", "N,C,L", "C,M,T", X, W, "group=2, kernel_shape=[3]"),
+    *(
+        ("ConvTranspose", "2,4,9", "4,2,3", X, W, f"strides=[{stride}], output_shape=[{size}]{more}")
+        for stride, size in [(1, 7), (1, 2), (2, 5), (2, 8), (2, 19)]
+        for more in ("", ', auto_pad="SAME_UPPER"', ', auto_pad="SAME_LOWER"')
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "x_dims", "w_dims", "x", "w", "attributes"),
+    CONVOLUTIONS,
+    ids=lambda v: str(v).replace(" ", ""),
+)
+def test_convolutions_of_unknown_channels_and_of_small_outputs(op_type, x_dims, w_dims, x, w, attributes):
+    text = f"g (float[{x_dims}] x, float[{w_dims}] w) => (float[A,B,D] y) {{ y = {op_type}<{attributes}>(x, w) }}"
+    proto, random = model(text), np.random.default_rng(3)
+    point = {name: random.standard_normal(shape).astype(np.float32) for name, shape in (("x", x), ("w", w))}
+    forward, backward = session(proto), session(ir.to_proto(gradient_model(proto)))
+    seed = random.standard_normal(forward.run(None, point)[0].shape).astype(np.float32)
+    names = [y.name for y in backward.get_outputs()]
+    found = dict(zip(names, backward.run(None, point | {"y.seed": seed}), strict=True))
+    for name, at in point.items():  # linear in each
+        units = np.eye(at.size, dtype=np.float32).reshape(-1, *at.shape)
+        expected = [np.vdot(forward.run(None, point | {name: unit})[0], seed) for unit in units]
+        assert distance(found[f"{name}.grad"], np.reshape(expected, at.shape)) < 1e-5, name

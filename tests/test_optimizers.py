@@ -91,6 +91,24 @@ def test_optimizer_takes_pytorchs_steps(optimizer, twin):
         np.testing.assert_allclose(outputs[f"{name}.next"], tensor.detach().numpy(), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [
+        (passes.Polynomial(steps=12, power=0.9), lambda t: (1 - t / 12) ** 0.9),
+        (passes.InverseScaling(power=0.3), lambda t: 1 / (t + 1) ** 0.3),
+        (passes.Exponential(factor=0.7), lambda t: 0.7**t),
+        (passes.StepDecay(every=3, factor=0.7), lambda t: 0.7 ** (t // 3)),
+    ],
+)
+def test_rates_of_a_graph_in_float64_have_its_digits(schedule, rate):
+    proto = mlp((4, 3), dtype=np.float64)
+    step = graphopt.compile(
+        proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(1.0), schedule=schedule
+    )
+    for t, outputs in enumerate(run(step, 10, {"x": X, "target": T})):
+        np.testing.assert_allclose(outputs["learning_rate"], rate(t), rtol=1e-15)
+
+
 def test_lion_takes_the_steps_of_its_numpy_twin():
     step = graphopt.compile(
         mlp((4, 3), dtype=np.float64),

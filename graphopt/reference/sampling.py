@@ -22,9 +22,23 @@ class AffineGrid(OpRun):
 
 
 class GridSample(op_grid_sample.GridSample):
-    """The reference has positions in float32."""
+    """The reference has positions in float32, and moves those outside to the border for cubic weights, too.
+
+    PyTorch and ONNX Runtime move the pixels alone there.
+    """
 
     op_domain = ""
+
+    def _run(
+        self, x: Any, grid: Any, mode: Any = None, padding_mode: Any = None, align_corners: Any = None
+    ) -> Any:
+        self._moves = (mode, padding_mode) != ("cubic", "border")
+        whole: Any = op_grid_sample.GridSample._run
+        return whole(self, x, grid, mode, padding_mode, align_corners)
+
+    def _prepare_border(self, dims: Any, align_corners: Any) -> Any:
+        borders: Any = op_grid_sample.GridSample._prepare_border
+        return borders(self, dims, align_corners) if self._moves else np.repeat([-np.inf, np.inf], len(dims))
 
     def _gs_denormalize_coordinates(self, n: Any, dims: Any, align_corners: Any) -> Any:
         denormalize: Any = self._gs_denormalize

@@ -124,9 +124,10 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
     if group == 1:
         data = op.Transpose(x, perm=swap)
     else:
-        split = op.Reshape(x, op.Concat([0, group, dims_of(w)[1]], sizes_of(op, x, 2), axis=0))
+        channels = sizes_of(op, w, 1, 2)
+        split = op.Reshape(x, op.Concat([0, group], channels, sizes_of(op, x, 2), axis=0))
         moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
-        data = op.Reshape(moved, op.Concat([dims_of(w)[1], -1], sizes_of(op, x, 2), axis=0))
+        data = op.Reshape(moved, op.Concat(channels, [-1], sizes_of(op, x, 2), axis=0))
     end, exact = list(window.end), True
     reached = {}  # what windows reach of an axis, where it is not all
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
@@ -163,11 +164,12 @@ def conv(
     *,
     group: int,
     auto_pad: str,
+    kernel_shape: list[int] | None = None,
     pads: list[int] | None = None,
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    window = window_of(x, dims_of(w)[2:], auto_pad, pads, strides, dilations)
+    window = window_of(x, kernel_shape or dims_of(w)[2:], auto_pad, pads, strides, dilations)
     dx = like(transposed(op, window, dy, w, x, group), x)
     return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy, bias)]
 
@@ -182,6 +184,7 @@ def conv_transpose(
     *,
     group: int,
     auto_pad: str,
+    kernel_shape: list[int] | None = None,
     pads: list[int] | None = None,
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
@@ -189,7 +192,7 @@ def conv_transpose(
     output_shape: list[int] | None = None,
 ) -> Gradients:
     """The adjoint: what is output here is the input of a convolution there."""
-    window = window_of(x, dims_of(w)[2:], "NOTSET", pads, strides, dilations)
+    window = window_of(x, kernel_shape or dims_of(w)[2:], "NOTSET", pads, strides, dilations)
     more = output_padding or [0] * len(window.kernel)
     if output_shape or auto_pad.startswith("SAME"):
         window = _halved(window, _cut(window, x, dy, more), auto_pad)

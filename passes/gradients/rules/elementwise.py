@@ -31,11 +31,11 @@ def positive(op: Emitter, x: Value) -> Value:
 
 
 def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
-    """Return d(x^p)/dx = p x^(p-1), short where the exponent is a known number."""
+    """Return d(x^p)/dx = p x^(p-1), short where the exponent is a known number; 0 where it is 0, for x = 0 too."""
     exponent = constant_of(p)
     if exponent is None or exponent.size != 1:
         p = op.Cast(p, to=x.dtype)
-        return p * op.Pow(x, p - 1)
+        return p * op.Pow(x, p - 1 + mask(op, op.Equal(p, 0.0), p))
     n = float(exponent.item())
     if n in (0, 1):
         return n

@@ -58,11 +58,18 @@ def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
 
 
 def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
-    """The product of the others, where none of them is 0; zeros count as ones in the product of all."""
-    zero = mask(op, op.Equal(x, 0.0), x)
-    factors = x + zero
-    alone = mask(op, op.Equal(zero, along.sum(zero)), x)
-    return dy * along.product(factors) / factors * alone
+    """The product of the others: of those that are not 0 by a division, and of those that are.
+
+    That is 1 where no other is 0, the other 0 itself where it is the only one, so that the Hessian has its entries,
+    and 0 where there are more.
+    """
+    is_zero = op.Equal(x, 0.0)
+    zero = mask(op, is_zero, x)
+    others = along.sum(zero) - zero
+    one = x * zero
+    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(one) - one)
+    factors = op.Where(is_zero, op.constant(1.0, like=x), x)
+    return dy * (along.product(factors) / factors * zeros)
 
 
 REDUCTIONS: dict[str, Callable[..., Value]] = {

@@ -127,9 +127,6 @@ def grid_sample(
         size = extent(op, x, i, grid)
         low, high = (0.0, size - 1) if align_corners else (-0.5, size - 0.5)
         position = low + (op.Squeeze(part, [-1]) + 1) * ((high - low) / 2)
-        if padding_mode == "border" and mode == "cubic":
-            inside = op.And(op.GreaterOrEqual(position, low), op.LessOrEqual(position, high))
-            position = op.Where(inside, position, op.Clip(position, 0.0, size - 1))
         if padding_mode == "reflection" and mode != "nearest":
             position = reflected(op, position, low, high)
         at.append(position)

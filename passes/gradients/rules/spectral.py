@@ -46,7 +46,8 @@ def dft(
         n = n / 2 + 1
     if length is not None:
         back = op.Pad(back, pads_of_all_axes(op, x, op.Concat([0], size - n, axis=0), op.constant([at])))
-    return [like(op.Slice(back, [0], [1], [-1]) if dims_of(x)[-1] == 1 else back, x)]
+    is_complex = dims_of(x)[-1] == 2
+    return [like(back if is_complex else op.Slice(back, [0], sizes_of(op, x, rank(x) - 1), [-1]), x)]
 
 
 @rule("STFT")
