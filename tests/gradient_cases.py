@@ -642,6 +642,15 @@ CASES: list[Case] = [
         case("ScatterElements", (3, 2), ints([0, 2], [0, 1]), 2 * positive(2, 2), reduction=r)
         for r in ("add", "mul", "max", "min")
     ),
+    case(
+        "ScatterElements",
+        np.array([[1.5, 0.0, 2.0, 0.0]]),
+        ints([1, 2, 2, 3]),
+        np.array([[3.0, 0.0, 2.5, 0.0]]),
+        axis=1,
+        reduction="mul",
+        once="zeros",
+    ),
     *(case("ScatterND", (3, 4), ints([2], [0]), (2, 4), reduction=r) for r in ("none", "add")),
     *(
         case("ScatterND", (3, 2), ints([2, 1], [0, 0]), (2,), reduction=r)

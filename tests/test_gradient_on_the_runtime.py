@@ -139,3 +139,24 @@ def test_convolutions_of_unknown_channels_and_of_small_outputs(op_type, x_dims, 
         units = np.eye(at.size, dtype=np.float32).reshape(-1, *at.shape)
         expected = [np.vdot(forward.run(None, point | {name: unit})[0], seed) for unit in units]
         assert distance(found[f"{name}.grad"], np.reshape(expected, at.shape)) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(f"LpPool<p={p}, kernel_shape=[2], strides=[2]>(x)" for p in (1, 2, 3)),
+        *(f"GlobalLpPool<p={p}>(x)" for p in (1, 2, 3)),
+        *(f"LpNormalization<p={p}, axis=2>(x)" for p in (1, 2)),
+        "ReduceL1(x)",
+        "ReduceL2(x)",
+    ],
+)
+def test_norms_have_a_gradient_of_0_where_all_is_0(expression):
+    proto = model(f"g (float[1,1,4] x) => (float[A,B,C] y) {{ y = {expression} }}")
+    x = np.zeros((1, 1, 4), np.float32)
+    shape = session(proto).run(None, {"x": x})[0].shape
+    backward = session(ir.to_proto(gradient_model(proto)))
+    (found,) = backward.run(None, {"x": x, "y.seed": np.ones(shape, np.float32)})
+    assert np.isfinite(found).all()
+    if "Normalization" not in expression:
+        np.testing.assert_array_equal(found, x)

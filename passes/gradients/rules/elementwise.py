@@ -18,6 +18,11 @@ def mask(op: Emitter, condition: Value, x: Value) -> Value:
     return op.Cast(condition, to=x.dtype)
 
 
+def nonzero(op: Emitter, x: Value) -> Value:
+    """Return `x` with 1 in the place of 0: a divisor."""
+    return x + mask(op, op.Equal(x, 0.0), x)
+
+
 def positive(op: Emitter, x: Value) -> Value:
     """Return 1 where `x` > 0 and 0 elsewhere, in the element type of `x`.
 
@@ -46,7 +51,7 @@ def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
 
 def logarithm(op: Emitter, x: Value, y: Value) -> Value:
     """Return d(x^p)/dp = y log(x), and 0 where x is 0, as there y is 0 or constant."""
-    return y * op.Log(x + mask(op, op.Equal(x, 0.0), x))
+    return y * op.Log(nonzero(op, x))
 
 
 def gelu(op: Emitter, x: Value, approximate: str) -> Value:

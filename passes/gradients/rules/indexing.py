@@ -177,14 +177,16 @@ def scattered(
     scatter: Callable[..., Value],
     gather: Callable[[Value], Value],
 ) -> Gradients:
-    """What an update replaces gets no gradient; equal extremes share it; factors are taken for not 0."""
+    """What an update replaces gets no gradient; equal extremes share it; a factor gets the product of the others."""
     if reduction == "none":
         return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":
         return [dy, None, gather(dy)]
     if reduction == "mul":
-        product = dy * y
-        return [product / x, None, gather(product) / updates]
+        zero, nil = (op.Cast(op.Equal(factor, 0.0), to=x.dtype) for factor in (x, updates))
+        count, product = scatter(zero, nil, "add"), dy * scatter(x + zero, updates + nil, "mul")
+        dx = product / (x + zero) * op.CastLike(op.Equal(count, zero), x)
+        return [dx, None, gather(product) / (updates + nil) * op.CastLike(op.Equal(gather(count), nil), x)]
     kept, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
     share = dy / op.Max(scatter(kept, taken, "add"), 1.0)
     return [share * kept, None, gather(share) * taken]

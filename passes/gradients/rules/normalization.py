@@ -9,7 +9,7 @@ from onnx_ir import Node, Value
 from graphopt.emitter import Emitter
 from graphopt.roles import OF_BATCH
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.elementwise import nonzero
 from passes.gradients.rules.shape import rank, reshape_like, sizes_of
 from passes.gradients.walk import dims_of, further_output, zeros
 
@@ -154,8 +154,7 @@ def channels(op: Emitter, vector: Value, x: Value) -> Value:
 def lp_normalization(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int, p: int) -> Gradients:
     """y = x / n with n = |x|: dx = (dy - dn/dx sum(dy y)) / n, where dn/dx is y or its sign."""
     norm = op.ReduceL1(x, [axis]) if p == 1 else op.Sqrt(op.ReduceSum(x * x, [axis]))
-    norm = norm + mask(op, op.Equal(norm, 0.0), x)
-    return [(dy - (op.Sign(x) if p == 1 else y) * op.ReduceSum(dy * y, [axis])) / norm]
+    return [(dy - (op.Sign(x) if p == 1 else y) * op.ReduceSum(dy * y, [axis])) / nonzero(op, norm)]
 
 
 @rule("LRN")

@@ -12,7 +12,7 @@ from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
-from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.indexing import scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
 from passes.gradients.rules.shape import rank, reshape_like, sizes_of
@@ -161,16 +161,16 @@ def lp_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy."""
+    """y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 where all is 0."""
     window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
-    share = dy * op.Pow(y, op.constant(1.0 - p, like=y))
+    share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
     return [signed_power(op, x, p - 1.0) * spread_window(op, window, share, x)]
 
 
 @rule("GlobalLpPool")
 def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
     """As LpPool has it."""
-    return [signed_power(op, x, p - 1.0) * (dy * op.Pow(y, op.constant(1.0 - p, like=y)))]
+    return [signed_power(op, x, p - 1.0) * (dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y)))]
 
 
 def signed_power(op: Emitter, x: Value, exponent: float) -> Value:

@@ -10,7 +10,7 @@ from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
 from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
-from passes.gradients.rules.elementwise import mask
+from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import rank
 from passes.gradients.walk import constant_of, is_uniform
 
@@ -79,9 +79,7 @@ REDUCTIONS: dict[str, Callable[..., Value]] = {
     "ReduceMin": extreme,
     "ReduceProd": product,
     "ReduceL1": lambda op, x, y, dy, along: op.Sign(x) * dy,
-    "ReduceL2": lambda op, x, y, dy, along: (
-        x * (dy / (y + mask(op, op.Equal(y, 0.0), y)))
-    ),  # 0 where all is 0
+    "ReduceL2": lambda op, x, y, dy, along: x * (dy / nonzero(op, y)),  # 0 where all is 0
     "ReduceSumSquare": lambda op, x, y, dy, along: x * (2 * dy),
     "ReduceLogSum": lambda op, x, y, dy, along: dy / op.Exp(y),
     "ReduceLogSumExp": lambda op, x, y, dy, along: op.Exp(x - y) * dy,
