@@ -12,7 +12,7 @@ from graphopt.roles import UNTRAINED, Role, with_role
 
 # Operators that leave an implementation no choice of a bit. The rest stays in the graph, where the runtime folds it.
 EXACT = {
-    *("Abs", "Add", "Ceil", "Div", "Floor", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"),
+    *("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"),
     *("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Where", "Xor"),
     *("Cast", "Concat", "Flatten", "Gather", "GatherND", "Identity", "Reshape", "Shape", "Size", "Slice"),
     *("Squeeze", "Transpose", "Unsqueeze"),
