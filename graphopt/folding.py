@@ -12,14 +12,14 @@ from graphopt.roles import UNTRAINED, Role, with_role
 
 # Operators that leave an implementation no choice of a bit. The rest stays in the graph, where the runtime folds it.
 EXACT = {
-    *("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"),
+    *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
     *("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Where", "Xor"),
     *("Cast", "Concat", "Flatten", "Gather", "GatherND", "Identity", "Reshape", "Shape", "Size", "Slice"),
     *("Squeeze", "Transpose", "Unsqueeze"),
 }
 EXACT_INTEGERS = EXACT | {
-    *("Clip", "ConstantOfShape", "CumSum", "Expand", "Mod", "NonZero", "Range", "ReduceMax", "ReduceMin"),
-    *("ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
+    *("Clip", "ConstantOfShape", "CumSum", "Expand", "Max", "Min", "Mod", "NonZero", "Range", "ReduceMax"),
+    *("ReduceMin", "ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
 }
 GROWING = {"ConstantOfShape", "Expand", "Range", "Tile"}
 SMALL = 100  # elements
