@@ -170,7 +170,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
 
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
     """Return the shape of a value as far as ONNX's inference comes, in a model that may not pass it."""
-    typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model.clone())))
+    typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model)))
     found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
     return None if found is None else found.shape
 
