@@ -9,7 +9,7 @@ from graphopt.emitter import subgraphs
 from graphopt.origins import Kind, Origin
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, is_differentiable, passes_gradient
-from passes.weights.initializers import fill
+from passes.weights.initializers import array, fill
 
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
 _RECURRENT = {"RNN": (5,), "GRU": (5,), "LSTM": (5, 6)}
@@ -65,21 +65,20 @@ def constant_use(node: ir.Node, index: int) -> str | None:
 
 def constant_value(x: ir.Value) -> Origin | None:
     """Return what an initializer is by its numbers and all its uses, if it is a constant."""
-    assert x.const_value is not None
-    array = x.const_value.numpy()
-    if array.dtype.kind not in "fV" or array.size == 0:
-        return Origin(Kind.CONSTANT, "not of numbers that train", certain=True)
-    array = array.astype(np.float64)
-    if not np.isfinite(array).all():
-        return Origin(Kind.CONSTANT, "not finite: a mask")
-    if array.ndim > 1 and array.min() <= _MASKING and set(np.unique(array)) <= {0.0, array.min()}:
+    numbers = _numbers(x)
+    if numbers.size == 0 or not np.isfinite(numbers).all():
+        return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "of no numbers")
+    low = numbers.min()
+    if numbers.ndim > 1 and low <= _MASKING and ((numbers == 0) | (numbers == low)).all():
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
-    if array.ndim > 1 and _is_triangle(array):
+    if _is_triangle(numbers):
         return Origin(Kind.CONSTANT, "a causal mask: a triangle of ones", certain=False)
     if (table := constant_table(x)) is not None:
         return table
     waves = _waves(x)
-    if waves and (len(waves) == 2 or (max(array.shape) == array.size and _is_progression(array.ravel()))):
+    if waves and (
+        len(waves) == 2 or (max(numbers.shape) == numbers.size and _is_progression(numbers.ravel()))
+    ):
         return Origin(Kind.CONSTANT, "frequencies of sines and cosines", certain=False)
     if _is_input_statistic(x):
         return Origin(Kind.CONSTANT, "shifts or scales an input of the model", certain=False)
@@ -88,9 +87,14 @@ def constant_value(x: ir.Value) -> Origin | None:
 
 def constant_table(x: ir.Value) -> Origin | None:
     """Return what an initializer is if it holds sines and cosines of positions, which programs seldom train."""
-    if x.const_value is None or not _is_wave(x.const_value.numpy().astype(np.float64)):
+    if not _is_wave(_numbers(x)):
         return None
     return Origin(Kind.CONSTANT, "a table of sines and cosines of positions", certain=False)
+
+
+def _numbers(x: ir.Value) -> np.ndarray:
+    numbers = array(x)
+    return numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
 
 
 def is_literal(x: ir.Value) -> bool:
@@ -100,6 +104,8 @@ def is_literal(x: ir.Value) -> bool:
         return True
     if shape != (1,):
         return False
+    if any(user.op_type in ("Sub", "Div") and user.inputs[0] is x for user in x.consumers()):
+        return True  # as in 1 - p, or 1 / p
     results = [user.outputs[0].shape for user in x.consumers() if user.op_type in _ARITHMETIC]
     return any(found is not None and (all(dim == 1 for dim in found) or found[-1] != 1) for found in results)
 
@@ -110,24 +116,27 @@ def is_short(x: ir.Value) -> bool:
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
 
 
-def _is_triangle(array: np.ndarray) -> bool:
+def _is_triangle(numbers: np.ndarray) -> bool:
     """Tell whether the last two axes hold ones on one side of the diagonal, and zeros on the other."""
-    rows, columns = array.shape[-2:]
-    if rows != columns or rows < 3:
+    rows, columns = numbers.shape[-2:] if numbers.ndim > 1 else (0, 0)
+    if rows != columns or rows < 3 or not np.isin(numbers[..., 0, :], (0, 1)).all():
         return False
-    triangles = (np.tril(np.ones((rows, rows)), k) for k in (-1, 0))
-    return any(np.all(array == t) or np.all(array == 1 - t) for t in triangles)
+    lower = np.tri(rows), np.tri(rows, k=-1)
+    return any((numbers == triangle).all() or (numbers == 1 - triangle).all() for triangle in lower)
 
 
-def _is_wave(array: np.ndarray) -> bool:
-    """Tell whether numbers are sines or cosines sampled along the last axis but one.
+def _is_wave(numbers: np.ndarray) -> bool:
+    """Tell whether numbers are sines or cosines sampled along the last axis but one, by its first 64 rows.
 
     Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n], with an amplitude of 1. Columns of one number
     satisfy it, too, and tell nothing; a table has others.
     """
-    if array.ndim < 2 or array.shape[-2] < 5 or np.abs(array).max() > 1 + 1e-5:
+    if numbers.ndim < 2 or numbers.shape[-2] < 5:
         return False
-    table = np.moveaxis(array, -2, 0).reshape(array.shape[-2], -1)[:64]
+    table = np.moveaxis(numbers, -2, 0)[:64].astype(np.float64)
+    table = table.reshape(len(table), -1)
+    if np.abs(table).max() > 1 + 1e-5:
+        return False
     table = table[:, np.ptp(table, axis=0) > 1e-3]
     if table.shape[1] == 0:
         return False

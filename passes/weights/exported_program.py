@@ -84,15 +84,25 @@ def signature(model: ir.Model) -> dict[str, Spec]:
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
-    """Yield what each floating initializer is, and its name."""
+    """Yield what each floating initializer is, and its name; nothing of what the signature leaves open.
+
+    Keras's variables are no parameters to PyTorch's exporter: their values are constants there, as literals are.
+    """
     kinds = {spec.target: spec.kind for spec in specs.values()}
     placeholders = {spec.target: name for name, spec in specs.items()}
+    leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _held(model))
     for value in floating(model):
         name = str(value.name)
+        sources = tuple(source for source in _sources(value) if source in kinds)
+        if leaves_open and (name in kinds or (sources and _call_of(name) in _MOVING)):
+            continue
+        if leaves_open and sources and fill(value) != 0:
+            why = f"computed from {_some(sources)} by the exporter, and trains in its place"
+            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=sources)
+            continue
         if name in kinds:
             yield name, _named(kinds[name])
             continue
-        sources = tuple(source for source in _sources(value) if source in kinds)
         parameters = tuple(source for source in sources if kinds[source] is Kind.PARAMETER)
         layer = name.removesuffix("_bias")
         if kinds.get(layer) is Kind.PARAMETER:
@@ -105,7 +115,12 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             why = f"{_some(parameters)}, laid out anew by the exporter"
             yield name, Origin(Kind.PARAMETER, why, sources=parameters)
         else:
-            why = f"computed from {_some(parameters)} by the exporter, and trains in its place"
+            apart = (
+                " beside it"
+                if any(name in model.graph.initializers for name in parameters)
+                else " in its place"
+            )
+            why = f"computed from {_some(parameters)} by the exporter, and trains{apart}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
@@ -155,10 +170,13 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
             for call in reversed(calls):
                 numbers = _INVERTIBLE[call][1](numbers)
         path = paths[0]
-        if path in model.graph.initializers or not np.isfinite(numbers).all():
+        held = model.graph.initializers.get(path)
+        if not np.isfinite(numbers).all() or (
+            held and not np.allclose(array(held), numbers, rtol=1e-4, atol=1e-5)
+        ):
             continue
-        last = register(model, path, np.asarray(numbers, array(value).dtype))
-        inverted[path] = _named(Kind.PARAMETER, f", found from {value.name}")
+        last = held or register(model, path, np.asarray(numbers, array(value).dtype))
+        inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
         nodes = []
         for call in calls:
             nodes.append(ir.node(_INVERTIBLE[call][0], [last], name=f"{value.name}/{call}"))
@@ -175,7 +193,7 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
 
     The exporter folds BatchNormalization into a convolution before it, and drops a bias of zeros.
     """
-    held = {name for value in floating(model) for name in (str(value.name), *_sources(value))}
+    held = _held(model)
     taken = {name for call in _calls(model) for name in _arguments(call)}
     gone = {name: spec for name, spec in specs.items() if spec.target not in held}
     folded = {_module(spec.target) for spec in gone.values() if spec.target.endswith(".running_mean")}
@@ -184,6 +202,11 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
         for name, spec in gone.items()
         if spec.kind is Kind.PARAMETER and (name in taken or _module(spec.target) in folded)
     ]
+
+
+def _held(model: ir.Model) -> set[str]:
+    """Return the names of what the file holds, itself or in what the exporter computed from it."""
+    return {name for value in floating(model) for name in (str(value.name), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:
