@@ -59,12 +59,14 @@ class Case(ABC):
         optimizer: the pass that stands for the framework's optimizer.
         training: the pass that switches to the training behaviour, None for a model that has none.
         freeze: what the user says of parameters that the framework freezes, which no ONNX file tells.
+        remark: why it trains otherwise than in the framework, if it does.
     """
 
     loss: Any = field(default_factory=passes.MeanSquaredError, kw_only=True)
     optimizer: Any = field(default_factory=lambda: passes.SGD(0.01, momentum=0.9), kw_only=True)
     training: Any = field(default_factory=passes.TrainingMode, kw_only=True)
     freeze: str | None = field(default=None, kw_only=True)
+    remark: str = field(default="", kw_only=True)
 
     @property
     @abstractmethod
@@ -245,6 +247,8 @@ def differences(row: Row, ours: Training, theirs: Training, pairs: Pairs) -> Non
     apart = {}
     for name, weight in theirs.weights.items():
         other, move = pairs.get(name, ("", np.ravel))
+        if name in ours.weights and ours.weights[name].shape == weight.shape:
+            other, move = name, np.ravel  # weights of equal values may be one initializer in the export
         if other in ours.weights:
             apart[name] = relative(ours.weights[other].ravel(), move(weight))
     row.compared = f"{len(apart)} of {len(theirs.weights)}"

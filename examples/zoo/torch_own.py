@@ -20,6 +20,9 @@ UNFOLDED = (
 )
 STATIC = ("dynamo, static", "dynamo unfolded, static", "torchscript, static")
 ALL = ("dynamo, dynamic", "dynamo, static", "torchscript, dynamic", "torchscript, static")
+FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
+ZEROS = "the exporter left biases of zeros out: export it unfolded"
+BUFFER = "a buffer of rank 0, which nothing in the file tells from a parameter: freeze it by name"
 CLASSES = {"loss": passes.CrossEntropy()}
 TOKENS = {"loss": passes.CrossEntropy(axis=-1)}
 ADAM = {"optimizer": passes.Adam(1e-3, epsilon=1e-4)}
@@ -541,12 +544,23 @@ class LowRank(nn.Module):
         return self.head(torch.relu(self.base(x) + 0.5 * self.b(self.a(x))))
 
 
+class RootMeanSquare(nn.Module):
+    """RMSNorm, as libraries of language models write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 class Gated(nn.Module):
     """RMSNorm, grouped queries, SwiGLU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm1, self.norm2 = nn.Embedding(11, 16), nn.RMSNorm(16), nn.RMSNorm(16)
+        self.embedding, self.norm1, self.norm2 = nn.Embedding(11, 16), RootMeanSquare(16), RootMeanSquare(16)
         self.q, self.kv, self.o = nn.Linear(16, 16, False), nn.Linear(16, 8, False), nn.Linear(16, 16, False)
         self.gate, self.up, self.down = (
             nn.Linear(16, 24, False),
@@ -754,28 +768,28 @@ CASES = {
     "PINN": TorchCase(Pinn, rows(1), ways=ALL),
     "siamese": TorchCase(Siamese, pairs(6, 6), ways=ALL),
     "contrastive": TorchCase(Contrastive, pairs(6, 7), ways=STATIC, **CLASSES),
-    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=UNFOLDED),
+    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=UNFOLDED, remark=ZEROS),
     "U-Net": TorchCase(Unet, rows(1, 8, 8)),
     "super-resolution": TorchCase(SuperResolution, rows(1, 6, 6)),
     "mixture of experts": TorchCase(Experts, rows(6), **CLASSES),
     "wide and deep": TorchCase(WideAndDeep, ids_and_numbers, **ADAM),
     "deep sets": TorchCase(DeepSets, rows(5, 3)),
-    "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED),
+    "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED, remark=FOLDED),
     "squeeze and excite": TorchCase(SqueezeExcite, rows(2, 6, 6), **CLASSES),
     "learned queries": TorchCase(Queries, rows(5, 8)),
     "normalizing flow": TorchCase(Flow, rows(4)),
     "hypernetwork": TorchCase(Hypernetwork, pairs(5, 3)),
     "splines": TorchCase(Splines, rows(4)),
-    "standardized": TorchCase(Standardized, rows(5), ways=ALL),
+    "standardized": TorchCase(Standardized, rows(5), ways=ALL, remark=BUFFER),
     "neural ODE": TorchCase(NeuralOde, rows(4)),
     "low rank on a frozen layer": TorchCase(LowRank, rows(6), freeze="base.*"),
     "gated, RMSNorm, tied": TorchCase(Gated, words(6), **TOKENS),
     "state space": TorchCase(StateSpace, rows(5, 6)),
-    "spectral norm": TorchCase(Spectral, rows(5), ways=UNFOLDED),
+    "spectral norm": TorchCase(Spectral, rows(5), ways=UNFOLDED[:2], remark=FOLDED),
     "scaled layers": TorchCase(ScaledLayers, rows(6), ways=ALL),
     "vision transformer": TorchCase(VisionTransformer, rows(1, 8, 8), **CLASSES),
     "MLP-mixer": TorchCase(Mixer, rows(5, 6)),
     "recursive": TorchCase(Recursive, rows(8)),
-    "mixture of Gaussians": TorchCase(Gaussians, rows(3), ways=UNFOLDED),
-    "prototypes": TorchCase(Prototypes, rows(6), ways=UNFOLDED),
+    "mixture of Gaussians": TorchCase(Gaussians, rows(3), ways=UNFOLDED, remark=FOLDED),
+    "prototypes": TorchCase(Prototypes, rows(6), ways=UNFOLDED, remark=FOLDED),
 }  # fmt: skip
