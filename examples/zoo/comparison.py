@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -215,15 +216,12 @@ def same(initial: Arrays, proto: onnx.ModelProto) -> Pairs:
 
 
 def moved(weight: np.ndarray, array: np.ndarray) -> Move | None:
-    """Return what makes `array` of `weight`: nothing, a reshape, a transposition, or a choice of rows; or None."""
+    """Return what makes `array` of `weight`: a reshape, a permutation of axes, or a choice of rows; or None."""
     if array.size == weight.size:
-        swap = (
-            (*range(weight.ndim - 2), weight.ndim - 1, weight.ndim - 2)
-            if weight.ndim > 1
-            else (0,) * weight.ndim
-        )
-        moves: list[Move] = [np.ravel, lambda w: w.transpose(swap).ravel()]
-        return next((move for move in moves if close(move(weight), array.ravel())), None)
+        for axes in itertools.permutations(range(weight.ndim)):
+            if close(weight.transpose(axes).ravel(), array.ravel()):
+                return lambda w: w.transpose(axes).ravel()
+        return None
     if (
         weight.ndim == 2
         and array.ndim > 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from in_torch import TorchCase
+from in_torch import EXPORTERS, TorchCase
 from in_torch import warm_up as warm_up
 from torch import nn
 
@@ -25,20 +25,20 @@ DROPOUTS = (
 
 
 class Output(nn.Module):
-    """One output of a model, of inputs given by position."""
+    """One output of a model, of inputs given by position, all of which attention may see if `masked`."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, masked: bool) -> None:
         super().__init__()
-        self.model, self.inputs, self.output, self.options = model, inputs, output, options
+        self.model, self.inputs, self.output, self.masked = model, inputs, output, masked
 
     def forward(self, x, y=None):
         named = dict(zip(self.inputs, (x, y), strict=False))
-        return self.model(**named, **self.options)[self.output]
+        if self.masked:
+            named["attention_mask"] = torch.ones_like(x)
+        return self.model(**named)[self.output]
 
 
-def build(
-    name: str, sizes: dict[str, Any], inputs: Sequence[str], output: str, options: dict[str, Any]
-) -> nn.Module:
+def build(name: str, sizes: dict[str, Any], inputs: Sequence[str], output: str, masked: bool) -> nn.Module:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     config = kind.config_class(**sizes)
@@ -46,7 +46,7 @@ def build(
         if isinstance(getattr(config, dropout, None), float):
             setattr(config, dropout, 0.0)
     config._attn_implementation = "eager"
-    return Output(kind(config), inputs, output, options)
+    return Output(kind(config), inputs, output, masked)
 
 
 def words(batch: int) -> tuple[torch.Tensor, ...]:
@@ -66,21 +66,27 @@ def case(
     draw: Callable[[int], tuple[torch.Tensor, ...]] = words,
     inputs: Sequence[str] = ("input_ids",),
     output: str = "logits",
-    options: dict[str, Any] | None = None,
+    masked: bool = False,
     axis: int = -1,
     rate: float = 0.01,
     freeze: str | None = None,
+    ways: Sequence[str] = EXPORTERS,
+    remark: str = "",
     **sizes: Any,
 ) -> TorchCase:
     return TorchCase(
-        partial(build, name, sizes, inputs, output, options or {}),
+        partial(build, name, sizes, inputs, output, masked),
         draw,
         loss=passes.CrossEntropy(axis=axis) if output == "logits" else passes.MeanSquaredError(),
         optimizer=passes.SGD(rate, momentum=0.9),
         freeze=freeze,
+        ways=ways,
+        remark=remark,
     )
 
 
+UNFOLDED = (*EXPORTERS, "dynamo unfolded, dynamic")
+FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
 # What most configurations call their sizes.
 SMALL = {
     "vocab_size": WORDS,
@@ -90,7 +96,7 @@ SMALL = {
     "intermediate_size": 24,
     "max_position_embeddings": LENGTH,
 }
-LLAMA = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
+LLAMA = {**SMALL, "masked": True, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
 SEQUENCES = {
     "vocab_size": WORDS,
     "d_model": 16,
@@ -119,12 +125,13 @@ CASES = {
     "DistilBERT": case("DistilBertForMaskedLM", vocab_size=WORDS, dim=16, n_layers=1, n_heads=2, hidden_dim=24,
                        max_position_embeddings=LENGTH),
     "ELECTRA": case("ElectraForPreTraining", embedding_size=8, axis=-1, **SMALL),
-    "DeBERTa-v2": case("DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL),
+    "DeBERTa-v2": case("DebertaV2ForMaskedLM", ways=UNFOLDED, remark=FOLDED,
+                       relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL),
     "ModernBERT": case("ModernBertForMaskedLM", global_attn_every_n_layers=1, **SMALL, **TOKENS, cls_token_id=1,
                        sep_token_id=2),
-    "GPT-2, tied": case("GPT2LMHeadModel", vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2,
-                        use_cache=False, **TOKENS),
-    "GPT-NeoX, rotary": case("GPTNeoXForCausalLM", use_cache=False, **SMALL, **TOKENS),
+    "GPT-2, tied": case("GPT2LMHeadModel", masked=True, vocab_size=WORDS, n_positions=LENGTH, n_embd=16,
+                        n_layer=1, n_head=2, use_cache=False, **TOKENS),
+    "GPT-NeoX, rotary": case("GPTNeoXForCausalLM", masked=True, use_cache=False, **SMALL, **TOKENS),
     "OPT": case("OPTForCausalLM", vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                 ffn_dim=24, max_position_embeddings=LENGTH, word_embed_proj_dim=16, use_cache=False, **TOKENS),
     "BLOOM, ALiBi": case("BloomForCausalLM", vocab_size=WORDS, hidden_size=16, n_layer=1, n_head=2, use_cache=False,
