@@ -25,20 +25,20 @@ DROPOUTS = (
 
 
 class Output(nn.Module):
-    """One output of a model, of inputs given by position, all of which attention may see if `masked`."""
+    """One output of a model, of inputs given by position; `masked` names the mask of the last, which hides nothing."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, masked: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, masked: str) -> None:
         super().__init__()
         self.model, self.inputs, self.output, self.masked = model, inputs, output, masked
 
     def forward(self, x, y=None):
         named = dict(zip(self.inputs, (x, y), strict=False))
         if self.masked:
-            named["attention_mask"] = torch.ones_like(x)
+            named[self.masked] = torch.ones_like(x if y is None else y)
         return self.model(**named)[self.output]
 
 
-def build(name: str, sizes: dict[str, Any], inputs: Sequence[str], output: str, masked: bool) -> nn.Module:
+def build(name: str, sizes: dict[str, Any], inputs: Sequence[str], output: str, masked: str) -> nn.Module:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     config = kind.config_class(**sizes)
@@ -66,7 +66,7 @@ def case(
     draw: Callable[[int], tuple[torch.Tensor, ...]] = words,
     inputs: Sequence[str] = ("input_ids",),
     output: str = "logits",
-    masked: bool = False,
+    masked: str = "",
     axis: int = -1,
     rate: float = 0.01,
     freeze: str | None = None,
@@ -85,6 +85,8 @@ def case(
     )
 
 
+BUFFER = "final_logits_bias, a buffer, which the exporter gave a name that tells nothing: freeze it"
+MASK = "attention_mask"
 UNFOLDED = (*EXPORTERS, "dynamo unfolded, dynamic")
 FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
 # What most configurations call their sizes.
@@ -96,7 +98,7 @@ SMALL = {
     "intermediate_size": 24,
     "max_position_embeddings": LENGTH,
 }
-LLAMA = {**SMALL, "masked": True, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
+LLAMA = {**SMALL, "masked": MASK, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
 SEQUENCES = {
     "vocab_size": WORDS,
     "d_model": 16,
@@ -129,9 +131,9 @@ CASES = {
                        relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL),
     "ModernBERT": case("ModernBertForMaskedLM", global_attn_every_n_layers=1, **SMALL, **TOKENS, cls_token_id=1,
                        sep_token_id=2),
-    "GPT-2, tied": case("GPT2LMHeadModel", masked=True, vocab_size=WORDS, n_positions=LENGTH, n_embd=16,
+    "GPT-2, tied": case("GPT2LMHeadModel", masked=MASK, vocab_size=WORDS, n_positions=LENGTH, n_embd=16,
                         n_layer=1, n_head=2, use_cache=False, **TOKENS),
-    "GPT-NeoX, rotary": case("GPTNeoXForCausalLM", masked=True, use_cache=False, **SMALL, **TOKENS),
+    "GPT-NeoX, rotary": case("GPTNeoXForCausalLM", masked=MASK, use_cache=False, **SMALL, **TOKENS),
     "OPT": case("OPTForCausalLM", vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                 ffn_dim=24, max_position_embeddings=LENGTH, word_embed_proj_dim=16, use_cache=False, **TOKENS),
     "BLOOM, ALiBi": case("BloomForCausalLM", vocab_size=WORDS, hidden_size=16, n_layer=1, n_head=2, use_cache=False,
@@ -141,16 +143,18 @@ CASES = {
     "Gemma3, tied": case("Gemma3ForCausalLM", sliding_window=4, **LLAMA, **TOKENS),
     "Mamba": case("MambaForCausalLM", vocab_size=WORDS, hidden_size=8, state_size=4, num_hidden_layers=1, expand=2,
                   conv_kernel=3, time_step_rank=2, use_cache=False, **TOKENS),
-    "BART": case("BartForConditionalGeneration", max_position_embeddings=LENGTH, **BOTH, **SEQUENCES, **TOKENS),
-    "T5": case("T5ForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+    "BART": case("BartForConditionalGeneration", remark=BUFFER,
+                 max_position_embeddings=LENGTH, **BOTH, **SEQUENCES, **TOKENS),
+    "T5": case("T5ForConditionalGeneration", ways=UNFOLDED, remark=FOLDED,
+               vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
                use_cache=False, **BOTH, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
     "Marian, sines": case("MarianMTModel", max_position_embeddings=LENGTH, decoder_start_token_id=1, **BOTH,
-                          **SEQUENCES, **TOKENS, freeze="*embed_positions*"),
+                          **SEQUENCES, **TOKENS),
     "Whisper": case("WhisperForConditionalGeneration",
                     lambda batch: (torch.randn(batch, 8, 12), torch.randint(3, WORDS, (batch, 5))),
                     ("input_features", "decoder_input_ids"), num_mel_bins=8, max_source_positions=6,
                     max_target_positions=16, decoder_start_token_id=1, **SEQUENCES, **TOKENS,
-                    freeze="*encoder.embed_positions*"),
+                    masked="decoder_attention_mask"),
     "ViT": case("ViTForImageClassification", images(), ("pixel_values",), axis=1, **vision(SMALL), **VISION),
     "SegFormer": case("SegformerForSemanticSegmentation", images(32), ("pixel_values",), axis=1, depths=[1, 1],
                       hidden_sizes=[8, 8], num_encoder_blocks=2, num_attention_heads=[1, 1], sr_ratios=[2, 1],
@@ -159,7 +163,8 @@ CASES = {
     "CLIP": case("CLIPModel", lambda batch: (*words(batch), *images()(batch)), ("input_ids", "pixel_values"),
                  "logits_per_image", text_config={**SMALL, **TOKENS}, vision_config={**vision(SMALL), **VISION},
                  projection_dim=8),
-    "Wav2Vec2": case("Wav2Vec2ForCTC", lambda batch: (torch.randn(batch, 200),), ("input_values",), axis=-1,
+    "Wav2Vec2": case("Wav2Vec2ForCTC", ways=UNFOLDED, remark=FOLDED, draw=lambda batch: (torch.randn(batch, 200),),
+                     inputs=("input_values",), axis=-1,
                      rate=1e-3, conv_dim=[8, 8], conv_kernel=[5, 3], conv_stride=[4, 2],
                      num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_feat_extract_layers=2,
                      apply_spec_augment=False, **SMALL),
