@@ -210,6 +210,16 @@ REFUSED = {
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "fit.validation: expected a share of the rows"),
     "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, report, train"),
+    "a word": (
+        ["fly"],
+        "fly: expected train, compile, artifacts, report, a file .onnx or FIELD=VALUE, such as model=fly",
+    ),
+    "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
+    "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),
+    "a folder of recipes": (
+        ["--config-dir", "none"],
+        "--config-dir: expected a folder of recipes, found 'none'",
+    ),
     "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
     "code": (
@@ -255,9 +265,40 @@ def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]"]) == 0
 
 
-def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    assert "optimizer: adagrad, adam, adamw" in capsys.readouterr().out
+def test_help_names_the_groups_and_what_each_field_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help", "optimizer=sgd"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer: adagrad, adam, adamw" in said
+    assert "optimizer.momentum=0.0 the decay of the velocity; 0 is none" in said
+    assert "--config-dir FOLDER" in said
+
+
+def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("graphopt ")
+
+
+WORDS = {
+    "a file": ["my.onnx"],
+    "a verb and a file": ["compile", "my.onnx"],
+    "a file and a verb": ["my.onnx", "report"],
+    "a verb and a field": ["train", "model=my.onnx"],
+    "a file with a name of its own": ["it's (1).onnx"],
+    "options between fields": ["data=npz", "--cfg", "job", "my.onnx"],
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_file_and_a_verb_stand_for_fields(words: str) -> None:
+    onnx.save(mlp((4, 8, 3)), "it's (1).onnx")
+    assert cli.main([*WORDS[words], *MINE[1:]]) == 0
+    if "options" not in words:
+        config = yaml.safe_load(Path("out/config.yaml").read_text())
+        assert config["model"] == next(word for word in WORDS[words] if ".onnx" in word).removeprefix(
+            "model="
+        )
+        verbs = {word for word in WORDS[words] if word in ("compile", "report")} or {"train"}
+        assert config["run"] in verbs
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")

@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 import graphopt
 import passes
 import recipes
+from graphopt.cli import validation
+from graphopt.cli.help import fields
 from graphopt.pipeline import STANDARD
 
 FOLDER = Path(recipes.__file__).parent
@@ -89,6 +91,26 @@ def test_instantiates(path: Path) -> None:
         fields = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
         built = hydra.utils.instantiate({**fields, **REQUIRED.get(f"{group}/{name}", {})}, _convert_="all")
         assert callable(built)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_field_is_described(path: Path) -> None:
+    if path.stem == "none":
+        return
+    recipe: Any = OmegaConf.to_container(composed(f"{path.parent.name}={path.stem}"), resolve=False)
+    for place, _, text in fields(recipe, FOLDER, {path.parent.name: path.stem, "executor": "cpu"}):
+        if (
+            place.split(".")[0] in (path.parent.name, "fit", "models", "parameters", "pipeline")
+            or "." not in place
+        ):
+            assert len(text) > 3, place
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_recipes_may_name_what_ours_name(path: Path) -> None:
+    node = OmegaConf.to_container(composed(f"{path.parent.name}={path.stem}"), resolve=True)[path.parent.name]
+    if node is not None:
+        validation.resolve(node["_target_"], path.parent.name)
 
 
 def test_every_pass_of_a_family_has_a_recipe() -> None:

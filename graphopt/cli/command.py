@@ -16,15 +16,17 @@ from typing import Any, NoReturn
 
 import onnx_ir as ir
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.artifacts import FILES, export_artifacts
-from graphopt.cli.hydra_config import PRIMARY, CommandLine, composing
+from graphopt.cli.help import fields, page
+from graphopt.cli.hydra_config import PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.display import Display, Header, counted, measures, say
 from graphopt.errors import GraphoptError, known
@@ -37,6 +39,7 @@ from graphopt.roles import Role, with_role
 from graphopt.runs import RunFolder, write
 
 INTERRUPTED = 130
+RUNS = ("train", "compile", "artifacts", "report")
 MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 
 
@@ -71,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
     parser.add_argument("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
     parser.add_argument("--help", "-h", action="store_true", help="show this, with the fields of the recipe")
-    parser.add_argument("--version", action="version", version=_version(), help="show graphopt's version")
+    parser.add_argument(
+        "--version", action="store_true", help="show the versions of graphopt and the runtime"
+    )
     parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of a=1,2 b=3,4")
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of more recipes")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe, run nothing")
@@ -88,11 +93,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    overrides = list(arguments.arguments)
+    if arguments.version:
+        print(_version())
+        return
+    overrides = (
+        arguments.arguments if arguments.shell_completion else [_field(one) for one in arguments.arguments]
+    )
     command_line = CommandLine.of(overrides, arguments.config_dir)
     with composing(command_line) as hydra:
         if arguments.help:
-            hydra.app_help(PRIMARY, _parser(), argparse.Namespace(overrides=overrides, resolve=False))
+            config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
+            groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
+            recipe: Any = OmegaConf.to_container(config, resolve=False)
+            choices = recipe.pop("hydra")["runtime"]["choices"]
+            print(page(_options(), groups, fields(recipe, RECIPES, choices)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
         elif arguments.cfg:
@@ -113,7 +127,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     try:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
-        runs = {"train": _train, "compile": _compile, "artifacts": _artifacts, "report": _report}
+        runs = dict(zip(RUNS, (_train, _compile, _artifacts, _report), strict=True))
         run = recipe.fields["run"]
         if run not in runs:
             raise GraphoptError(known("run", str(run), runs))
@@ -127,7 +141,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
     console = Console()
     step = recipe.compile()
     executor = recipe.executor(step)
-    fields = recipe.fit
+    options = recipe.fit
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     trained = folder / "trained.onnx"
@@ -137,7 +151,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
     header = Header(console, title, model=model, data=recipe.choices["data"])
     try:
         with Display(console, epochs=not sweep) as display:
-            records = fit(executor, recipe.data, **fields, observers=[files, header, display])
+            records = fit(executor, recipe.data, **options, observers=[files, header, display])
     except (KeyboardInterrupt, NonFiniteLoss) as error:
         if executor.steps:
             save(executor.trained(), trained)
@@ -195,11 +209,46 @@ def _parameters(step: ir.Model) -> str:
     return f"{counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
 
 
+def _field(argument: str) -> str:
+    """Return an argument as `key=value`: FILE.onnx is the model, a verb what to do with it.
+
+    Raises:
+        GraphoptError: it is neither.
+    """
+    if "=" in argument or argument.startswith("~"):
+        return argument
+    if argument in RUNS:
+        return f"run={argument}"
+    if argument.endswith(".onnx"):
+        return f"model={QuotedString(argument, Quote.single).with_quotes()}"
+    kind = Path(argument).suffix[1:]
+    instead = (
+        f"data={kind} data.path={argument}" if kind in ("csv", "npz", "parquet") else f"model={argument}"
+    )
+    raise GraphoptError(
+        f"{argument}: expected {', '.join(RUNS)}, a file .onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
+    )
+
+
+def _options() -> str:
+    formatter = argparse.HelpFormatter("", max_help_position=40)
+    formatter.add_arguments([action for action in _parser()._actions if action.option_strings])
+    return formatter.format_help()
+
+
 def _version() -> str:
+    runtimes = [
+        name for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-training") if _installed(name)
+    ]
+    found = ", ".join(f"{name} {_installed(name)}" for name in runtimes) or "no ONNX Runtime"
+    return f"graphopt {_installed('graphopt') or '(not installed)'}, {found}"
+
+
+def _installed(package: str) -> str | None:
     try:
-        return f"graphopt {metadata.version('graphopt')}"
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "graphopt, not installed"
+        return None
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
