@@ -85,7 +85,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
     except ImportError as error:
         raise GraphoptError(
             f"training artifacts needs {TRAINING_RUNTIME}, and torch, which it imports, found: {error}: pip install "
-            f"'graphopt[training]' torch in an environment without another onnxruntime"
+            f"onnxruntime-training==1.19.2 torch in an environment without another onnxruntime"
         ) from error
     try:
         state = api.CheckpointState.load_checkpoint(Path(folder, CHECKPOINT))
@@ -186,7 +186,7 @@ def _classes() -> Any:
     except ImportError as error:
         raise GraphoptError(
             f"a checkpoint of {TRAINING_RUNTIME} needs an ONNX Runtime's classes, found none: pip install "
-            f"'graphopt[cpu]' ({error})"
+            f"onnxruntime ({error})"
         ) from error
 
 

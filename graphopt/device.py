@@ -92,7 +92,7 @@ class Device:
         if provider is None and self.kind == "cuda" and CUDA not in available:
             raise GraphoptError(
                 f"device {device!r}: expected {CUDA}, this onnxruntime has {', '.join(available)}: "
-                f"pip install 'graphopt[gpu]'"
+                f"pip install onnxruntime-gpu"
             )
         wanted = provider or (CUDA if self.kind == "cuda" else CPU)
         names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
@@ -151,8 +151,8 @@ class Device:
             if model.metadata_props.get(RUNTIME) == TRAINING_RUNTIME and not self.trains:
                 raise GraphoptError(
                     f"the graph needs {TRAINING_RUNTIME}, found onnxruntime {self.ort.__version__}: pip install "
-                    f"'graphopt[training]' in an environment of its own, or compile without OrtGradient and fused "
-                    f"kernels"
+                    f"onnxruntime-training==1.19.2 in an environment of its own, or compile without OrtGradient and "
+                    f"fused kernels"
                 ) from error
             by = "" if self.provider == CPU else f"{self.provider} of "
             reason = " ".join(str(error).split())
@@ -403,7 +403,7 @@ def _runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise GraphoptError(
-            "executing needs an ONNX Runtime, found none: pip install 'graphopt[cpu]', 'graphopt[gpu]' or "
-            "'graphopt[training]', exactly one of them in an environment"
+            "executing needs an ONNX Runtime, found none: pip install onnxruntime, onnxruntime-gpu or "
+            "onnxruntime-training==1.19.2, exactly one of them in an environment"
         ) from error
     return onnxruntime

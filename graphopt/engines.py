@@ -126,7 +126,10 @@ def refuses_agent(device: Device, model: ir.Model) -> str | None:
     node computes.
     """
     if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):
-        return f"onnxruntime {device.ort.__version__} has none: pip install 'graphopt[training]', which runs on Linux"
+        return (
+            f"onnxruntime {device.ort.__version__} has none: pip install onnxruntime-training==1.19.2, "
+            f"which runs on Linux"
+        )
     for node in model.graph:
         for value in captured(node):
             if value.producer() is not None:

@@ -17,9 +17,11 @@ import onnxruntime
 import pytest
 import yaml
 from builders import mlp
+from omegaconf import OmegaConf
 
 import graphopt
 from graphopt import cli
+from graphopt.cli.sweep import SweepTable
 from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(0)
@@ -142,6 +144,18 @@ def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
 
 
+def test_a_table_in_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"optimizer.groups_of_a_long_name_{i}" for i in range(30)]
+    for run in range(2):
+        Path(f"out/{run}/.hydra").mkdir(parents=True)
+        Path(f"out/{run}/.hydra/overrides.yaml").write_text(
+            yaml.safe_dump([f"{one}={run}" for one in options])
+        )
+    SweepTable().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": "out"}}}))
+    said = capsys.readouterr().out
+    assert all(one in said for one in options) and "…" not in said
+
+
 def test_a_diverged_run_does_not_end_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-m", *MINE, "optimizer=sgd", "optimizer.learning_rate=1e38,1e-3"]) == 0
     said = capsys.readouterr()
@@ -220,6 +234,13 @@ REFUSED = {
         ["--config-dir", "none"],
         "--config-dir: expected a folder of recipes, found 'none'",
     ),
+    "a kind of run that is a list": (["run=[a]"], "unknown run"),
+    "a built-in model that is a number": (
+        ["models.mlp=3"],
+        "models.mlp: expected a mapping of fields, found 3",
+    ),
+    "an interpolation that does not end": (["loss.output='\\${'"], ""),
+    "nothing to complete": (["-sc"], "--shell-completion: expected install=SHELL"),
     "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
     "code": (

@@ -395,6 +395,11 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         [*NAMED, "+executor.provider_options.threads=1"],
         "executor.provider_options.backend_path",
     ),
+    "a limit that a bomb needs": (
+        experiment("data: {expansion: 1000000}"),
+        NAMED,
+        f"data.expansion: {TRUST}",
+    ),
     # trusted code is what its packages hold, not what they import
     "an import of a trusted module": (
         experiment("loss: {_target_: own_losses.os.mkdir, path: pwned}"),

@@ -114,6 +114,10 @@ def _run(arguments: argparse.Namespace) -> None:
         elif arguments.info:
             hydra.show_info(arguments.info, PRIMARY, overrides)
         elif arguments.shell_completion:
+            if len(overrides) != 1 or overrides[0].partition("=")[0] not in ("install", "uninstall", "query"):
+                raise GraphoptError(
+                    f"--shell-completion: expected install=SHELL or uninstall=SHELL, found {overrides}"
+                )
             hydra.shell_completion(PRIMARY, overrides)
         else:
             job = functools.partial(_job, command_line)
@@ -128,8 +132,8 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
         runs = dict(zip(RUNS, (_train, _compile, _artifacts, _report), strict=True))
-        run = recipe.fields["run"]
-        if run not in runs:
+        run = recipe.fields.get("run")
+        if run not in RUNS:
             raise GraphoptError(known("run", str(run), runs))
         return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except MENDABLE as error:
@@ -261,7 +265,8 @@ def _complain(error: BaseException) -> None:
 
 def _line(error: BaseException) -> str:
     """Return an error as one line that says what there is instead."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition("full_key:")[0].strip()
+    text = text or " ".join(str(error.__cause__).split())
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return (

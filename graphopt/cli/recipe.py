@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.validation import MISSING, build, check, check_fields, mappings
 from graphopt.data import Dataset
+from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor
 from graphopt.fit import fit, held_out_rows, reported
@@ -27,6 +28,7 @@ HOST = (
     "executor.provider_options",
     "executor.session_options",
 )  # may name libraries to load and files to write
+LIMITS = {"data.expansion": EXPANSION}  # which keep a file from filling the memory
 
 
 class Recipe:
@@ -139,6 +141,9 @@ class Recipe:
         for key in ("data", "executor", "fit", "models", "pipeline"):
             if not isinstance(fields.get(key), dict):
                 raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
+        for name, model in fields["models"].items():
+            if not isinstance(model, dict):
+                raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
         for key in sorted(fields, key="pipeline".__eq__):  # which repeats the others, last
             if key == "models":
                 for name, node in fields[key].items():
@@ -167,8 +172,11 @@ class Recipe:
                     )
 
     def _check_host(self, fields: Mapping[str, Any]) -> None:
-        for path, value in _values(fields["executor"], "executor"):
-            if value is not None and path.startswith(HOST) and not self._command_line.names(path):
+        """Refuse options of the machine that a recipe sets, and limits that it raises."""
+        for path, value in [*_values(fields["executor"], "executor"), *_values(fields["data"], "data")]:
+            default = LIMITS.get(path)
+            guarded = path.startswith(HOST) or path in LIMITS
+            if guarded and value != default and not self._command_line.names(path):
                 raise GraphoptError(f"{path}: expected it on the command line alone, found it in a recipe")
 
     def _build(self, key: str, **given: Any) -> Any:

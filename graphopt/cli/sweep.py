@@ -10,7 +10,7 @@ from rich.console import Console
 
 from graphopt.runs import sweep_table
 
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 10_000  # no column of a file or a pipe is cut
 
 
 class SweepTable(Callback):
@@ -18,4 +18,6 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         console = Console()
-        console.print(sweep_table(config.hydra.sweep.dir), width=None if console.is_terminal else PLAIN_WIDTH)
+        if not console.is_terminal:
+            console = Console(width=PLAIN_WIDTH)
+        console.print(sweep_table(config.hydra.sweep.dir))

@@ -148,7 +148,7 @@ def parquet(
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise GraphoptError("data=parquet needs pyarrow: pip install 'graphopt[parquet]'") from error
+        raise GraphoptError("data=parquet needs pyarrow: pip install pyarrow") from error
     check_regular(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

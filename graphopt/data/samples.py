@@ -81,5 +81,5 @@ def _datasets(name: str) -> Any:
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise GraphoptError(f"data={name} needs scikit-learn: pip install 'graphopt[sklearn]'") from error
+        raise GraphoptError(f"data={name} needs scikit-learn: pip install scikit-learn") from error
     return sklearn.datasets

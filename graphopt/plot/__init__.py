@@ -93,7 +93,7 @@ def _picture(drawing: Drawing, ending: str) -> bytes:
     except ImportError as error:
         raise GraphoptError(
             f"a picture ({ending}) needs the package pygraphviz, which is not installed: "
-            f"pip install 'graphopt[plot]', or write {', '.join(TEXTS)}"
+            f"pip install pygraphviz, or write {', '.join(TEXTS)}"
         ) from error
     boxes = len(drawing.boxes())
     if boxes > MOST_BOXES:

@@ -195,7 +195,7 @@ def _logits(
         if activated:
             warnings.warn(
                 f"{prediction.name!r} comes out of {activation}, and the loss takes it for logits: "
-                f"set loss.from_logits=false",
+                f"give the loss from_logits=false",
                 stacklevel=2,
             )
         return prediction

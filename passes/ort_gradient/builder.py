@@ -33,8 +33,8 @@ class Builder:
             self._builder, self._options = runtime.GradientGraphBuilder, runtime.SessionOptions()
         except (ImportError, AttributeError) as error:
             raise GraphoptError(
-                "OrtGradient needs onnxruntime-training, which is not installed: pip install 'graphopt[training]' in "
-                "an environment without another onnxruntime, or use Gradient"
+                "OrtGradient needs onnxruntime-training, which is not installed: pip install "
+                "onnxruntime-training==1.19.2 in an environment without another onnxruntime, or use Gradient"
             ) from error
         version = model.opset_imports[""]
         if version > OPSET or model.ir_version > IR_VERSION:
