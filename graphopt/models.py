@@ -31,7 +31,7 @@ def mlp(
     features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
 ) -> ir.Model:
     """Return a multilayer perceptron with ReLU between its layers, of the flattened features."""
-    random = np.random.default_rng(seed)
+    random = _random(seed)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
     for i, (size, following) in enumerate(itertools.pairwise(sizes)):
@@ -57,7 +57,7 @@ def cnn(
         raise GraphoptError(
             f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
         )
-    random = np.random.default_rng(seed)
+    random = _random(seed)
     depth, height, width = features
     layers: list[nn.Module] = []
     for following in channels:
@@ -97,7 +97,7 @@ def transformer(
         )
     if width % heads:
         raise GraphoptError(f"models.transformer: expected heads that divide width {width}, found {heads}")
-    random = np.random.default_rng(seed)
+    random = _random(seed)
     blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
     network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)
     return _model("transformer", network, features, ir.DataType.INT64)
@@ -161,6 +161,12 @@ class _Relu(nn.Module):
 class _MaxPool(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])
+
+
+def _random(seed: int) -> np.random.Generator:
+    if seed < 0:
+        raise GraphoptError(f"seed: expected 0 or more, found {seed}")
+    return np.random.default_rng(seed)
 
 
 class _Flatten(nn.Module):

@@ -240,6 +240,7 @@ REFUSED = {
         "models.mlp: expected a mapping of fields, found 3",
     ),
     "an interpolation that does not end": (["loss.output='\\${'"], ""),
+    "a seed of a built-in model": (["model=mlp", "fit.seed=-1"], "seed: expected 0 or more, found -1"),
     "nothing to complete": (["-sc"], "--shell-completion: expected install=SHELL"),
     "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
