@@ -44,6 +44,8 @@ _MOVING = {
     *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
     *("flip", "movedim", "permute", "roll", "t", "transpose"),
 }
+# Those of them that may give one number several times.
+_REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Calls of ATen with an inverse: the operator, and the inverse.
 _INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "exp": ("Exp", np.log),
@@ -233,12 +235,18 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str]) -> bool:
     """Tell whether a folded value holds the numbers of parameters, and not others computed from them.
 
     It does where calls take the parameters themselves, of which the exporter has then changed the layout alone, and
-    where the folded call moves numbers alone.
+    where the folded call moves numbers alone, and repeats none, whose gradients belong to one parameter.
     """
+    if {_call_of(source) for source in _sources(value)} & _REPEATING and _repeats(array(value)):
+        return False
     calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
     return _call_of(str(value.name)) in _MOVING
+
+
+def _repeats(numbers: np.ndarray) -> bool:
+    return len(np.unique(numbers)) < numbers.size
 
 
 def _sources(value: ir.Value) -> tuple[str, ...]:
