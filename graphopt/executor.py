@@ -244,8 +244,17 @@ class Executor:
         return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the model's outputs; no target is needed."""
-        return self._forward(self._of(Role.PREDICTION), {**(data or {}), **named})
+        """Return the model's outputs; no target is needed.
+
+        Raises:
+            GraphoptError: an array is missing or does not fit, or the model has no output beside its own loss.
+        """
+        outputs = self._of(Role.PREDICTION)
+        if not outputs:
+            raise GraphoptError(
+                "predict: expected an output beside the model's own loss, found none: use evaluate"
+            )
+        return self._forward(outputs, {**(data or {}), **named})
 
     @property
     def state(self) -> dict[str, np.ndarray]:

@@ -134,7 +134,7 @@ def trained(
     Raises:
         GraphoptError: the inference model has no value of such a name.
     """
-    inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE))
+    inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS))
     graph = inference.graph
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)

@@ -98,6 +98,11 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
 def the(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     """Return the one value with `role`; an error names the pass that needs it."""
     found = with_role(model, role)
+    if role is Role.LOSS and not found:
+        raise GraphoptError(
+            f"{needed_by} needs a loss, found none: give one, loss=passes.MeanSquaredError() or another, or "
+            f"loss=passes.OwnLoss(OUTPUT) where the model computes its own"
+        )
     if len(found) != 1:
         raise GraphoptError(
             f"{needed_by} needs one value with role {role.value!r}, found {len(found)}: "

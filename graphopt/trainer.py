@@ -140,10 +140,12 @@ class Trainer:
         a last axis of one. Before `fit` it is the model's own.
         """
         executor = self._running()
-        output, metric = metrics(executor.inputs)[TARGET]
+        known = metrics(executor.inputs).get(TARGET)
         inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
-        parts = [executor.predict(batch)[output] for batch in _batches(_named(X), inputs)]
-        predicted = metric.predicted(np.concatenate(parts))
+        parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
+        output = known[0] if known else next(iter(parts[0]))  # a loss of the model's own does not tell
+        predicted = np.concatenate([part[output] for part in parts])
+        predicted = known[1].predicted(predicted) if known else predicted
         row = predicted.shape[1:] if self._row is None else self._row
         return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
 
@@ -330,6 +332,12 @@ class Trainer:
 
     def _loss(self, weighted: bool, **fields: Any) -> Any:
         loss: Any = self.loss or pkgutil.resolve_name("passes:MeanSquaredError")()
+        if isinstance(loss, pkgutil.resolve_name("passes:OwnLoss")):  # which says what it takes and returns
+            if fields:
+                raise GraphoptError(
+                    "losses: expected a loss of each row, found one that the model reduces itself"
+                )
+            return loss
         return dataclasses.replace(loss, sample_weight=weighted, **fields)
 
     def _task(self) -> str:

@@ -80,6 +80,10 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
     missing = [value for value in missing if role_of(value) is Role.DATA]
     if data.features is not None and data.features not in inputs and len(missing) == 1:
         arrays = {missing[0].name if name == data.features else name: a for name, a in arrays.items()}  # type: ignore[misc]
+    for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # which a model that computes its loss has a name for
+        own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
+        if len(own) == 1 and role.value in arrays and role.value not in inputs:
+            arrays[own[0]] = arrays.pop(role.value)
     if set(arrays) != set(inputs):
         extra = (
             " (loss.sample_weight=true takes weights)" if "sample_weight" in set(arrays) - set(inputs) else ""

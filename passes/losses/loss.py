@@ -100,9 +100,15 @@ class Loss(Pass):
             names = [value.name for value in floating]
             raise GraphoptError(
                 f"loss.output={self.output!r}: expected the name of one floating output, the model has {names}; "
-                f"for a loss on several use passes.Losses"
+                f"for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
             )
-        return outputs[0]
+        (prediction,) = outputs
+        if prediction.shape is not None and len(prediction.shape) == 0:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an output with a row for each target, found {prediction.name!r}, one "
+                f"number: if it is a loss, train by it with passes.OwnLoss({prediction.name!r})"
+            )
+        return prediction
 
     def _target(self, model: ir.Model, op: Emitter, prediction: ir.Value, name: str) -> ir.Value:
         state.check_free(model, name)

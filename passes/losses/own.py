@@ -1,0 +1,84 @@
+"""A loss that the model computes itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from graphopt.dataflow import ancestors, reads
+from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
+from graphopt.rewriting import Pass, retire
+from graphopt.roles import Role, role_of, set_role, with_role
+from passes.gradients.walk import is_differentiable
+from passes.losses.loss import report_loss
+
+__all__ = ["OwnLoss"]
+
+
+@dataclass(frozen=True)
+class OwnLoss(Pass):
+    """Train by one of the model's own outputs, a loss that the model computes.
+
+    Inputs that no other output needs are fed in training alone, as targets; evaluation takes them, prediction and the
+    trained model do not. A model without other outputs keeps its loss as its output `loss`.
+
+    Args:
+        output: the name of the output, a number of any rank; the only such by default.
+        sample_weight: the name of an input that holds a weight for each row.
+
+    Raises:
+        GraphoptError: the model has no such output, several where none is named, or the output is no number; or it
+            has no such input.
+    """
+
+    output: str | None = field(default=None)
+    sample_weight: str | None = field(default=None, kw_only=True)
+
+    task: ClassVar[str] = "regression"
+
+    def rewrite(self, model: ir.Model) -> None:
+        loss = self._loss(model)
+        retire(model, loss)
+        model.graph.outputs.remove(loss)
+        with Emitter(model) as op:
+            report_loss(model, op, op.Squeeze(loss) if loss.shape else loss)
+        self._set_roles(model)
+
+    def _loss(self, model: ir.Model) -> ir.Value:
+        own = [y for y in model.graph.outputs if role_of(y) in (None, Role.PREDICTION)]
+        found = [y for y in own if (_is_number(y) if self.output is None else y.name == self.output)]
+        if len(found) != 1:
+            names = ", ".join(f"{y.name!r} of shape {y.shape}" for y in own)
+            raise GraphoptError(
+                f"OwnLoss(output={self.output!r}): expected the name of one output that is a number, the model has "
+                f"{names}"
+            )
+        (loss,) = found
+        if not _is_number(loss):
+            raise GraphoptError(
+                f"OwnLoss(output={self.output!r}): expected a floating number, found {loss.type} of shape "
+                f"{loss.shape}: reduce it in the model, or compare it with a target by another loss"
+            )
+        return loss
+
+    def _set_roles(self, model: ir.Model) -> None:
+        inputs = {str(x.name): x for x in with_role(model, Role.DATA)}
+        if self.sample_weight not in (None, *inputs):
+            raise GraphoptError(
+                f"OwnLoss(sample_weight={self.sample_weight!r}): expected the name of an input, the model has "
+                f"{', '.join(inputs)}"
+            )
+        results = with_role(model, Role.PREDICTION, Role.SOURCE)
+        needed = {*results, *(x for node in ancestors(results) for x in reads(node))}
+        for name, x in inputs.items():
+            if name == self.sample_weight:
+                set_role(x, Role.SAMPLE_WEIGHT)
+            elif results and x not in needed:
+                set_role(x, Role.TARGET)
+
+
+def _is_number(y: ir.Value) -> bool:
+    return is_differentiable(y) and y.shape is not None and all(dim == 1 for dim in y.shape)
