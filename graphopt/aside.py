@@ -49,15 +49,24 @@ def set_aside(
     RemoveUnusedNodesPass()(model)
 
 
-def restore(proto: onnx.ModelProto, model: ir.Model) -> None:
-    """Give the inference model inside the training graph `model` the outputs that were set aside, in their order."""
+def parts_aside(model: ir.Model) -> list[onnx.ModelProto]:
+    """Return what was moved aside out of a model, the last first."""
+    noted = json.loads(model.metadata_props.get(KEY, '{"parts": []}'))
+    return [onnx.ModelProto.FromString(base64.b64decode(text)) for text in reversed(noted["parts"])]
+
+
+def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelProto]) -> None:
+    """Give the inference model inside the training graph `model` the outputs that were set aside, in their order.
+
+    Args:
+        parts: what `parts_aside` returned, in the opset of `proto`.
+    """
     noted = json.loads(model.metadata_props.get(KEY, "null"))
     if noted is None:
         return
     graph = proto.graph
     outputs = {output.name: output for output in graph.output}
-    for text in reversed(noted["parts"]):
-        part = onnx.ModelProto.FromString(base64.b64decode(text))
+    for part in parts:
         known = {value.name for value in [*graph.input, *graph.initializer]}
         known.update(name for node in graph.node for name in node.output)
         graph.input.extend(value for value in part.graph.input if value.name not in known)

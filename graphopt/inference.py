@@ -11,11 +11,14 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
-from graphopt.aside import restore
+from graphopt.aside import parts_aside, restore
 from graphopt.emitter import like
 from graphopt.errors import GraphoptError, known
+from graphopt.opsets import ir_version_of, origin, rewrite_in
 from graphopt.rewriting import hidden, needed, outputs_kept
 from graphopt.roles import FROZEN, INFERENCE, ORIGINAL_NAME, STATE, Role, role_of, with_role
+
+INITIALIZERS_ALONE_SINCE = 4  # IR version; before, each is an input too
 
 
 def in_inference(
@@ -128,7 +131,8 @@ def trained(
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
-    Inputs, outputs and weights have the names of the model that was compiled. `outputs` are the values to compute,
+    Inputs, outputs and weights have the names of the model that was compiled, and the file its opset and IR version,
+    wherever its operators allow. `outputs` are the values to compute,
     outputs of that model or values inside; its own outputs by default.
 
     Raises:
@@ -148,9 +152,43 @@ def trained(
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
         for key in [key for key in value.metadata_props if key.startswith("graphopt.") and key != FROZEN]:
             del value.metadata_props[key]
-    proto = ir.to_proto(inference)
-    restore(proto, model)
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        setattr(inference, name, getattr(model, name))
+    own = {k: text for k, text in model.metadata_props.items() if not k.startswith("graphopt.")}
+    inference.metadata_props.update(own)
+    proto = _as_it_came(inference, model)
     return proto if outputs is None else _computing(proto, outputs)
+
+
+def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
+    """Return an inference model with what was set aside, in the opset and IR version of the file that came in.
+
+    Where an operator has no older form, in the lowest opset that has it.
+    """
+    opset, ir_version = origin(model)
+    now = inference.opset_imports.get("", opset)
+    parts = parts_aside(model)
+    later = {i: part for i, part in enumerate(parts) if _default_opset(part) == now != opset}
+    rewritten = {i: ir.from_proto(part) for i, part in later.items()}
+    version = rewrite_in([inference, *rewritten.values()], opset)
+    if version != opset or inference.functions:
+        ir_version = max(ir_version, ir_version_of(version), 8 if inference.functions else 0)
+    inference.ir_version = ir_version
+    proto = ir.to_proto(inference)
+    restore(
+        proto, model, [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
+    )
+    if ir_version < INITIALIZERS_ALONE_SINCE:
+        inputs = {x.name for x in proto.graph.input}
+        infos = [
+            onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in proto.graph.initializer
+        ]
+        proto.graph.input.extend(info for info in infos if info.name not in inputs)
+    return proto
+
+
+def _default_opset(proto: onnx.ModelProto) -> int | None:
+    return next((opset.version for opset in proto.opset_import if opset.domain == ""), None)
 
 
 def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
