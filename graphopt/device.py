@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ import onnx_ir as ir
 from graphopt.denormals import Flushing, supported
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
+from graphopt.large import is_large, weights_apart
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class Device:
         self._session_options = dict(session_options or {})
         self._flushing = Flushing() if flush_denormals and supported() and self.kind == "cpu" else None
         self._options = self.options()
+        # Large weights lie in memory of ours as long as a session reads them.
+        self._weights: WeakKeyDictionary[onnxruntime.InferenceSession, list[Any]] = WeakKeyDictionary()
         available = self.ort.get_available_providers()
         if provider is None and self.kind == "cuda" and CUDA not in available:
             raise GraphoptError(
@@ -137,12 +141,13 @@ class Device:
             GraphoptError: the runtime refuses the graph, or the provider does not start.
         """
         try:
+            content, given, weights = self._serialized(model, options)
             with (
                 self._flushing or contextlib.nullcontext()
             ):  # the first session would change this thread for good
                 session = self.ort.InferenceSession(
-                    ir.to_proto(model).SerializeToString(),
-                    sess_options=options or self._options,
+                    content,
+                    sess_options=given,
                     providers=self._providers,
                     disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
                     enable_fallback=0,  # to another provider, with a line on the terminal
@@ -163,7 +168,21 @@ class Device:
             ) from error
         if self.provider not in session.get_providers():
             raise GraphoptError(self._not_started)
+        self._weights[session] = weights
         return session
+
+    def _serialized(
+        self, model: ir.Model, options: onnxruntime.SessionOptions | None
+    ) -> tuple[bytes, onnxruntime.SessionOptions, list[onnxruntime.OrtValue]]:
+        """Return a graph as bytes, options, and the weights that the options refer to, being too large for bytes."""
+        if not is_large(model):
+            return ir.to_proto(model).SerializeToString(), options or self._options, []
+        with weights_apart(model) as weights:
+            content = ir.to_proto(model).SerializeToString()
+        values = [self.ort.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
+        options = options or self.options()
+        options.add_external_initializers([*weights], values)
+        return content, options, values
 
     def placement(self, session: onnxruntime.InferenceSession) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators that it runs, and how many nodes of each.

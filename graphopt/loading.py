@@ -14,10 +14,11 @@ import onnx_ir as ir
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
-from graphopt import notes
+from graphopt import large, notes
 from graphopt.aside import set_aside
 from graphopt.checking import check_external, check_proto
 from graphopt.errors import GraphoptError, cause, line, root
+from graphopt.large import weigh, without_weights
 from graphopt.limits import Limits, check_size, limits_of, set_limits
 
 # Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
@@ -77,14 +78,11 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
     check_proto(proto)
     proto = _with_domains(proto, RUNTIMES_OWN)
+    checked = without_weights(proto) if weigh(proto) > large.LIMIT else proto
     try:
-        onnx.checker.check_model(_with_domains(proto, TRAININGS_OWN))
+        onnx.checker.check_model(_with_domains(checked, TRAININGS_OWN))
     except onnx.checker.ValidationError as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
-    except (
-        ValueError
-    ):  # larger than protobuf's 2 GB: the checker takes only its file, and external data is inlined
-        pass
     for value in proto.graph.input:
         if _holds_map(value.type):
             raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
@@ -168,10 +166,24 @@ def _cloned(model: ir.Model) -> ir.Model:
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to one file, whole or not at all."""
+    """Write a model to one file, whole or not at all; of more than 2 GB, its weights to `PATH.data` beside it."""
+    if large.is_large(model) if isinstance(model, ir.Model) else weigh(model) > large.LIMIT:
+        _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
+        return
     proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
     with replacing(path) as temporary:
         onnx.save(proto, temporary)
+
+
+def _save_large(model: ir.Model, path: Path) -> None:
+    data = f"{path.name}.data"
+    with (
+        replacing(path) as temporary,
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+    ):
+        ir.save(model, Path(folder, path.name), external_data=data)
+        os.replace(Path(folder, path.name), temporary)
+        os.replace(Path(folder, data), path.parent / data)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,80 @@
+"""Models of more than protobuf's 2 GB: their weights go beside them, in a file or in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+
+LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, and nodes take some
+SMALL = 1024  # bytes of a tensor that stays where it is: constants that operators' shapes follow from
+
+
+def weigh(proto: onnx.ModelProto) -> int:
+    """Return how many bytes the initializers of a model's main graph take."""
+    return sum(len(x.raw_data) for x in proto.graph.initializer)
+
+
+def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model in which large initializers are inputs.
+
+    Raises:
+        GraphoptError: one of these has more or less data than its shape and type say.
+    """
+    weights = {x.name: x for x in proto.graph.initializer if len(x.raw_data) > SMALL}
+    for name, x in weights.items():
+        expected = math.prod(x.dims) * ir.DataType(x.data_type).itemsize
+        if len(x.raw_data) != math.ceil(expected):
+            raise GraphoptError(f"initializer {name!r}: expected {expected} bytes, found {len(x.raw_data)}")
+    copy, graph = onnx.ModelProto(), onnx.GraphProto()
+    for field, value in proto.ListFields():
+        if field.name != "graph":
+            _set(copy, field.name, value)
+    for field, value in proto.graph.ListFields():
+        if field.name != "initializer":
+            _set(graph, field.name, value)
+    graph.initializer.extend(x for x in proto.graph.initializer if x.name not in weights)
+    inputs = {x.name for x in graph.input}
+    infos = (onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in weights.values())
+    graph.input.extend(info for info in infos if info.name not in inputs)
+    copy.graph.CopyFrom(graph)
+    return copy
+
+
+def _set(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:
+    field = getattr(message, name)
+    if hasattr(field, "extend"):
+        field.extend(value)
+    else:
+        setattr(message, name, value)
+
+
+def is_large(model: ir.Model) -> bool:
+    """Tell whether a model's weights are more than a protobuf holds."""
+    tensors = (x.const_value for x in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LIMIT
+
+
+@contextlib.contextmanager
+def weights_apart(model: ir.Model) -> Iterator[dict[str, ir.TensorProtocol]]:
+    """Give the large weights of a model by name; while the block runs, they are external data that lies nowhere."""
+    values = {
+        str(x.name): x
+        for x in model.graph.initializers.values()
+        if x.const_value is not None and x.const_value.nbytes > SMALL
+    }
+    weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
+    for name, tensor in weights.items():
+        values[name].const_value = ir.ExternalTensor(
+            "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=name
+        )
+    try:
+        yield weights
+    finally:
+        for name, tensor in weights.items():
+            values[name].const_value = tensor
