@@ -17,20 +17,23 @@ SMALL = 1024  # bytes of a tensor that stays where it is: constants that operato
 
 def weigh(proto: onnx.ModelProto) -> int:
     """Return how many bytes the initializers of a model's main graph take."""
-    return sum(len(x.raw_data) for x in proto.graph.initializer)
+    return sum(_sizes(proto).values())
 
 
-def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model in which large initializers are inputs.
+def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return what onnx's checker takes: a model, or a copy of a large one in which large initializers are inputs.
 
     Raises:
         GraphoptError: one of these has more or less data than its shape and type say.
     """
-    weights = {x.name: x for x in proto.graph.initializer if len(x.raw_data) > SMALL}
+    sizes = _sizes(proto)
+    if sum(sizes.values()) <= LIMIT:
+        return proto
+    weights = {x.name: x for x in proto.graph.initializer if sizes[x.name] > SMALL}
     for name, x in weights.items():
-        expected = math.prod(x.dims) * ir.DataType(x.data_type).itemsize
-        if len(x.raw_data) != math.ceil(expected):
-            raise GraphoptError(f"initializer {name!r}: expected {expected} bytes, found {len(x.raw_data)}")
+        expected = math.ceil(math.prod(x.dims) * ir.DataType(x.data_type).itemsize)
+        if sizes[name] != expected:
+            raise GraphoptError(f"initializer {name!r}: expected {expected} bytes, found {sizes[name]}")
     copy, graph = onnx.ModelProto(), onnx.GraphProto()
     for field, value in proto.ListFields():
         if field.name != "graph":
@@ -44,6 +47,10 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     graph.input.extend(info for info in infos if info.name not in inputs)
     copy.graph.CopyFrom(graph)
     return copy
+
+
+def _sizes(proto: onnx.ModelProto) -> dict[str, int]:
+    return {x.name: len(x.raw_data) for x in proto.graph.initializer}
 
 
 def _set(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:

@@ -18,7 +18,7 @@ from graphopt import large, notes
 from graphopt.aside import set_aside
 from graphopt.checking import check_external, check_proto
 from graphopt.errors import GraphoptError, cause, line, root
-from graphopt.large import weigh, without_weights
+from graphopt.large import checkable, weigh
 from graphopt.limits import Limits, check_size, limits_of, set_limits
 
 # Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
@@ -78,9 +78,8 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
     check_proto(proto)
     proto = _with_domains(proto, RUNTIMES_OWN)
-    checked = without_weights(proto) if weigh(proto) > large.LIMIT else proto
     try:
-        onnx.checker.check_model(_with_domains(checked, TRAININGS_OWN))
+        onnx.checker.check_model(_with_domains(checkable(proto), TRAININGS_OWN))
     except onnx.checker.ValidationError as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
     for value in proto.graph.input:

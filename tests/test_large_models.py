@@ -71,12 +71,12 @@ def test_a_model_of_more_than_2_gb_trains(tmp_path, freeze):
         "g (int64[N] x) => (float[N,2] y) { h = Gather(table, x)\n y = MatMul(h, head) }",
         head=np.random.default_rng(0).standard_normal((width, 2)),
     )
-    table = np.zeros((rows, width), np.float32)
-    table[:, 0] = 1
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    table = onnx.TensorProto(name="table", data_type=1, dims=(rows, width), data_location=1)
+    table.external_data.add(key="location", value="weights")
+    proto.graph.initializer.append(table)
     path = tmp_path / "model.onnx"
-    onnx.save(proto, path, save_as_external_data=True, location="weights")
-    del proto, table
+    onnx.save(proto, path)
+    np.full(rows * width, 0.1, np.float32).tofile(tmp_path / "weights")
     loss, optimizer = passes.MeanSquaredError(), passes.SGD(0.1)
     step = graphopt.compile(path, parameters=passes.Parameters(freeze=freeze), loss=loss, optimizer=optimizer)
     graphopt.save(step, tmp_path / "step.onnx")
