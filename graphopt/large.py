@@ -78,7 +78,7 @@ def weights_apart(model: ir.Model) -> Iterator[dict[str, ir.TensorProtocol]]:
     weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(
-            "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=name
+            "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
         )
     try:
         yield weights

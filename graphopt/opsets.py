@@ -215,7 +215,8 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
         mode = attributes.get("mode", "linear")
         attributes["mode"] = MODES.get(mode, mode)
     if version < NEGATIVE_AXES_SINCE:
-        shape = node.outputs[0].shape if node.op_type == "Unsqueeze" else x and x.shape
+        indexed = node.outputs[0] if node.op_type == "Unsqueeze" else x
+        shape = None if indexed is None else indexed.shape
         return _made_positive(attributes, None if shape is None else len(shape))
     return True
 
