@@ -14,7 +14,7 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 from graphopt.aside import parts_aside, restore
 from graphopt.emitter import like
 from graphopt.errors import GraphoptError, known
-from graphopt.opsets import ir_version_of, origin, rewrite_in
+from graphopt.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.rewriting import hidden, needed, outputs_kept
 from graphopt.roles import FROZEN, INFERENCE, ORIGINAL_NAME, STATE, Role, role_of, with_role
 
@@ -165,7 +165,7 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
 
     Where an operator has no older form, in the lowest opset that has it.
     """
-    opset, ir_version = origin(model)
+    opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
     parts = parts_aside(model)
     later = {i: part for i, part in enumerate(parts) if _default_opset(part) == now != opset}

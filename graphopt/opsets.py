@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.emitter import Emitter, like
-from graphopt.roles import ORIGIN
+from graphopt.roles import CAME_IN
 from graphopt.schemas import defaults
 
 # Operators that mean something else before an opset, though the schema looks alike.
@@ -38,16 +38,16 @@ MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample, since 20 an
 Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
 
 
-def note_origin(model: ir.Model) -> None:
+def note_versions(model: ir.Model) -> None:
     """Note the opset of the default domain and the IR version that a model came in, for its trained form."""
     noted = {"opset": model.opset_imports.get(""), "ir_version": model.ir_version}
-    model.metadata_props.setdefault(ORIGIN, json.dumps(noted))
+    model.metadata_props.setdefault(CAME_IN, json.dumps(noted))
 
 
-def origin(model: ir.Model) -> tuple[int, int]:
+def versions_of(model: ir.Model) -> tuple[int, int]:
     """Return the opset and the IR version that a model came in."""
     now = model.opset_imports.get("", 1)
-    noted = json.loads(model.metadata_props.get(ORIGIN, "{}"))
+    noted = json.loads(model.metadata_props.get(CAME_IN, "{}"))
     ir_version = noted.get("ir_version", model.ir_version)
     if "opset" not in noted:
         return now, ir_version

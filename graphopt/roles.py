@@ -20,7 +20,7 @@ OF_BATCH = (
 )
 STOP = "graphopt.stop_gradient"  # marks a node that no gradient passes
 INFERENCE = "graphopt.inference"  # marks a value that inference computes in another way, with how
-ORIGIN = "graphopt.origin"  # marks a model with the opset and the IR version that it came in
+CAME_IN = "graphopt.came_in"  # marks a model with the opset and the IR version that it came in
 RUNTIME = "graphopt.runtime"  # marks a model that one runtime alone has the operators for, by its package
 TRAINING_RUNTIME = "onnxruntime-training"
 

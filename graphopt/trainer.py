@@ -289,7 +289,8 @@ class Trainer:
             observers=[Adaptive(executor)] if self.schedule == "adaptive" else [],
         )
         self._row = data[TARGET].shape[1:]
-        labels = labels_of(executor.inputs[TARGET])
+        target = executor.inputs.get(TARGET)  # a model's own loss may have another name for it
+        labels = None if target is None else labels_of(target)
         if labels is not None:
             self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
         self.history_: list[Record] = history

@@ -21,7 +21,7 @@ from graphopt import schemas
 from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError, line
 from graphopt.limits import check_constants
-from graphopt.opsets import note_origin
+from graphopt.opsets import note_versions
 from graphopt.origins import Origin, write_left_out
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
 from graphopt.roles import STATE, Role, role_of, set_role
@@ -66,7 +66,7 @@ class Normalize(Pass):
         is_classical = classical.is_classical(model)
         left_out = exporters.left_out(model)
         origins = exporters.read(model)
-        note_origin(model)
+        note_versions(model)
         with outputs_kept(model):
             self._prepare(model)
             infer(model)

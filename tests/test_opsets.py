@@ -169,7 +169,7 @@ def test_an_operator_without_an_older_form_keeps_the_lowest_opset_that_has_it(na
     proto, expected = NEEDED[name]
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0))
     if name == "LayerNormalization":
-        step.metadata_props["graphopt.origin"] = '{"opset": 13, "ir_version": 7}'
+        step.metadata_props["graphopt.came_in"] = '{"opset": 13, "ir_version": 7}'
     x = np.random.default_rng(0).standard_normal((2, 6, 4) if name == "LayerNormalization" else (2, 3))
     feeds = {"x": x.astype(np.float32)}
     executor = graphopt.Executor(step)
