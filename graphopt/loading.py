@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from google.protobuf import json_format, text_format
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 
 from graphopt import large, notes
 from graphopt.aside import set_aside
@@ -80,7 +80,7 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     proto = _with_domains(proto, RUNTIMES_OWN)
     try:
         onnx.checker.check_model(_with_domains(checkable(proto), TRAININGS_OWN))
-    except onnx.checker.ValidationError as error:
+    except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
     for value in proto.graph.input:
         if _holds_map(value.type):

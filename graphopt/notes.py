@@ -23,6 +23,7 @@ from graphopt.checking import check_proto
 from graphopt.errors import GraphoptError
 from graphopt.origins import Origin, left_out
 from graphopt.roles import (
+    CAME_IN,
     GRADIENT_OF,
     INFERENCE,
     INPUTS,
@@ -65,6 +66,7 @@ def check(model: ir.Model) -> None:
             if GRADIENT_OF in y.metadata_props and y.metadata_props[GRADIENT_OF] not in names:
                 raise _wrong(y, GRADIENT_OF, "the name of an input")
     _check_aside(model)
+    _check_versions(model)
     left_out(model)
     for value in graph.initializers.values():
         Origin.read(value)
@@ -174,6 +176,15 @@ def _check_aside(model: ir.Model) -> None:
         raise _wrong(model, aside.KEY, "outputs and the parts that compute them") from error
     if not complete:
         raise _wrong(model, aside.KEY, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
+
+
+def _check_versions(model: ir.Model) -> None:
+    if CAME_IN in model.metadata_props:
+        noted = _parsed(model, CAME_IN)
+        opset, ir_version = noted.get("opset"), noted.get("ir_version")
+        numbers = [ir_version] if opset is None else [opset, ir_version]
+        if any(type(x) is not int or not 1 <= x <= _MANY for x in numbers):
+            raise _wrong(model, CAME_IN, "an opset and an IR version")
 
 
 def _parsed(holder: ir.Value | ir.Model, key: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
@@ -104,9 +105,10 @@ class Loss(Pass):
             )
         (prediction,) = outputs
         if prediction.shape is not None and len(prediction.shape) == 0:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an output with a row for each target, found {prediction.name!r}, one "
-                f"number: if it is a loss, train by it with passes.OwnLoss({prediction.name!r})"
+            warnings.warn(
+                f"{type(self).__name__} compares {prediction.name!r}, one number, with a target: if it is a loss, "
+                f"train by it with passes.OwnLoss({prediction.name!r})",
+                stacklevel=2,
             )
         return prediction
 
