@@ -189,6 +189,11 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         NAMED,
         "python/object/apply",
     ),
+    "a bomb of aliases": (
+        experiment("a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))),
+        NAMED,
+        "evil.yaml: expected a recipe without YAML aliases",
+    ),
     "a list as a recipe": ({"experiment/evil.yaml": "# @package _global_\n- a\n"}, NAMED, ""),
     # trust
     "trust": (experiment(f"trust: [os]\nloss: {MKDIR}"), NAMED, f"trust: {TRUST}"),
@@ -332,7 +337,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "a launcher that hides Hydra's": (
         {**experiment(""), "hydra/launcher/basic.yaml": "_target_: os.mkdir\npath: pwned\n"},
         [*NAMED, *SWEEP],
-        "hydra.launcher",
+        "hydra/launcher/basic",
     ),
     "a config that hides Hydra's": (
         {**experiment(""), "hydra/config.yaml": "defaults: []\ncallbacks: {x: {_target_: os.mkdir}}\n"},
@@ -455,7 +460,12 @@ def run(files: dict[str, str], arguments: list[str], folder: list[str]) -> int:
     return cli.main(["--config-dir", "../evil", *recipe, *arguments, *folder, "fit.epochs=1"])
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.exhaustive] if i % 3 else []) for i, name in enumerate(ATTACKS)
+]
+
+
+@pytest.mark.parametrize("attack", EVERY)
 def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
     files, arguments, error = ATTACKS[attack]
     before = os.listdir("..")

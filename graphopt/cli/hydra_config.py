@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml  # type: ignore[import-untyped]
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
@@ -104,6 +107,23 @@ class CommandLine:
         return False
 
 
+class _Repository(ConfigRepository):
+    """Reads recipes; those of others may not refer to parts of themselves, which a few lines expand without end."""
+
+    def __init__(self, search_path: ConfigSearchPath, folders: Sequence[str]) -> None:
+        super().__init__(search_path)
+        self._folders = [Path(folder.removeprefix("file://")) for folder in folders]
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        for folder in self._folders:
+            path = folder / f"{config_path}.yaml"
+            if path.is_file():
+                with open(path, encoding="utf-8") as file:
+                    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file)):
+                        raise GraphoptError(f"{path}: expected a recipe without YAML aliases, found one")
+        return super().load_config(config_path)
+
+
 class RecipeLoader(ConfigLoaderImpl):
     """Composes recipes; refuses what the recipes of a folder may not say before Hydra acts on it.
 
@@ -121,6 +141,7 @@ class RecipeLoader(ConfigLoaderImpl):
         for folder in command_line.folders:
             whole.prepend("command-line", folder, SearchPathQuery(provider="schema"))
         super().__init__(whole)
+        self.repository = _Repository(whole, command_line.folders)
         self._own = ConfigLoaderImpl(search_path)
         self._command_line = command_line
 
