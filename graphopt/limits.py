@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.emitter import captured, subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
 PER_BYTE = 32  # bytes of constants for each byte of a weight: 4-bit weights become float32 several times over
@@ -30,9 +31,12 @@ class Limits:
             weights in the file.
     """
 
-    nodes: int = 1_000_000
-    depth: int = 24
-    constant_bytes: int = 2**31
+    nodes: int = within("[0, inf)", 1_000_000)
+    depth: int = within("[0, inf)", 24)
+    constant_bytes: int = within("[0, inf)", 2**31)
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
 
 
 def set_limits(model: ir.Model, limits: Limits) -> None:

@@ -81,7 +81,7 @@ def write(draw: random.Random, folder: Path) -> list[str]:
         "fit.epochs=1",
         f"run={run}",
     ]
-    arguments.append("hydra.run.dir=out")
+    arguments.append("folder=out")
     for _ in range(draw.choice([0, 1, 1, 2])):
         kind = draw.random()
         if kind < 0.5:

@@ -173,7 +173,7 @@ def main() -> int:
         found = [attempt(seed, index)]
     else:
         found = []
-        print(f"seed {options.seed}")
+        print(f"seed {options.seed}", flush=True)
         for outcome in run(options.seed, range(options.count)):
             found.append(outcome)
             if outcome.failed:

@@ -257,6 +257,10 @@ REFUSED = {
         "loss.function: expected graphopt's own or trusted",
     ),
     "folder": (["folder=my.onnx/x"], "Not a directory"),
+    "limit": (["limits.nodes=2"], "found 3: limits.nodes=3 allows it"),
+    "limit's value": (["limits.nodes=many"], "limits.nodes: expected int, found 'many'"),
+    "limit's interval": (["limits.depth=-1"], "Limits(depth=-1): expected a whole number in [0, inf)"),
+    "unknown limit": (["+limits.seconds=3"], "limits: unknown field 'seconds'; known: constant_bytes"),
 }
 
 
@@ -277,6 +281,17 @@ def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> 
     assert error in said.err
     left = set(os.listdir("out")) if Path("out").is_dir() else set()
     assert left <= {".hydra", "graphopt.log"}
+
+
+def test_too_little_memory_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        np.empty(2**46)
+
+    monkeypatch.setattr("graphopt.cli.command.fit", full)
+    assert cli.main(MINE) == 1
+    assert capfd.readouterr().err.startswith("graphopt: error: out of memory: Unable to allocate")
 
 
 def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -288,9 +288,14 @@ def test_limits_can_be_raised_and_lowered() -> None:
     with pytest.raises(GraphoptError, match=r"at most 100 nodes .* found 192: limits\.nodes=192 allows it"):
         graphopt.load(proto, limits=Limits(nodes=100))
     assert len(compiled(graphopt.load(proto, limits=Limits(nodes=200))).graph) > 64
-    proto = model(doubling(SIZE % 3, 0), w=W)
-    lowered = graphopt.load(proto, limits=Limits(constant_bytes=-2000))
-    refused(lowered, r"ConstantOfShape node .*limits\.constant_bytes=20 allows it")
+    proto = model(
+        "g (float[N,4] x) => (float[N,3] y) { c = ConstantOfShape(size) s = ReduceSum<keepdims=0>(c) "
+        "m = MatMul(x, w) y = Add(m, s) }",
+        w=W,
+        size=np.array([1000]),
+    )
+    lowered = graphopt.load(proto, limits=Limits(constant_bytes=0))
+    refused(lowered, r"ConstantOfShape node .*, found 4,004, .*limits\.constant_bytes=4004 allows it")
     compiled(proto)
 
 

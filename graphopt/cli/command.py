@@ -40,7 +40,7 @@ from graphopt.runs import RunFolder, write
 
 INTERRUPTED = 130
 RUNS = ("train", "compile", "artifacts", "report")
-MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError)
+MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,6 +267,8 @@ def _line(error: BaseException) -> str:
     """Return an error as one line that says what there is instead."""
     text = " ".join(str(error).split()).partition("full_key:")[0].strip()
     text = text or " ".join(str(error.__cause__).split())
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text}: try a smaller fit.batch_size or model"
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return (

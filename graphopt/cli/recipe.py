@@ -19,6 +19,7 @@ from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.executor import Executor
 from graphopt.fit import fit, held_out_rows, reported
+from graphopt.limits import Limits
 from graphopt.loading import load
 from graphopt.pipeline import Pipeline
 from graphopt.roles import Role, with_role
@@ -97,7 +98,7 @@ class Recipe:
         if name not in models:
             if not Path(name).exists():
                 raise GraphoptError(f"model {name!r}: no such file; built-in: {', '.join(models)}")
-            return load(name)
+            return load(name, limits=Limits(**self.fields["limits"]))
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
@@ -138,7 +139,7 @@ class Recipe:
 
     def _check(self, fields: dict[str, Any]) -> None:
         """Refuse what a recipe may not say."""
-        for key in ("data", "executor", "fit", "models", "pipeline"):
+        for key in ("data", "executor", "fit", "limits", "models", "pipeline"):
             if not isinstance(fields.get(key), dict):
                 raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
         for name, model in fields["models"].items():
@@ -151,6 +152,7 @@ class Recipe:
             else:
                 check(fields[key], str(key), self._trust, ("step",) if key == "executor" else ())
         training = {name: value for name, value in fields["fit"].items() if name != "log_steps"}
+        check_fields(Limits, fields["limits"], "limits")
         check_fields(fit, {**training, "validation": None}, "fit", ("executor", "data", "observers"))
         if self._command_line.folders:
             self._check_files(fields)
