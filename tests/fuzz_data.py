@@ -42,18 +42,18 @@ HEADERS = [
 
 
 def _array(draw: random.Random) -> np.ndarray:
-    if draw.random() < 0.6:
+    if draw.random() < 0.85:
         return np.arange(20, dtype=np.float32).reshape(5, 4)
     dtype, shape = np.dtype(draw.choice(DTYPES)), draw.choice(SHAPES)
     return np.ones(shape).astype(dtype) if dtype.kind not in "SUMO" else np.zeros(shape, dtype)
 
 
 def _target(draw: random.Random) -> np.ndarray:
-    return np.array([0, 1, 2, 1, 0]) if draw.random() < 0.7 else _array(draw)
+    return np.array([0, 1, 2, 1, 0]) if draw.random() < 0.85 else _array(draw)
 
 
 def _npy(draw: random.Random, array: np.ndarray) -> bytes:
-    if draw.random() < 0.25:
+    if draw.random() < 0.1:
         header = draw.choice(HEADERS).encode("latin1") + b"\n"
         version = draw.choice([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"])
         length = len(header).to_bytes(2 if version == b"\x01\x00" else 4, "little")
@@ -61,7 +61,7 @@ def _npy(draw: random.Random, array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=True)
     content = file.getvalue()
-    return _flip(draw, content) if draw.random() < 0.4 else content
+    return _flip(draw, content) if draw.random() < 0.2 else content
 
 
 def _npz(draw: random.Random) -> bytes:
@@ -77,7 +77,7 @@ def _npz(draw: random.Random) -> bytes:
             array = _target(draw) if name == "target" else _array(draw)
             archive.writestr(f"{name}{end}", _npy(draw, array))
     content = file.getvalue()
-    return _flip(draw, content) if draw.random() < 0.5 else content
+    return _flip(draw, content) if draw.random() < 0.3 else content
 
 
 @functools.cache

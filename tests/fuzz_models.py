@@ -449,7 +449,7 @@ def write(draw: random.Random, folder: Path) -> Path:
         if weights.exists() and draw.random() < 0.3:
             weights.write_bytes(_flip(draw, weights.read_bytes()))
     if draw.random() < 0.8:
-        for _ in range(draw.choice([1, 1, 1, 2, 3, 5])):
+        for _ in range(draw.choice([1, 1, 1, 1, 2, 3])):
             mutate(draw, proto)
         path.write_bytes(proto.SerializeToString())
     else:
