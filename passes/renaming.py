@@ -17,8 +17,8 @@ __all__ = ["SortInitializers"]
 class SortInitializers(Pass):
     """Put initializers, and the parameter inputs made of them, in alphabetical order.
 
-    With `rename`, a format of `index` (zero-padded, in graph order) and `name`, such as "{index}_{name}", graph
-    order stays and names change so that alphabetical order agrees with it; the trained model has the old names.
+    With `rename`, a text with `{index}` (zero-padded, in graph order) and `{name}` in it, such as "{index}_{name}",
+    graph order stays and names change so that alphabetical order agrees with it; the trained model has the old names.
 
     Raises:
         GraphoptError: `rename` does not give different names in alphabetical order.
@@ -47,7 +47,8 @@ def _name(value: ir.Value) -> str:
 
 def _rename(values: list[ir.Value], pattern: str) -> None:
     width = len(str(len(values)))
-    names = [pattern.format(index=f"{i:0{width}}", name=value.name) for i, value in enumerate(values)]
+    indexed = [pattern.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
+    names = [own.replace("{name}", _name(value)) for own, value in zip(indexed, values, strict=True)]
     if names != sorted(set(names)):
         raise GraphoptError(
             f"rename={pattern!r} does not give different names in alphabetical order: start it with {{index}}"
