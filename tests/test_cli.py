@@ -257,6 +257,10 @@ REFUSED = {
         "loss.function: expected graphopt's own or trusted",
     ),
     "folder": (["folder=my.onnx/x"], "Not a directory"),
+    "Hydra's logging": (
+        ["hydra.hydra_logging.root.level=loud"],
+        "hydra: expected a config that Hydra can run",
+    ),
     "limit": (["limits.nodes=2"], "found 3: limits.nodes=3 allows it"),
     "limit's value": (["limits.nodes=many"], "limits.nodes: expected int, found 'many'"),
     "limit's interval": (["limits.depth=-1"], "Limits(depth=-1): expected a whole number in [0, inf)"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 import re
@@ -26,10 +25,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.artifacts import FILES, export_artifacts
 from graphopt.cli.help import fields, page
-from graphopt.cli.hydra_config import PRIMARY, RECIPES, CommandLine, composing
+from graphopt.cli.hydra_config import ODD, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.display import Display, Header, counted, measures, say
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, cause, known
 from graphopt.executor import NonFiniteLoss
 from graphopt.fit import fit
 from graphopt.listing import size
@@ -120,10 +119,21 @@ def _run(arguments: argparse.Namespace) -> None:
                 )
             hydra.shell_completion(PRIMARY, overrides)
         else:
-            job = functools.partial(_job, command_line)
+            started = False
+
+            def job(config: DictConfig) -> float | None:
+                nonlocal started
+                started = True
+                return _job(command_line, config)
+
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
             start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
-            start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
+            try:
+                start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
+            except ODD as error:
+                if started or isinstance(error, GraphoptError):
+                    raise
+                raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
 
 
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
