@@ -1,13 +1,17 @@
-"""Which operators have gradients: ONNX's own node tests, each proved by finite differences.
+"""Which operators have gradients: ONNX's own node tests, each proved by finite differences of ONNX Runtime's forward.
 
-`python -m graphopt.coverage [--runtime] [OPERATOR ...]` prints the table: operator, cases, passed, and why others are
-refused; with `--runtime`, whether ONNX Runtime computes the same gradients in float32; with `--gradient onnxruntime`,
-whether onnxruntime-training's own gradients are the same, and who refuses the others.
+`python -m graphopt.coverage [OPERATOR ...]` prints the table: operator, cases, passed, elements compared of how many,
+cases that show nothing, and why others are refused; below it what computed the forward, and what the gradients were
+compared with. In a checkout `python tests/torch_oracle.py` does the same with PyTorch's autograd as the oracle, and
+finite differences where PyTorch has no such operator. With `--runtime` it tells whether ONNX Runtime computes the same
+gradients in float32; with `--gradient onnxruntime`, whether onnxruntime-training's own gradients are the same, and who
+refuses the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -25,8 +29,10 @@ from graphopt.errors import GraphoptError, NoGradient
 from graphopt.executor import run as execute
 from graphopt.loading import Source
 from graphopt.testing import (
+    FATAL,
     Arrays,
-    check_gradient,
+    Oracle,
+    Proof,
     distance,
     finite,
     gradient_model,
@@ -34,6 +40,7 @@ from graphopt.testing import (
     in_types,
     is_floating,
     normalized,
+    prove,
     random_seeds,
 )
 from graphopt.testing import run as evaluate
@@ -65,9 +72,6 @@ SOURCES = {"standard": "passes.Gradient", "onnxruntime": "passes.OrtGradient"}
 
 # How far two float32 gradients may be apart, relative to the largest element.
 SOURCE_TOLERANCE = 1e-5
-
-# Operators on which ONNX Runtime 1.19 ends the process.
-FATAL = {"RotaryEmbedding"}
 
 # How far a float32 gradient may be from the float64 one, relative to the largest element.
 RUNTIME_TOLERANCE = 1e-3
@@ -139,14 +143,14 @@ def _is_floating(value: onnx.ValueInfoProto) -> bool:
     return value.type.tensor_type.elem_type in floating
 
 
-def refusal(case: Case, sample: int = 6) -> str:
+def refusal(case: Case, oracle: Oracle | None = None) -> str:
     """Return why the gradient of a case is not proved, or nothing where it is."""
-    return attempt(lambda: proved(case, sample))
+    return attempt(lambda: proved(case, oracle))
 
 
 def runtime_refusal(case: Case) -> str:
-    """Return why a proved gradient is not what ONNX Runtime computes in float32, or nothing where it is."""
-    return attempt(lambda: check_runtime(case, proved(case, 0)))
+    """Return why a gradient is not what ONNX Runtime computes in float32, or nothing where it is."""
+    return attempt(lambda: check_runtime(case, proved(case, sample=0).gradients))
 
 
 def source_refusal(case: Case, gradient: str = SOURCES["onnxruntime"]) -> str:
@@ -169,11 +173,15 @@ def attempt(check: Callable[[], object]) -> str:
     return ""
 
 
-def proved(case: Case, sample: int) -> Arrays:
-    """Return the gradients of a case, of which a sample of elements equals finite differences."""
+def proved(case: Case, oracle: Oracle | None = None, sample: int | None = None) -> Proof:
+    """Return the proof of a case's gradients, of all elements unless there are many.
+
+    Raises:
+        GraphoptError: they are not those of the oracle, or of finite differences.
+    """
     step = FLOAT32_ALONE.get(case.op_type)
     options: dict[str, Any] = {} if step is None else {"double": False, "step": step, "tolerance": 1e-3}
-    return check_gradient(*case.at_a_point(), held=case.held, sample=sample, **options)
+    return prove(*case.at_a_point(), held=case.held, sample=sample, oracle=oracle, **options)
 
 
 def check_runtime(case: Case, gradients: Arrays) -> None:
@@ -274,7 +282,69 @@ def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
     return point
 
 
-def main() -> None:
+@dataclasses.dataclass
+class Tally:
+    """What was found of an operator's cases: the proofs, and why others are refused."""
+
+    proofs: list[Proof] = dataclasses.field(default_factory=list)
+    refusals: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> str:
+        """How many elements were compared of how many."""
+        return f"{sum(x.compared for x in self.proofs)} of {sum(x.total for x in self.proofs)}"
+
+    def vacuous(self, by_nature: bool) -> int:
+        """Return how many proofs show nothing."""
+        return sum(x.vacuous and x.by_nature == by_nature for x in self.proofs)
+
+
+def tally(op_types: Collection[str] = (), oracle: Oracle | None = None) -> dict[str, Tally]:
+    """Prove ONNX's node tests and return what was found of each operator."""
+    found: dict[str, Tally] = {}
+    for case in cases(op_types):
+        of = found.setdefault(case.op_type, Tally())
+        reason = attempt(lambda case=case, of=of: of.proofs.append(proved(case, oracle)))  # type: ignore[misc]
+        of.refusals += [reason] if reason else []
+    return found
+
+
+def report(found: dict[str, Tally]) -> Iterator[str]:
+    """Yield the lines of a table of what was found."""
+    yield f"{'operator':<28}{'cases':>6}{'passed':>8}{'elements compared':>20}{'vacuous':>9}  refused because"
+    for op_type, of in sorted(found.items()):
+        passed, count = len(of.proofs), len(of.proofs) + len(of.refusals)
+        vacuous = of.vacuous(True) + of.vacuous(False)
+        yield f"{op_type:<28}{count:>6}{passed:>8}{of.compared:>20}{vacuous:>9}  {_reasons(of.refusals)}"
+    total = Tally()
+    for of in found.values():
+        total.proofs += of.proofs
+        total.refusals += of.refusals
+    yield _total([*[""] * len(total.proofs), *total.refusals], [x.refusals for x in found.values()])
+    yield f"elements compared: {total.compared}"
+    yield (
+        f"vacuous, so that a rule of zeros would pass: {total.vacuous(True)} by nature (nothing on the way has a "
+        f"slope, or there are no elements), {total.vacuous(False)} others"
+    )
+    for name, values in (
+        ("forward", [x.forward for x in total.proofs]),
+        ("oracle", [x.oracle for x in total.proofs]),
+    ):
+        counts = collections.Counter(values).most_common()
+        yield f"{name}: {', '.join(f'{count} by {value}' for value, count in counts)}"
+
+
+def _reasons(refusals: Collection[str]) -> str:
+    return " | ".join(sorted({" ".join(reason.split())[:160] for reason in refusals if reason}))
+
+
+def _total(refusals: Collection[str], by_operator: Collection[Collection[str]]) -> str:
+    passed, whole = sum(not x for x in refusals), sum(not any(x) for x in by_operator)
+    return f"{passed} of {len(refusals)} cases; all cases of {whole} of {len(by_operator)} operators"
+
+
+def main(oracle: Oracle | None = None) -> None:
+    """Print the table; with an oracle, of another origin than finite differences."""
     parser = argparse.ArgumentParser(prog="python -m graphopt.coverage", description=__doc__.splitlines()[0])
     parser.add_argument("operator", nargs="*", help="these operators alone")
     parser.add_argument(
@@ -289,22 +359,20 @@ def main() -> None:
         help="compare this source of gradients with the rules",
     )
     options = parser.parse_args()
-    check = runtime_refusal if options.runtime else refusal
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)
+    if not options.runtime and options.gradient == "standard":
+        print(*report(tally(options.operator, oracle)), sep="\n")
+        return
+    check = runtime_refusal
     if options.gradient != "standard":
         check = functools.partial(source_refusal, gradient=SOURCES[options.gradient])
-    logging.getLogger("onnxscript").setLevel(logging.ERROR)
     found: dict[str, list[str]] = {}
     for case in cases(options.operator):
         found.setdefault(case.op_type, []).append(check(case))
     print(f"{'operator':<28}{'cases':>6}{'passed':>8}  refused because")
     for op_type, refusals in sorted(found.items()):
-        reasons = sorted({" ".join(reason.split())[:160] for reason in refusals if reason})
-        print(f"{op_type:<28}{len(refusals):>6}{refusals.count(''):>8}  {' | '.join(reasons)}")
-    passed = sum(refusals.count("") for refusals in found.values())
-    whole = sum(not any(refusals) for refusals in found.values())
-    print(
-        f"{passed} of {sum(map(len, found.values()))} cases; all cases of {whole} of {len(found)} operators"
-    )
+        print(f"{op_type:<28}{len(refusals):>6}{refusals.count(''):>8}  {_reasons(refusals)}")
+    print(_total([x for refusals in found.values() for x in refusals], found.values()))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""Proves gradients: what rules emit against finite differences, in float64, by the reference evaluator."""
+"""Proves gradients: what rules emit against an oracle of another origin, or finite differences of the runtime.
+
+Both sides are float64. ONNX Runtime computes the forward and the emitted gradient where it has kernels for float64; the
+reference evaluator does elsewhere, and its forward is compared with the runtime's in float32.
+"""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
+from graphopt.device import Device
 from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
 from graphopt.loading import Source, load
@@ -18,10 +23,73 @@ from graphopt.schemas import takes
 
 Arrays = dict[str, np.ndarray]
 
-FLOATING = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
+PRECISIONS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
+FLOATING = {dtype for dtype in ir.DataType if dtype.is_floating_point()}
 
 
-def check_gradient(
+# Inputs of up to so many elements are compared whole by finite differences, others by a sample of so many.
+WHOLE, SAMPLE = 1000, 8
+
+# How far a forward in float32, or by an oracle, may be from that in float64, relative to the largest element.
+FORWARD_TOLERANCE = 1e-4
+
+# Operators that draw numbers, each evaluator its own; with a seed the reference draws the same ones each time.
+RANDOM = {
+    "Bernoulli",
+    "Multinomial",
+    *(f"Random{x}{y}" for x in ("Normal", "Uniform") for y in ("", "Like")),
+}
+
+# Operators on which ONNX Runtime 1.19 ends the process.
+FATAL = {"RotaryEmbedding"}
+
+# How far a gradient may be from an oracle's, relative to the largest element: scales of Resize are float32.
+ORACLE_TOLERANCE = {ir.DataType.DOUBLE: 2e-6, ir.DataType.FLOAT: 2e-5}
+
+# The step of finite differences in float32, and how far a gradient may be from them.
+ROUGH_STEP, ROUGH_TOLERANCE = 1e-2, 1e-3
+
+DIFFERENCES = "finite differences"
+
+Oracle = Callable[[ir.Model, Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+class NoOracle(GraphoptError):
+    """An oracle has no equivalent of an operator."""
+
+
+class OtherForward(GraphoptError):
+    """Two evaluators compute different outputs."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared with what.
+
+    Args:
+        gradients: the emitted gradient of each floating input.
+        forward: what computed the outputs.
+        oracle: what the gradients were compared with: the name of the oracle's function, or finite differences.
+        compared, total: how many elements were, and how many there are.
+        vacuous: whether all that were compared are 0, so that a rule of zeros would pass.
+        by_nature: whether they must be: no operator on the way has a slope, or there are no elements.
+    """
+
+    gradients: Arrays
+    forward: str
+    oracle: str
+    compared: int
+    total: int
+    vacuous: bool
+    by_nature: bool
+
+
+def check_gradient(source: Source, inputs: Mapping[str, np.ndarray], **options: Any) -> Arrays:
+    """Prove the gradients of a model, as `prove` does, and return them by the names of its inputs."""
+    return prove(source, inputs, **options).gradients
+
+
+def prove(
     source: Source,
     inputs: Mapping[str, np.ndarray],
     *,
@@ -30,20 +98,24 @@ def check_gradient(
     double: bool = True,
     held: Collection[str] = (),
     sample: int | None = None,
-) -> Arrays:
-    """Compare the gradient of a random projection of a model's floating outputs with finite differences.
+    oracle: Oracle | None = None,
+) -> Proof:
+    """Compare the gradient of a random projection of a model's floating outputs with an oracle's.
 
-    Both are computed by the reference evaluator, in float64 whatever the model's precision is, unless
-    `double` is false: for operators that have no float64.
+    All is float64 whatever the model's precision is, unless `double` is false: for operators that have no float64.
+    Where ONNX Runtime has an operator in float32 alone, and the reference evaluator computes another thing, all is
+    float32.
 
     Args:
-        inputs: the point, an array for each of the model's inputs: no kink may be within `step` of it.
-        tolerance: the largest error, relative to the largest element of an input's gradient.
+        inputs: the point, an array for each of the model's inputs; without an oracle no kink is within `step` of it.
+        tolerance: the largest error from finite differences, relative to the largest element of an input's gradient.
+        step: of finite differences.
         held: inputs that are not moved.
-        sample: how many random elements of each input are moved; all by default.
-
-    Returns:
-        The emitted gradient of each floating input.
+        sample: how many random elements of each input finite differences move; by default all of up to 1,000, and 8
+            of more.
+        oracle: returns a model's outputs at a point, and the gradients by its inputs of their sum weighed by the seeds
+            `NAME.seed`, or raises NoOracle. By default, and where it has no equivalent of the model or computes other
+            outputs, central differences of the forward are the oracle.
 
     Raises:
         GraphoptError: a gradient is wrong, names all that are; or there is no rule for an operator.
@@ -51,38 +123,136 @@ def check_gradient(
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
     model = in_precision(normalized(source), dtype)
     point = in_types(model, inputs)
-    forward = evaluator(model)
-    outputs = dict(zip(names(model.graph.outputs), forward.run(None, point), strict=True))
+    try:
+        forward, outputs, by = forward_of(model, point)
+    except OtherForward:
+        rough: dict[str, Any] = {"step": ROUGH_STEP, "tolerance": max(tolerance, ROUGH_TOLERANCE)}
+        return prove(source, inputs, double=False, held=held, sample=sample, oracle=oracle, **rough)
+    if dtype == ir.DataType.FLOAT and by == "runtime":
+        by = "runtime in float32"
     seeds = random_seeds(outputs)
-    weighed = (
-        np.vdot(np.abs(finite(outputs[name.removesuffix(".seed")])), seed) for name, seed in seeds.items()
+    differentiated = gradient_model(model)
+    found = computed(differentiated, point | seeds)
+    expected, oracle_name = _asked(oracle, model, point, seeds, outputs)
+    largest = sum(
+        float(np.vdot(np.abs(finite(outputs[name.removesuffix(".seed")])), x)) for name, x in seeds.items()
     )
-    rounding = np.finfo(dtype.numpy()).eps * float(sum(weighed)) / step
-    gradients = run(gradient_model(model), point | seeds)
-    wrong = []
+    rounding = np.finfo(dtype.numpy()).eps * largest / step if expected is None else 0.0
+    if expected is not None:
+        tolerance = ORACLE_TOLERANCE[dtype]
+    gradients, wrong, compared, total, steepest = {}, [], 0, 0, 0.0
     for name, x in point.items():
         if name in held or not is_floating(x):
             continue
-        found = gradients.setdefault(f"{name}.grad", np.zeros_like(x))
-        at = chosen(x, sample, outputs.values())
-        expected = differences(forward, point, name, seeds, step, at)
-        scale = float(np.nanmax(np.abs(found), initial=rounding / tolerance))
-        if found.shape == x.shape:
-            found = found[at]
-        error = distance(found, expected, scale)
+        gradient = gradients[name] = found.get(f"{name}.grad", np.zeros_like(x))
+        count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
+        at = chosen(x, count if expected is None else None, outputs.values())
+        slopes = (
+            differences(forward, point, name, seeds, step, at) if expected is None else expected[name][at]
+        )
+        scale = float(np.nanmax(np.abs(gradient), initial=rounding / tolerance))
+        ours = gradient[at] if gradient.shape == x.shape else gradient
+        error = distance(ours, slopes, scale)
         if not error <= tolerance:
-            wrong.append(f"{name!r} by {error:.1e} (found {found.tolist()}, expected {expected.tolist()})")
+            wrong.append(f"{name!r} by {error:.1e} (found {ours.tolist()}, expected {slopes.tolist()})")
+        compared, total = compared + slopes.size, total + x.size
+        steepest = max(steepest, float(np.max(np.abs(slopes), initial=0.0)) - rounding)
     if wrong:
         raise GraphoptError(
-            f"gradients differ from finite differences by more than {tolerance:g}: {'; '.join(wrong)}"
+            f"gradients differ from {oracle_name} by more than {tolerance:g}: {'; '.join(wrong)}"
         )
-    return {name.removesuffix(".grad"): array for name, array in gradients.items()}
+    empty = not total or not any(seed.size for seed in seeds.values())
+    flat = empty or not differentiated.graph.outputs
+    return Proof(gradients, by, oracle_name, compared, total, steepest <= 0, flat)
+
+
+def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
+    """Return what runs a model, the runtime where it has the kernels, its outputs at a point, and who that is.
+
+    Raises:
+        OtherForward: the reference evaluator runs it, and its outputs are not those of the runtime in float32.
+    """
+    found = _by_runtime(model, point)
+    if found is not None:
+        return found[0], found[1], "runtime"
+    reference = evaluator(model)
+    outputs = run(model, point)
+    single = in_precision(model, ir.DataType.FLOAT)
+    theirs = _by_runtime(single, in_types(single, point))
+    if theirs is None:
+        return reference, outputs, "reference alone"
+    for name, y in theirs[1].items():
+        if not _is_same(outputs[name], y):
+            raise OtherForward(f"the reference evaluator's {name!r} is not ONNX Runtime's")
+    return reference, outputs, "reference, as the runtime"
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    """Tell whether two outputs are the same but for float32's rounding; integers are not compared."""
+    if not is_floating(expected):
+        return True
+    return distance(finite(np.asarray(found)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
+
+
+class _Copying:
+    """A session that leaves its feeds as they are: BatchNormalization in training writes into its inputs."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._taken = [x.name for x in session.get_inputs()]
+
+    def run(self, outputs: list[str], feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        return self._session.run(outputs, {name: feeds[name].copy() for name in self._taken})
+
+
+def _by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
+    """Return a session and a model's outputs, None where the runtime has no kernels, or draws its own numbers."""
+    if any(map(_draws, model.graph.all_nodes())):
+        return None
+    device, outputs = Device("cpu", 1), names(model.graph.outputs)
+    if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
+        return None
+    try:
+        session = _Copying(device.session(model))
+        return session, dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    except Exception:  # noqa: BLE001 - the bindings of two versions raise types of their own
+        return None
+
+
+def _draws(node: ir.Node) -> bool:
+    """Tell whether a node draws random numbers, each evaluator its own."""
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    known = None if training is None else ir.convenience.get_const_tensor(training)
+    return node.op_type in RANDOM or (training is not None and (known is None or bool(known.numpy())))
+
+
+def computed(model: ir.Model, feeds: Arrays) -> Arrays:
+    """Run a model by ONNX Runtime, or by the reference evaluator where the runtime has no kernels for it."""
+    if not model.graph.outputs:
+        return {}
+    found = _by_runtime(model, feeds)
+    return run(model, feeds) if found is None else found[1]
+
+
+def _asked(
+    oracle: Oracle | None, model: ir.Model, point: Arrays, seeds: Arrays, outputs: Arrays
+) -> tuple[Arrays | None, str]:
+    """Return an oracle's gradients, and its name; None where it has none."""
+    if oracle is not None:
+        try:
+            theirs, expected = oracle(model, point, seeds)
+        except NoOracle:
+            return None, DIFFERENCES
+        defined = all(np.isfinite(gradient).all() for gradient in expected.values())
+        if defined and all(_is_same(y, outputs[name]) for name, y in theirs.items()):
+            return expected, oracle.__name__
+    return None, DIFFERENCES
 
 
 def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
     """Return arrays in the precisions that a model's inputs have."""
-    dtypes = {x.name: x.dtype for x in model.graph.inputs if x.dtype in FLOATING}
-    return {name: as_precision(x, dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
+    dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype in PRECISIONS}
+    return {name: x.astype(dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
 
 
 def gradient_model(
@@ -209,7 +379,7 @@ def random_seeds(outputs: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def differences(
-    forward: ReferenceEvaluator,
+    forward: Any,
     point: Mapping[str, np.ndarray],
     name: str,
     seeds: Arrays,

@@ -119,6 +119,9 @@ COUNT = "how many elements a last, partial window counts depends on the spatial 
 ROIS = np.array([[0.3, 0.4, 3.7, 4.6], [-1.37, 1.13, 2.59, 6.17], [1.23, 2.34, 1.91, 2.83]])
 ROIS_POOLED = np.array([[0, 0, 0, 4, 4], [1, 1, 2, 4, 6], [0, 3, 1, 3, 1.0]])
 
+# Extremes that come more than once: PyTorch shares the gradient among them, too.
+TIES = np.array([[1.0, 3.0, 3.0, 0.5], [2.0, 2.0, -1.0, -1.0]])
+
 BROADCASTS = [
     ((2, 3), (2, 3)),
     ((2, 3), (3,)),
@@ -250,6 +253,9 @@ CASES: list[Case] = [
     case("Einsum", (2, 3), equation="...a->a..."),
     *(case("Einsum", (2, 3, 3), equation=e) for e in ("bii->bi", "bii->b", "...ii->...i")),
     case("Einsum", (3, 3, 3), (3, 2), equation="iii,ij->ij"),
+    case("Einsum", (2, 1, 3, 2), (2, 2, 2, 4), equation="...ij,...jk"),
+    case("Einsum", (2, 3, 2), (2, 3), equation="b...a,b..."),
+    case("Einsum", (2, 3, 4), equation="c...a"),
     *(
         case("Det", shape, rigid="its cofactors depend on the size")
         for shape in [(3, 3), (2, 2, 2), (2, 1, 1)]
@@ -310,6 +316,8 @@ CASES: list[Case] = [
     case("MaxPool", (2, 2, 5, 7), kernel_shape=[2, 2], strides=[2, 3], pads=[1, 0, 0, 1]),
     case("MaxPool", (2, 2, 7), kernel_shape=[3], strides=[2]),
     case("MaxPool", (2, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
+    case("MaxPool", (2, 2, 5, 7), kernel_shape=[2, 3], strides=[2, 3], pads=[0, 1, 1, 1]),
+    case("MaxPool", (1, 2, 6), kernel_shape=[2], strides=[2]),
     case("AveragePool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
     *(
         case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1], count_include_pad=n)
@@ -331,6 +339,33 @@ CASES: list[Case] = [
     ),
     case("AveragePool", (1, 2, 6, 6), kernel_shape=[2, 2], dilations=[2, 1]),
     *(
+        case(
+            "AveragePool",
+            (1, 2, 5, 7),
+            kernel_shape=[3, 3],
+            strides=[2, 2],
+            ceil_mode=ceil,
+            pads=pads,
+            count_include_pad=n,
+            rigid=COUNT,
+        )
+        for n in (0, 1)
+        for ceil in (0, 1)
+        for pads in ([0, 0, 1, 1], [1, 0, 0, 1])
+    ),
+    *(
+        case(
+            "AveragePool",
+            (1, 2, 7, 6),
+            kernel_shape=[2, 3],
+            dilations=[3, 2],
+            pads=[1, 2, 1, 1],
+            count_include_pad=n,
+        )
+        for n in (0, 1)
+    ),
+    case("AveragePool", (2, 3, 4, 5), kernel_shape=[2, 2], strides=[1, 2], pads=[0, 1, 0, 0]),
+    *(
         case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], strides=[2, 1], auto_pad=p, rigid=PADS)
         for p in ("SAME_UPPER", "SAME_LOWER")
     ),
@@ -338,6 +373,18 @@ CASES: list[Case] = [
     case("AveragePool", (2, 2, 7), kernel_shape=[3], strides=[2]),
     case("AveragePool", (1, 2, 3, 4, 3), kernel_shape=[2, 2, 2], strides=[1, 2, 1]),
     *(case("LpPool", (1, 2, 5, 4), kernel_shape=[3, 2], p=p) for p in (2, 3)),
+    case("LpPool", (2, 2, 7), kernel_shape=[3], p=1),
+    case("LpPool", (1, 2, 5, 6), kernel_shape=[2, 3], strides=[2, 1], pads=[1, 0, 0, 2], p=3),
+    case("LpPool", (1, 2, 6, 6), kernel_shape=[2, 2], dilations=[2, 3]),
+    *(case("LpPool", (1, 2, 5, 6), kernel_shape=[2, 3], auto_pad=p) for p in ("SAME_UPPER", "SAME_LOWER")),
+    case(
+        "LpPool",
+        (1, 2, 6, 5),
+        kernel_shape=[3, 2],
+        strides=[2, 2],
+        ceil_mode=1,
+        once="the reference has other windows",
+    ),
     case("MaxUnpool", (1, 1, 2, 2), ints([[[5, 2], [8, 15]]]), kernel_shape=[2, 2], strides=[2, 2]),
     case(
         "MaxUnpool",
@@ -357,6 +404,7 @@ CASES: list[Case] = [
         case("MaxRoiPool", (2, 2, 6, 5), ROIS_POOLED, constant=(1,), pooled_shape=[2, 3], spatial_scale=s)
         for s in (1.0, 0.5)
     ),
+    case("MaxRoiPool", (2, 3, 6, 5), ROIS_POOLED, constant=(1,), pooled_shape=[3, 1]),
     # Sampling.
     *(
         case(
@@ -396,6 +444,15 @@ CASES: list[Case] = [
         for mode in ("avg", "max")
         for coordinates in ("half_pixel", "output_half_pixel")
         for samples in (0, 2)
+    ),
+    case(
+        "RoiAlign",
+        (2, 3, 5, 6),
+        ROIS + np.array([0, 0, 0.05, 0.07]),
+        ints(1, 0, 1),
+        output_height=3,
+        output_width=1,
+        sampling_ratio=3,
     ),
     case("DeformConv", (2, 2, 4, 4), (3, 2, 2, 2), 0.3 * spaced(2, 8, 3, 3)),
     case(
@@ -459,13 +516,19 @@ CASES: list[Case] = [
         quirk="1.19 broadcasts no scale",
     ),
     case("InstanceNormalization", (2, 2, 3, 2), (2,), (2,)),
+    case("InstanceNormalization", (3, 2, 4), (2,), (2,), epsilon=0.1),
+    case("LayerNormalization", (2, 3, 4), (4,), (4,), epsilon=0.1, outputs=3),
+    case("LayerNormalization", (2, 3, 4), (3, 4), axis=1, outputs=3),
     *(
         case(op, (2, 3, 4), **a)
         for op in ("Softmax", "LogSoftmax")
         for a in [dict(), dict(axis=1), dict(axis=-3)]
     ),
     *(case("LpNormalization", positive(2, 3, 4), axis=axis, p=p) for axis in (-1, 1) for p in (1, 2)),
+    *(case("LpNormalization", (2, 3, 4), axis=axis, p=p) for axis in (-1, 0) for p in (1, 2)),
     *(case("LRN", (2, 5, 2, 3), size=n, alpha=0.3, beta=0.6, bias=1.5) for n in (3, 5)),
+    *(case("LRN", (2, 5, 2, 3), size=n, alpha=0.8, beta=1.3, bias=0.9) for n in (1, 2, 4)),
+    case("LRN", (1, 4, 3, 2), size=3),
     # Resampling.
     *(
         case("Resize", (1, 2, 3, 4), None, scales(1, 1, 2, 1.5), constant=(2,), mode=mode, **a)
@@ -494,6 +557,26 @@ CASES: list[Case] = [
         for mode in ("linear", "cubic")
     ),
     case("Resize", (1, 2, 3, 4), None, None, ints(1, 2, 5, 2), mode="linear"),
+    *(
+        case("Resize", (1, 2, 4, 5), None, scales(1, 1, 1.5, 0.8), constant=(2,), mode="cubic", **a)
+        for a in [
+            dict(cubic_coeff_a=-0.5),
+            dict(cubic_coeff_a=-0.5, exclude_outside=1),
+            dict(exclude_outside=1, coordinate_transformation_mode="asymmetric"),
+        ]
+    ),
+    case(
+        "Resize",
+        (1, 1, 4, 5),
+        np.array([0, 0, 0.2, 0.1, 1, 1, 0.8, 1.2], np.float32),
+        None,
+        ints(1, 1, 3, 4),
+        constant=(1,),
+        mode="linear",
+        coordinate_transformation_mode="tf_crop_and_resize",
+        extrapolation_value=2.5,
+    ),
+    case("Resize", (1, 2, 4), None, scales(1, 1, 2.5), constant=(2,), mode="linear"),
     *(
         case(
             "Resize",
@@ -552,17 +635,24 @@ CASES: list[Case] = [
         for n, m in [(4, 6), (4, 7)]
     ),
     case("STFT", (2, 10, 1), ints(2)[0], positive(4), once=BINS, runtime=False, quirk=COMPLEX),
+    case("STFT", (2, 10, 1), ints(2)[0], positive(4), once=BINS, runtime=False, quirk=COMPLEX, onesided=0),
     case("STFT", (2, 10, 1), ints(3)[0], None, ints(4)[0], once=BINS, runtime=False, quirk=COMPLEX),
     # Reductions.
     *(reduction(op, **a) for op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin") for a in AXES),
-    *(
-        reduction(op, **a)
-        for op in ("ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare")
-        for a in AXES[:7]
-    ),
-    *(reduction(op, make=positive, **a) for op in ("ReduceLogSum", "ReduceLogSumExp") for a in AXES[:7]),
+    *(reduction(op, **a) for op in ("ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare") for a in AXES),
+    *(reduction(op, make=positive, **a) for op in ("ReduceLogSum", "ReduceLogSumExp") for a in AXES),
     *(case("ReduceProd", np.array([[1.5, 0, 2], [0, 0, 3], [1, 2, 3]]), ints(1), keepdims=k) for k in (0, 1)),
     case("ReduceMean", (2, 3, 2), ints(1), fed=True, once="ONNX infers no rank of it"),
+    *(
+        case(op, TIES, ints(1), keepdims=k, once="equal extremes")
+        for op in ("ReduceMax", "ReduceMin")
+        for k in (0, 1)
+    ),
+    case("ReduceMax", TIES, once="equal extremes"),
+    case("GlobalMaxPool", TIES[None], once="equal extremes"),
+    case("ReduceL2", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
+    case("ReduceL1", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
+    case("ReduceLogSumExp", (2, 3, 2), ints(-1)),
     *(
         case("CumSum", (2, 3), one(n, np.int64), **a)
         for n in (0, -1)
@@ -609,6 +699,8 @@ CASES: list[Case] = [
     *(case("Trilu", (2, 3, 3), upper=n) for n in (0, 1)),
     case("Trilu", (3, 4), one(-1, np.int64), upper=0),
     *(case("DepthToSpace", (1, 8, 2, 3), blocksize=2, mode=mode) for mode in ("DCR", "CRD")),
+    *(case("DepthToSpace", (2, 18, 1, 2), blocksize=3, mode=mode) for mode in ("DCR", "CRD")),
+    case("SpaceToDepth", (1, 2, 6, 3), blocksize=3),
     case("SpaceToDepth", (2, 2, 4, 6), blocksize=2),
     case("ReverseSequence", (4, 3, 2), ints(2, 4, 1)),
     case("ReverseSequence", (3, 4), ints(2, 4, 1), batch_axis=0, time_axis=1),
@@ -625,13 +717,19 @@ CASES: list[Case] = [
     case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
     case("TopK", (3, 4), ints(2), outputs=2),
     case("TopK", (3, 4), ints(2), outputs=2, axis=0, largest=0),
+    case(
+        "TopK", (3, 4), ints(3), outputs=2, sorted=0, once="the order is each evaluator's own", runtime=False
+    ),
     case("Unique", (2, 3)),
     case("Unique", (3, 2), axis=0),
+    case("Unique", np.array([3.0, 1, 3, 2, 1]), sorted=0, once="equal elements"),
+    case("Unique", np.array([[3.0, 1, 3], [2, 1, 2]]), axis=1, once="equal elements"),
     *(case("OneHot", ints(1, 0, 2), ints(3)[0], (2,), axis=axis) for axis in (-1, 0)),
     *(
         case("TensorScatter", (2, 4, 3), (2, 2, 3), *start, opset=24, runtime=False, quirk=NEW, **a)
         for start, a in [([], dict()), ([ints(1, 2)], dict()), ([ints(3, 1)], dict(mode="circular"))]
     ),
+    case("TensorScatter", (2, 4, 3), (2, 4, 2), ints(1, 0), opset=24, runtime=False, quirk=NEW, axis=-1),
     case("Compress", (3, 4), bools(True, False, True), axis=0),
     case("Compress", (2, 3), bools(True, False, True, False, True)),
     *(
@@ -655,6 +753,29 @@ CASES: list[Case] = [
     *(
         case("ScatterND", (3, 2), ints([2, 1], [0, 0]), (2,), reduction=r)
         for r in ("none", "add", "mul", "max", "min")
+    ),
+    *(
+        case(
+            "ScatterElements",
+            TIES,
+            ints([1, 2, 2], [0, 0, 1]),
+            TIES[::-1, :3],
+            axis=1,
+            reduction=r,
+            once="equal extremes",
+        )
+        for r in ("max", "min")
+    ),
+    *(
+        case(
+            "ScatterND",
+            TIES[0],
+            ints([1], [2], [0], [1]),
+            np.array([3.0, 3.0, 5.0, 1.0]),
+            reduction=r,
+            once="equal extremes",
+        )
+        for r in ("max", "min")
     ),
 ]
 

@@ -8,7 +8,8 @@ from onnx.reference import ReferenceEvaluator
 from graphopt.reference import elements, loops, sampling, windows
 
 MENDED = [
-    *(elements.Erf, elements.GatherElements, elements.Gelu, elements.LRN, elements.Pad),
+    *(elements.Erf, elements.GatherElements, elements.Gelu, elements.LRN, elements.LpNormalization),
+    elements.Pad,
     *(loops.GRU, loops.LSTM, loops.Loop, loops.RNN, loops.Scan),
     *(sampling.AffineGrid, sampling.DeformConv, sampling.GridSample, sampling.MaxRoiPool),
     *(windows.ConvTranspose, windows.GlobalLpPool, windows.GlobalMaxPool, windows.MaxPool),

@@ -47,6 +47,16 @@ class LRN(OpRun):
         return (x / (bias + alpha / size * squares) ** beta,)
 
 
+class LpNormalization(OpRun):
+    """The reference sums numbers for p = 1, not their magnitudes."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, axis: int = -1, p: int = 2) -> Any:
+        norm = np.linalg.norm(x, p, axis, keepdims=True)
+        return (x / np.where(norm == 0, 1, norm).astype(x.dtype),)
+
+
 class GatherElements(OpRun):
     """The reference takes no more than 64 elements, and no fewer than there are along the other axes."""
 

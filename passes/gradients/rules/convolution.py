@@ -141,7 +141,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
             exact = exact and stride - 1 < dilation
     if reached:
         data = op.Slice(data, [0] * len(reached), list(reached.values()), list(reached))
-    dw = op.Conv(
+    dw: Value = op.Conv(
         data,
         op.Transpose(dy, perm=swap),
         strides=window.dilations,
@@ -149,6 +149,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
         pads=[*window.begin, *end],
         group=group,
     )
+    dw.shape = dw.shape or ir.Shape([None] * rank(x))  # ONNX infers none where channels are unknown
     if not exact:
         dw = op.Slice(dw, [0] * len(window.kernel), window.kernel, list(range(2, rank(x))))
     return like(op.Transpose(dw, perm=swap), w)

@@ -226,7 +226,9 @@ def tensor_scatter(
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
     axis %= rank(x)
     size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))
-    at = op.Unsqueeze(op.Range(0, size, 1), [*range(1, rank(x) - axis)])
+    at: Value = op.Range(0, size, 1)
+    if axis + 1 < rank(x):
+        at = op.Unsqueeze(at, [*range(1, rank(x) - axis)])
     if start is not None:
         at = at + op.Unsqueeze(start, [*range(1, rank(x))])
     if mode == "circular":

@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
 from passes.gradients.rules.elementwise import mask, nonzero
-from passes.gradients.rules.indexing import scatter_back
+from passes.gradients.rules.indexing import positions, scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
 from passes.gradients.rules.shape import rank, reshape_like, sizes_of
 from passes.gradients.walk import dims_of, further_output
@@ -201,11 +201,19 @@ def max_unpool(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Gradients:
-    """Positions are those of the output without its given shape, which adds to the ends."""
-    if shape is not None:
-        n = len(kernel_shape)
-        steps, cut = strides or [1] * n, np.reshape(pads or [0] * 2 * n, (2, n)).sum(0)
-        ends = (sizes_of(op, x, 2) - 1) * op.constant(steps) + op.constant(np.array(kernel_shape) - cut)
-        dy.shape = dy.shape or ir.Shape([None] * rank(x))  # ONNX infers none
-        dy = op.Slice(dy, [0] * n, ends, [*range(2, 2 + n)])
-    return [like(op.Reshape(op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1])), op.shape_of(x)), x)]
+    """Read `dy` where each element went; with a given shape an evaluator says where it puts numbers in their order.
+
+    By ONNX's definition positions are those of the output without the given shape, which adds to the ends; ONNX
+    Runtime takes them for positions in the given shape.
+    """
+    if shape is None:
+        flat = op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1]))
+        return [like(op.Reshape(flat, op.shape_of(x)), x)]
+    geometry = {"kernel_shape": kernel_shape, "pads": pads, "strides": strides}
+    numbers = op.Cast(positions(op, x) + 1, to=x.dtype)
+    put: Value = op.MaxUnpool(
+        numbers, indices, shape, **{name: value for name, value in geometry.items() if value}
+    )
+    put.shape = dy.shape = ir.Shape([None] * rank(x))  # ONNX infers none
+    where = op.Cast(put, to=ir.DataType.INT64)
+    return [scatter_back(op, dy * mask(op, op.Greater(where, 0), dy), op.Max(where - 1, 0), x)]
