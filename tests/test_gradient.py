@@ -37,6 +37,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 DISABLED = ["MatmulTransposeFusion"]
 
 
+def case_of(op_type: str, inputs: list[Any], **attributes: Any) -> Case:
+    return Case(op_type, tuple(np.array(x) for x in inputs), attributes)
+
+
 def arrays(case: Case) -> Arrays:
     """Return a case's inputs by name."""
     inputs = {f"x{i}": x for i, x in enumerate(case.inputs) if x is not None}
@@ -193,6 +197,43 @@ def test_gradient_of_a_gradient(case: Case) -> None:
     for name, gradient in expected.items():
         error = distance(found.get(f"{name}.grad", np.zeros_like(gradient)), gradient, 1e-3)
         assert error <= ORACLE_TOLERANCE[ir.DataType.DOUBLE], f"{name} by {error:.1e}"
+
+
+TINY = [1e-25, 1e-10, -1e-10, 0.0, 3.0]
+KINKS: list[tuple[type, Case, list[Any]]] = [
+    *(
+        (dtype, case, expected)
+        for dtype in (np.float32, np.float64)
+        for case, expected in [
+            (case_of("Relu", [TINY]), [[1, 1, 0, 0, 1]]),
+            (case_of("LeakyRelu", [TINY], alpha=0.25), [[1, 1, 0.25, 0.25, 1]]),
+            (case_of("Abs", [TINY]), [[1, 1, -1, 0, 1]]),
+            (case_of("ThresholdedRelu", [[0.5, 0.75]], alpha=0.5), [[0, 1]]),
+            (case_of("PRelu", [TINY, [0.25]]), [[1, 1, 0.25, 1, 1], [-1e-10]]),
+            (case_of("HardSigmoid", [[-1.0, 0.0, 1.0]], alpha=0.5, beta=0.5), [[0, 0.5, 0]]),
+            (case_of("Clip", [[-1.0, 0.5, 2.0, 3.0], -1.0, 2.0]), [[1, 1, 1, 0], 0, 1]),
+            (case_of("Max", [[1.0, 2.0], [1.0, 3.0], [1.0, 3.0]]), [[1, 0], [0, 1], [0, 0]]),
+            (case_of("Min", [[1.0, 4.0], [1.0, 3.0], [1.0, 3.0]]), [[1, 0], [0, 1], [0, 0]]),
+            (case_of("LpNormalization", [[[0.0, 0.0], [3.0, 4.0]]]), [[[1, 1], [0.032, -0.024]]]),
+            (case_of("LpNormalization", [[[0.0, 0.0], [1.0, -3.0]]], p=1), [[[1, 1], [0.375, 0.125]]]),
+        ]
+    ),
+    (
+        np.float32,
+        case_of("MaxPool", [[[[1.0, 1, 0, 2, 5, 5, 5]]]], kernel_shape=[3], strides=[3]),
+        [[[[0.5, 0.5, 0, 0, 0.5, 0.5, 0]]]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "case", "expected"), KINKS, ids=str)
+def test_gradient_at_a_kink(dtype: type, case: Case, expected: list[Any]) -> None:
+    """A slope of one of its sides, equal extremes share or the first has it all, and a norm of 0 counts as 1."""
+    model = gradient_model(model_of(case, dtype))
+    feeds = seeded(case, dtype)
+    found = computed(model, {name: np.ones_like(x) if name == "y0.seed" else x for name, x in feeds.items()})
+    for i, gradient in enumerate(expected):
+        np.testing.assert_allclose(found[f"x{i}.grad"], gradient, rtol=1e-5, atol=1e-12)
 
 
 def test_every_rule_has_a_case() -> None:

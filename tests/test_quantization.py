@@ -51,6 +51,23 @@ def test_gradients_are_those_of_pytorchs_learned_scale(kind: str, zero: int, sca
     np.testing.assert_allclose(found["s.grad"], s.grad.item(), rtol=2e-4)
 
 
+@pytest.mark.parametrize(("kind", "zero"), [("int8", 3), ("uint8", 100)])
+def test_what_rounds_into_the_range_is_in_it(kind: str, zero: int) -> None:
+    """Less than half a step beyond the last integer has a gradient, and more has none."""
+    low, high = RANGES[kind]
+    steps = (
+        np.array([high - 0.6, high + 0.4, high + 0.6, low + 0.6, low - 0.4, low - 0.6] * 4).reshape(4, 6)
+        - zero
+    )
+    given = (0.25 * steps).astype(np.float32)
+    x = torch.tensor(given, requires_grad=True)
+    torch.fake_quantize_per_tensor_affine(x, 0.25, zero, low, high).backward(torch.tensor(SEED))
+    model = gradient_model(fake(kind, "", np.array(zero)))
+    found = run(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
+    assert (found == 0).mean() == pytest.approx(1 / 3)
+    np.testing.assert_allclose(found, x.grad, rtol=1e-6)
+
+
 def test_each_channel_has_a_scale() -> None:
     scales, zeros = np.linspace(0.008, 0.03, 6).astype(np.float32), np.arange(6) - 3
     x, s = torch.tensor(X, requires_grad=True), torch.tensor(scales, requires_grad=True)

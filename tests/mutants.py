@@ -1,0 +1,305 @@
+"""Wrong rules: each a line of a rule changed, that the tests of its operators must notice.
+
+`python tests/mutants.py [NUMBER ...]` tries them, prints what each is noticed by, and those that are not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RULES = Path("passes/gradients/rules")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place of a file.
+
+    Args:
+        file: among the rules.
+        operators: whose cases are tried, space-separated.
+        tests: the file of the tests.
+    """
+
+    file: str
+    operators: str
+    old: str
+    new: str
+    tests: str = "test_gradient.py"
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old} -> {self.new}"
+
+    def mutated(self) -> str:
+        """Return the file's text with the change.
+
+        Raises:
+            ValueError: the old text is not there, or more than once: this list must follow the rules.
+        """
+        text = (ROOT / RULES / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"{self.file}: expected {self.old!r} once, found it {text.count(self.old)} times"
+            )
+        return text.replace(self.old, self.new)
+
+
+def of(file: str, *rows: tuple[str, str, str], tests: str = "test_gradient.py") -> list[Mutant]:
+    return [Mutant(file, operators, old, new, tests) for operators, old, new in rows]
+
+
+MUTANTS = [
+    *of(
+        "elementwise.py",
+        ("Relu", "alpha=1e30, beta=-1e-30", "alpha=1e3, beta=-1e-30"),
+        (
+            "Relu",
+            '"Relu": (lambda op, x, y: positive(op, y),)',
+            '"Relu": (lambda op, x, y: positive(op, x + 1e-6),)',
+        ),
+        (
+            "Sub",
+            '"Sub": (lambda op, a, b, y: 1, lambda op, a, b, y: -1)',
+            '"Sub": (lambda op, a, b, y: 1, lambda op, a, b, y: 1)',
+        ),
+        ("Div", "lambda op, a, b, y: -y / b", "lambda op, a, b, y: -y"),
+        ("Mod", "lambda op, a, b, y: op.Round((y - a) / b)", "lambda op, a, b, y: op.Round((a - y) / b)"),
+        ("PRelu", "op.Min(x, 0.0),", "op.Max(x, 0.0),"),
+        (
+            "HardSwish",
+            "x / 6 * mask(op, op.Less(op.Abs(x), 3.0), x)",
+            "x / 3 * mask(op, op.Less(op.Abs(x), 3.0), x)",
+        ),
+        ("Elu", "(y + (alpha - 1))", "y"),
+        ("Celu", "op.Min(y, 0.0) * (1 / alpha)", "op.Min(y, 0.0)"),
+        ("Gelu", "+ 3 * scale * cubic * square", "+ scale * cubic * square"),
+        ("Mish", "x * op.Sigmoid(x) * (1 - t * t)", "x * op.Sigmoid(x) * (1 - t)"),
+        ("Pow", "return n * x if n == 2", "return x if n == 2"),
+        ("Clip", "low and dy * mask(op, op.And(below, op.Not(above)), x)", "low and dy * mask(op, below, x)"),
+        ("Where", "[None, chosen, dy - chosen]", "[None, chosen, dy]"),
+        ("Mean", "dy * (1 / len(inputs))", "dy * len(inputs)"),
+        ("Max Min", "dy = dy - gradients[-1]", "dy = dy"),
+        ("Max Min", "(op.GreaterOrEqual, op.Max)", "(op.Greater, op.Max)"),
+        ("Atanh", "1 / (1 - x * x),),", "1 / (1 + x * x),),"),
+    ),
+    *of(
+        "reduction.py",
+        ("ReduceMax ReduceMin", "chosen * (dy / along.sum(chosen))", "chosen * dy"),
+        ("ReduceL2", "x * (dy / nonzero(op, y))", "x * (dy / y)"),
+        ("ReduceL1", "op.Sign(x) * dy", "dy"),
+        ("ReduceSumSquare", "x * (2 * dy)", "x * dy"),
+        ("ReduceLogSumExp", "op.Exp(x - y) * dy", "op.Exp(y - x) * dy"),
+        ("ReduceProd", "others = along.sum(zero) - zero", "others = along.sum(zero)"),
+        (
+            "ReduceMean",
+            "axes = known.tolist() or ([] if self.noop else range(rank(self.x)))",
+            "axes = known.tolist() or range(rank(self.x))",
+        ),
+        ("ReduceSum", "whole = keepdims or self.axes is None or is_uniform(value)", "whole = True"),
+    ),
+    *of(
+        "normalization.py",
+        ("LpNormalization", "(op.Sign(x) if p == 1 else y)", "y"),
+        ("LpNormalization", "/ nonzero(op, norm)]", "/ norm]"),
+        ("LRN", "before, after = (size - 1) // 2, size // 2", "before, after = size // 2, (size - 1) // 2"),
+        ("LRN", "2 * alpha * beta * x", "alpha * beta * x"),
+        ("LayerNormalization", "dx - share * inverse * inverse * z if i", "dx - share * inverse * z if i"),
+        ("LayerNormalization InstanceNormalization", " - z * op.ReduceMean(dz * z, axes))", ")"),
+        (
+            "BatchNormalization",
+            "-0.5 * scale * inverse * inverse * dscale",
+            "0.5 * scale * inverse * inverse * dscale",
+        ),
+        ("BatchNormalization", "2 * share * z / inverse if i", "share * z / inverse if i"),
+    ),
+    *of(
+        "pooling.py",
+        (
+            "MaxPool",
+            "share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))",
+            "share = dy",
+        ),
+        ("MaxPool", "[0] * (rank(x) + 2) + missing", "missing + [0] * (rank(x) + 2)"),
+        (
+            "AveragePool",
+            "(window.begin[i], window.end[i]) if count_include_pad",
+            "(window.begin[i], 0) if count_include_pad",
+        ),
+        ("AveragePool", "not ceil_mode and (count_include_pad or", "not ceil_mode or (count_include_pad and"),
+        ("AveragePool", "np.arange(window.kernel[i]) * window.dilations[i]", "np.arange(window.kernel[i])"),
+        (
+            "LpPool",
+            "signed_power(op, x, p - 1.0) * spread_window",
+            "signed_power(op, x, p - 2.0) * spread_window",
+        ),
+        ("GlobalAveragePool", "dy / op.count(x, range(2, rank(x)))", "dy / op.count(x, range(1, rank(x)))"),
+        ("MaxUnpool", "op.Max(where - 1, 0)", "op.Max(where, 0)"),
+    ),
+    *of(
+        "convolution.py",
+        ("Conv", 'auto_pad == "SAME_UPPER" else (more, less)', 'auto_pad == "SAME_LOWER" else (more, less)'),
+        (
+            "Conv",
+            "strides=window.dilations,\n        dilations=window.strides,",
+            "strides=window.strides,\n        dilations=window.dilations,",
+        ),
+        (
+            "Conv",
+            "op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)",
+            "op.ReduceMean(dy, [0, *range(2, rank(dy))], keepdims=0)",
+        ),
+        ("ConvTranspose", "more = output_padding or [0]", "more = [0]"),
+        ("Col2Im", "np.eye(places)", "np.eye(places)[::-1]"),
+    ),
+    *of(
+        "linear.py",
+        ("Gemm", "dy if beta == 1 else dy * beta", "dy"),
+        ("Gemm", "da = (b, dy, transB, 1) if transA", "da = (b, dy, 1 - transB, 1) if transA"),
+        ("MatMul", "op.Squeeze(op.MatMul(row, a), [-2])", "op.Squeeze(op.MatMul(row, a * a), [-2])"),
+        ("Einsum", 'right = ("..." if "..." in left else "") + "".join(once)', 'right = "".join(once)'),
+        (
+            "Einsum",
+            "once = sorted({x for x in left if x.isalpha()",
+            "once = list({x: 0 for x in left if x.isalpha()",
+        ),
+        ("Det", "(-1.0) ** np.add.outer", "(1.0) ** np.add.outer"),
+    ),
+    *of(
+        "indexing.py",
+        ("ScatterElements ScatterND", 'share = dy / op.Max(scatter(kept, taken, "add"), 1.0)', "share = dy"),
+        (
+            "ScatterElements ScatterND",
+            "[scatter(dy, zeros(op, updates)), None, gather(dy)]",
+            "[dy, None, gather(dy)]",
+        ),
+        ("Slice", "first, size - max(first, last)", "first, size - last"),
+        ("Pad", "return [dx, None, rest]", "return [dx, None, None]"),
+        ("Gather", "before = index.item() % size", "before = abs(index.item())"),
+        ("OneHot", "op.Unsqueeze(total - on, [0])", "op.Unsqueeze(total, [0])"),
+        ("TensorScatter", 'if mode == "circular":', 'if mode == "linear":'),
+    ),
+    *of(
+        "shape.py",
+        ("Transpose", "perm=np.argsort(perm).tolist())", "perm=perm)"),
+        (
+            "CumSum",
+            "op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)]",
+            "op.CumSum(dy, axis, exclusive=0, reverse=1 - reverse)]",
+        ),
+        ("Tile", "[*range(0, 2 * rank(x), 2)]", "[*range(1, 2 * rank(x), 2)]"),
+        ("DepthToSpace", "perm=[0, 2, 1, 3, 4]", "perm=[0, 1, 2, 3, 4]"),
+        ("Trilu", "op.Trilu(dy, k, upper=upper)", "op.Trilu(dy, None, upper=upper)"),
+    ),
+    *of(
+        "softmax.py",
+        ("Softmax", "y * (dy - op.ReduceSum(y * dy, [axis]))", "y * (dy - op.ReduceSum(y * dy, [-1]))"),
+        ("LogSoftmax", "op.Exp(y) * op.ReduceSum(dy, [axis])", "y * op.ReduceSum(dy, [axis])"),
+    ),
+    *of(
+        "quantization.py",
+        ("", "float(y.dtype.min) - 0.5, float(y.dtype.max) + 0.5", "float(y.dtype.min), float(y.dtype.max)"),
+        (
+            "",
+            "steps = steps + stretched(op, zero, x, axis, block_size)",
+            "steps = steps - stretched(op, zero, x, axis, block_size)",
+        ),
+        tests="test_quantization.py",
+    ),
+    *of(
+        "resampling.py",
+        (
+            "Resize",
+            'left_out = ("axes", "extrapolation_value", ',
+            'left_out = ("cubic_coeff_a", "axes", "extrapolation_value", ',
+        ),
+        (
+            "Resize",
+            'left_out = ("axes", "extrapolation_value", ',
+            'left_out = ("exclude_outside", "axes", "extrapolation_value", ',
+        ),
+    ),
+    *of(
+        "sampling.py",
+        ("GridSample", "[1, 0, -2.25, 1.25]", "[1, 0, -2.25, 1.5]"),
+        (
+            "GridSample",
+            "(0.0, size - 1) if align_corners else (-0.5, size - 0.5)",
+            "(-0.5, size - 0.5) if align_corners else (0.0, size - 1)",
+        ),
+        (
+            "AffineGrid",
+            "shift = op.Unsqueeze(op.ReduceSum(rows, [1], keepdims=0), [2])",
+            "shift = op.Unsqueeze(op.ReduceMean(rows, [1], keepdims=0), [2])",
+        ),
+    ),
+    *of(
+        "spectral.py",
+        ("DFT", "back / count if inverse else back * count", "back * count"),
+        ("DFT", "op.Unsqueeze(2 - once,", "op.Unsqueeze(1 + once,"),
+    ),
+]
+
+
+def unnoticed(mutants: list[Mutant]) -> list[Mutant]:
+    """Try mutants in a copy of the tree and return those that no test notices; print what notices the others."""
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("graphopt", "passes", "recipes", "tests", "pyproject.toml"):
+            source = ROOT / part
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / part)
+        for mutant in mutants:
+            path = copy / RULES / mutant.file
+            right = path.read_text()
+            path.write_text(mutant.mutated())
+            found = tested(copy, mutant)
+            path.write_text(right)
+            if found is None:
+                survivors.append(mutant)
+            print(f"{'NOT NOTICED' if found is None else 'noticed'}: {mutant}\n    {found}", flush=True)
+    return survivors
+
+
+def tested(folder: Path, mutant: Mutant) -> str | None:
+    """Return the line of the test that fails, None where all pass.
+
+    Raises:
+        ValueError: pytest ran no test.
+    """
+    chosen = " or ".join(f"[{name}-" for name in mutant.operators.split())
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        f"tests/{mutant.tests}",
+    ]
+    command += ["-k", chosen] if chosen else []
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode not in (0, 1):
+        raise ValueError(f"{mutant}: {result.stdout[-500:]}{result.stderr[-500:]}")
+    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if result.returncode else None
+
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTANTS))
+    left = unnoticed([MUTANTS[number] for number in numbers])
+    print(f"{len(numbers) - len(left)} of {len(numbers)} noticed")
