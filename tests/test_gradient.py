@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,11 @@ def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
     return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True))
 
 
+@functools.lru_cache(maxsize=8)
+def differentiated(case: Case, dtype: type, dims: str = "static") -> ir.Model:
+    return gradient_model(model_of(case, dtype, dims))
+
+
 def run_in_onnxruntime(model: ir.Model, feeds: Arrays) -> Arrays:
     names = [str(y.name) for y in model.graph.outputs]
     if not names:
@@ -140,7 +146,7 @@ def check_in_float32(case: Case, proof: Proof) -> None:
         if dims == "unknown" and case.rigid:
             continue
         try:
-            found = run_in_onnxruntime(gradient_model(model), seeds)
+            found = run_in_onnxruntime(differentiated(case, np.float32, dims), seeds)
         except Exception:
             if has_kernel(model, point(case, np.float32)):
                 raise
@@ -152,14 +158,14 @@ def check_in_float64(case: Case, proof: Proof) -> None:
     """The gradient needs no kernel for float64 that the operator itself does not."""
     model = model_of(case, np.float64)
     if has_kernel(model, point(case, np.float64)):
-        found = run_in_onnxruntime(gradient_model(model), seeded(case, np.float64))
+        found = run_in_onnxruntime(differentiated(case, np.float64), seeded(case, np.float64))
         check_equal("in float64", found, proof, 1e-6)
 
 
 def check_valid(case: Case) -> None:
     """The gradient is valid, standard ONNX, of operators with gradients of their own."""
     for dtype in (np.float16, np.float32) if case.double else (np.float32,):
-        model = gradient_model(model_of(case, dtype, "leading"))
+        model = differentiated(case, dtype, "leading")
         if all(x.shape is not None for x in model.graph.inputs):  # the checker has no unknown rank
             onnx.checker.check_model(ir.to_proto(model), full_check=True)
         assert {(node.domain, node.op_type) for node in model.graph} <= {*RULES, *NO_GRADIENT}
@@ -182,7 +188,7 @@ def test_gradient(case: Case) -> None:
 
 @each_case
 def test_gradient_of_a_gradient(case: Case) -> None:
-    first = gradient_model(model_of(case, np.float64)) if case.double else None
+    first = differentiated(case, np.float64) if case.double else None
     if first is None or case.once or not first.graph.outputs:
         pytest.skip(case.once or case.quirk or "the gradient is 0")
     feeds = seeded(case, np.float64)

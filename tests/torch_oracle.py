@@ -535,6 +535,74 @@ def grid_sample(
     return F.grid_sample(x, grid, names.get(mode, mode), padding_mode, bool(align_corners))
 
 
+def sampled(x: Tensor, at: Tensor) -> Tensor:
+    """Return the pixels of each channel of `x` at some positions, an axis a row, weighed linearly; 0 outside."""
+    first, total = torch.floor(at).detach(), torch.zeros(x.shape[0], at.shape[1], dtype=x.dtype)
+    sizes = torch.tensor(x.shape[1:])[:, None]
+    for corner in itertools.product((0, 1), repeat=len(at)):
+        pixel = first + torch.tensor(corner)[:, None]
+        inside = ((pixel >= 0) & (pixel < sizes)).all(0)
+        place = torch.minimum(pixel.clamp(min=0).long(), sizes - 1)
+        total = total + x[(slice(None), *place)] * torch.prod(1 - (at - pixel).abs(), 0) * inside
+    return total
+
+
+@operator("DeformConv")
+def deform_conv(
+    x: Tensor, w: Tensor, offset: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, *, group: int,
+    offset_group: int, dilations: Any = None, pads: Any = None, strides: Any = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    n, kernel, out = x.dim() - 2, list(w.shape[2:]), list(offset.shape[2:])
+    taps, channels = math.prod(kernel), x.shape[1] // offset_group
+    steps = [each(numbers, n, default) for numbers, default in ((strides, 1), (pads, 0), (dilations, 1))]
+    place, tap = torch.from_numpy(np.indices(out)), torch.from_numpy(np.indices(kernel)).reshape(n, taps)
+    stride, begin, dilation = (torch.tensor(numbers[:n]) for numbers in steps)
+    base = (place * stride.reshape(-1, *[1] * n) - begin.reshape(-1, *[1] * n))[:, None]
+    base = base + (tap * dilation[:, None]).reshape(n, taps, *[1] * n)
+    parts = offset.reshape(len(x), offset_group, taps, n, *out)
+    ones = torch.ones(len(x), offset_group, taps, *out, dtype=x.dtype)
+    weights = ones if weights is None else weights.reshape(ones.shape)
+    images = []
+    for i, image in enumerate(x):
+        pixels = [
+            sampled(
+                image[g * channels : (g + 1) * channels], (base + parts[i, g].transpose(0, 1)).reshape(n, -1)
+            )
+            * weights[i, g].reshape(-1)
+            for g in range(offset_group)
+        ]
+        columns = torch.cat(pixels).reshape(group, -1, taps, math.prod(out))
+        kernels = w.reshape(group, -1, w.shape[1], taps)
+        images.append(torch.einsum("gock,gckp->gop", kernels, columns).reshape(-1, *out))
+    y = torch.stack(images)
+    return y if bias is None else y + along_channels(bias, y)
+
+
+@operator("RoiAlign")
+def roi_align(
+    x: Tensor, rois: Tensor, batch: Tensor, *, mode: str, coordinate_transformation_mode: str, output_height: int,
+    output_width: int, sampling_ratio: int, spatial_scale: float, **_: Any,
+) -> Tensor:  # fmt: skip
+    if mode != "avg":
+        raise NoOracle("PyTorch has no largest of weighed pixels")
+    aligned, bins, results = coordinate_transformation_mode == "half_pixel", (output_height, output_width), []
+    for roi, image in zip(rois * spatial_scale - (0.5 if aligned else 0.0), batch, strict=True):
+        axes, inside = [], []
+        for i in range(2):
+            begin, length = roi[1 - i], roi[3 - i] - roi[1 - i]
+            length = length if aligned else torch.clamp(length, min=1.0)
+            count = sampling_ratio or math.ceil(float(length.detach()) / bins[i])
+            at = begin + (torch.arange(bins[i] * count) + 0.5) * length / (bins[i] * count)
+            size = x.shape[2 + i]
+            inside.append((at >= -1) & (at <= size))
+            axes.append(torch.clamp(at, 0, size - 1))
+        grid = torch.stack([v.reshape(-1) for v in torch.meshgrid(*axes, indexing="ij")])
+        pixels = sampled(x[int(image)], grid) * (inside[0][:, None] & inside[1][None]).reshape(-1)
+        split = pixels.reshape(-1, bins[0], len(axes[0]) // bins[0], bins[1], len(axes[1]) // bins[1])
+        results.append(split.mean((2, 4)))
+    return torch.stack(results)
+
+
 @operator("AffineGrid")
 def affine_grid(theta: Tensor, size: Tensor, *, align_corners: int, **_: Any) -> Tensor:
     return F.affine_grid(theta, ints(size), align_corners=bool(align_corners))
