@@ -272,7 +272,7 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
     Raises:
         ValueError: pytest ran no test.
     """
-    chosen = " or ".join(f"[{name}-" for name in mutant.operators.split())
+    chosen = " or ".join(f"[{name}- or -{name}-" for name in mutant.operators.split())
     command = [
         sys.executable,
         "-m",
