@@ -111,7 +111,8 @@ class Growing:
             )
         results = list(found) if isinstance(found, tuple | list) else [found]
         for y in results[:outputs]:
-            if y.numel() == 0 or y.numel() > MOST_ELEMENTS or not (y.abs() < LARGEST).all():
+            largest = 300.0 if op_type == "QuantizeLinear" else LARGEST
+            if y.numel() == 0 or y.numel() > MOST_ELEMENTS or not (y.abs() < largest).all():
                 raise Rejected
         self.nodes.append(proto)
         self.used.update(inputs)

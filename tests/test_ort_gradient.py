@@ -20,11 +20,11 @@ from test_gradient import model_of, proved, seeded
 import graphopt
 import passes
 from graphopt import coverage, models, roles
-from graphopt.coverage import FATAL, SOURCE_TOLERANCE, Case, cases, source_refusal
+from graphopt.coverage import SOURCE_TOLERANCE, Case, cases, source_refusal
 from graphopt.executor import run as execute
 from graphopt.report import report
 from graphopt.roles import RUNTIME, TRAINING_RUNTIME, Role
-from graphopt.testing import distance, finite, gradient_model
+from graphopt.testing import FATAL, distance, finite, gradient_model
 from passes.ort_gradient import forms
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
@@ -177,7 +177,7 @@ def check_rule_case(case: RuleCase, dims: str) -> bool:
     if found is None or case.op_type in FATAL:
         return False
     expected = execute(gradient_model(model_of(case, np.float32, dims)), seeded(case, np.float32))
-    for name, gradient in proved(case).items():
+    for name, gradient in proved(case).gradients.items():
         array = found.get(f"{name}.grad", np.zeros_like(gradient))
         if array.shape != gradient.shape:
             assert dims != "static" and case.op_type in STRETCHED, (str(case), name, array.shape)
