@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RULES = Path("passes/gradients/rules")
+
+# Where an operating system can, processes start as copies of one that has loaded what takes seconds.
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+PROCESSES: Any = multiprocessing.get_context(METHOD)
+PROCESSES.set_forkserver_preload(["torch", "onnx.reference", "onnxscript", "onnxruntime", "pytest"])
 
 
 @dataclass(frozen=True)
@@ -273,30 +280,38 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
         ValueError: pytest ran no test.
     """
     chosen = " or ".join(f"[{name}- or -{name}-" for name in mutant.operators.split())
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+    arguments = [
         "-x",
         "-q",
         "-n0",
         "-p",
         "no:cacheprovider",
         f"tests/{mutant.tests}",
+        *(["-k", chosen] if chosen else []),
     ]
-    command += ["-k", chosen] if chosen else []
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
+    report = folder / "report"
+    process = PROCESSES.Process(target=run_pytest, args=(str(folder), arguments, str(report)))
+    process.start()
+    process.join()
+    lines = report.read_text().splitlines()
+    if process.exitcode not in (0, 1):
+        raise ValueError(f"{mutant}: {lines[-20:]}")
+    return (
+        next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "?")
+        if process.exitcode
+        else None
     )
-    if result.returncode not in (0, 1):
-        raise ValueError(f"{mutant}: {result.stdout[-500:]}{result.stderr[-500:]}")
-    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if result.returncode else None
+
+
+def run_pytest(folder: str, arguments: list[str], report: str) -> None:
+    """Run tests of a copy of the tree in this process, and end it with pytest's exit status."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    with open(report, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import pytest
+
+        status = int(pytest.main(arguments))
+    sys.exit(status)
 
 
 if __name__ == "__main__":

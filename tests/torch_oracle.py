@@ -100,16 +100,19 @@ def second(model: ir.Model, feeds: Mapping[str, np.ndarray], further: Mapping[st
     fed = {name: tensor(x) for name, x in feeds.items()}
     floating = {name: x.requires_grad_() for name, x in fed.items() if x.is_floating_point()}
     seeds = {name: x for name, x in floating.items() if name.endswith(".seed")}
-    found = outputs_of(model, {name: x for name, x in fed.items() if name not in seeds})
+    outputs = outputs_of(model, {name: x for name, x in fed.items() if name not in seeds})
     wrt = {name: x for name, x in floating.items() if name not in seeds}
     try:
         first = vector_jacobian(
-            [(found[name.removesuffix(".seed")], seed) for name, seed in seeds.items()], wrt, again=True
+            [(outputs[name.removesuffix(".seed")], seed) for name, seed in seeds.items()], wrt, again=True
         )
         weighed = [(first[name.removesuffix(".grad.seed")], tensor(seed)) for name, seed in further.items()]
-        return vector_jacobian(weighed, floating)
+        found = vector_jacobian(weighed, floating)
     except RuntimeError as error:
         raise NoOracle(f"PyTorch has no second gradient: {error}") from error
+    if not all(np.isfinite(gradient).all() for gradient in found.values()):
+        raise NoOracle("PyTorch's second gradient is no number")
+    return found
 
 
 def vector_jacobian(
