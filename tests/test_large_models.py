@@ -77,7 +77,7 @@ def test_a_model_of_more_than_2_gb_trains(tmp_path, freeze):
     path = tmp_path / "model.onnx"
     onnx.save(proto, path)
     np.full(rows * width, 0.1, np.float32).tofile(tmp_path / "weights")
-    loss, optimizer = passes.MeanSquaredError(), passes.SGD(0.1)
+    loss, optimizer = passes.MeanSquaredError(), passes.SGD(0.01)
     step = graphopt.compile(path, parameters=passes.Parameters(freeze=freeze), loss=loss, optimizer=optimizer)
     graphopt.save(step, tmp_path / "step.onnx")
     del step
