@@ -46,7 +46,7 @@ FAMILIES = {
     "scikit_learn_models": "scikit-learn",
 }
 SAMPLE = {
-    "torch_own": ("group normalization", "GPT, tied head", "translation, LSTM", "siamese", "rotary, tables"),
+    "torch_own": ("group normalization", "GPT, tied head", "translation, LSTM", "siamese"),
     "scikit_learn_models": ("MLPRegressor, tanh, Adam", "MLPClassifier, three classes", "SGDRegressor"),
 }
 PACKAGES = (

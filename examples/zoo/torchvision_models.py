@@ -30,6 +30,10 @@ def regnet_y() -> nn.Module:
     return regnet.RegNet(params, num_classes=5, stem_width=8)
 
 
+def mobilenet_v2() -> nn.Module:
+    return models.MobileNetV2(5, 0.25, [[1, 16, 1, 1], [3, 24, 2, 2], [3, 32, 1, 2]], dropout=0.0)
+
+
 def mobilenet_v3() -> nn.Module:
     settings = [
         inverted(8, 3, 8, 8, True, "RE", 2, 1, 1),
@@ -110,16 +114,15 @@ CLASSES = {"loss": passes.CrossEntropy()}
 SLOW = {**CLASSES, "optimizer": passes.SGD(1e-3, momentum=0.9)}
 
 CASES = {
-    "ResNet": TorchCase(partial(residual, models.resnet.BasicBlock), images(32), **SLOW),
+    "ResNet": TorchCase(partial(residual, models.resnet.BasicBlock), images(64), **SLOW),
     "ResNeXt": TorchCase(
-        partial(residual, models.resnet.Bottleneck, groups=4, width_per_group=4), images(32), **SLOW
+        partial(residual, models.resnet.Bottleneck, groups=4, width_per_group=4), images(64), **SLOW
     ),
     "DenseNet": TorchCase(dense, images(16), **SLOW),
     "SqueezeNet": TorchCase(partial(models.SqueezeNet, "1_1", num_classes=5, dropout=0.0), images(32), **CLASSES),
-    "MobileNetV2": TorchCase(partial(models.MobileNetV2, 5, width_mult=0.1, dropout=0.0), images(32), **SLOW),
+    "MobileNetV2": TorchCase(mobilenet_v2, images(32), **SLOW),
     "MobileNetV3": TorchCase(mobilenet_v3, images(16), **SLOW),
-    "MNASNet": TorchCase(partial(models.MNASNet, 0.1, num_classes=5, dropout=0.0), images(32), **SLOW),
-    "ShuffleNetV2": TorchCase(shuffled, images(32), **SLOW),
+    "ShuffleNetV2": TorchCase(shuffled, images(64), **SLOW),
     "EfficientNetV2": TorchCase(efficientnet_v2, images(16), **SLOW),
     "RegNet": TorchCase(regnet_y, images(32), **SLOW),
     "Inception block": TorchCase(inception, images(12), **CLASSES),
