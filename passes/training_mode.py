@@ -36,6 +36,8 @@ class TrainingMode(Pass):
     integers alone (see `uniform`): the same on every runtime, another each step, and the same again when training
     resumes. Evaluation, prediction and the trained model have the inference form, with the new statistics.
 
+    A BatchNormalization of the training form that keeps no statistics, as standardized weights do, stays as it is.
+
     Args:
         batch_normalization: switch BatchNormalization.
         dropout: switch Dropout.
@@ -62,7 +64,7 @@ class TrainingMode(Pass):
             if unbiased is None:
                 unbiased = model.producer_name == PYTORCH
             for node in nodes:
-                if node.op_type == "BatchNormalization":
+                if node.op_type == "BatchNormalization" and not _has_no_statistics(node):
                     _normalize_batch(model, node, unbiased)
         if self.dropout:
             dropouts = (node for node in nodes if node.op_type == "Dropout")
@@ -78,6 +80,13 @@ class TrainingMode(Pass):
                         f"can hold no state: leave it in its inference form by TrainingMode({SWITCHES[node.op_type]}"
                         f"=False)"
                     )
+
+
+def _has_no_statistics(node: ir.Node) -> bool:
+    """Tell whether a node of the training form keeps none: exporters then compute what its inputs for them are."""
+    statistics = [value for value in node.inputs[3:5] if value is not None]
+    computed = not any(state.initial(value) for value in statistics)
+    return node.attributes.get_int("training_mode", 0) == 1 and computed
 
 
 def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:

@@ -41,6 +41,19 @@ def network(seed=0):
     return Normalized()
 
 
+class StandardizedWeights(nn.Module):
+    """A convolution whose weight is normalized at each call, in evaluation too: no running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gain = nn.Conv2d(2, 4, 4), nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.conv.weight.reshape(1, 4, -1)
+        weight = nn.functional.batch_norm(rows, None, None, weight=self.gain, training=True)
+        return nn.functional.conv2d(x, weight.reshape_as(self.conv.weight), self.conv.bias).flatten(1)
+
+
 def batches(count):
     torch.manual_seed(1)
     return [(torch.randn(6, 2, 4, 4), torch.randint(0, 4, (6,))) for _ in range(count)]
@@ -245,6 +258,26 @@ def test_the_gradient_of_dropout_is_that_of_what_it_kept():
     np.testing.assert_allclose(
         outputs["w.grad"], (2 * outputs["y"] * scale * x / x.size).sum(0), rtol=1e-4, atol=1e-7
     )
+
+
+def test_a_normalization_without_running_statistics_trains_as_pytorchs():
+    torch.manual_seed(0)
+    trained = StandardizedWeights()
+    proto = torch_models.export(trained, batches(1)[0][0], "torchscript")
+    step = graphopt.compile(
+        proto, training=passes.TrainingMode(), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.05)
+    )
+    executor = graphopt.Executor(step, threads=1)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.05)
+    for x, labels in batches(5):
+        loss = nn.functional.cross_entropy(trained(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = executor.step(x=x.numpy(), target=labels.numpy())["loss"]
+        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+    predicted = graphopt.executor.run(executor.trained(), {"x": x.numpy()})["y"]
+    np.testing.assert_allclose(predicted, trained.eval()(x).detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_equal_statistics_of_two_nodes_stay_apart():

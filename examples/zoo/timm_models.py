@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import timm
 import torch
-from in_torch import TorchCase
+from in_torch import EXPORTERS, TorchCase
 from in_torch import warm_up as warm_up
 from timm.models import convmixer, edgenext, ghostnet, metaformer, mlp_mixer
 from torch import nn
@@ -27,9 +27,20 @@ def case(
         lambda batch: (torch.randn(batch, 3, size, size),),
         loss=passes.CrossEntropy(),
         optimizer=passes.SGD(rate, momentum=0.9),
+        ways=ways,
+        remark=remark,
     )
 
 
+UNFOLDED = (
+    "dynamo, dynamic",
+    "dynamo unfolded, dynamic",
+    "torchscript, static",
+    "torchscript unfolded, static",
+)
+OLDER = ("torchscript, static", "torchscript unfolded, static")  # the newer exporter refuses it
+FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
+JOINED = "the exporter joined biases of queries and values with zeros, a buffer, which get no gradient"
 VIT = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
 MIXER = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "num_blocks": 1}
 POOLFORMER = {"mlp_act": nn.GELU, "mlp_bias": True, "layer_scale_init_values": 0.1, "use_mlp_head": False}
@@ -37,8 +48,8 @@ POOLFORMER = {"mlp_act": nn.GELU, "mlp_bias": True, "layer_scale_init_values": 0
 CASES = {
     "vit_tiny": case("vit_tiny_patch16_224", **VIT),
     "deit3_small": case("deit3_small_patch16_224", **VIT),
-    "beit_base, relative positions": case("beit_base_patch16_224", **VIT),
-    "eva02, rotary": case("eva02_tiny_patch14_224", **VIT),
+    "beit_base, relative positions": case("beit_base_patch16_224", ways=OLDER, remark=JOINED, **VIT),
+    "eva02, rotary": case("eva02_tiny_patch14_224", ways=UNFOLDED[:2], remark=JOINED, **VIT),
     "mlp-mixer": case(mlp_mixer.MlpMixer, **MIXER),
     "resmlp": case(
         mlp_mixer.MlpMixer, mlp_ratio=4, block_layer=mlp_mixer.ResBlock, norm_layer=mlp_mixer.Affine, **MIXER
@@ -58,7 +69,13 @@ CASES = {
     "xcit": case("xcit_nano_12_p16_224", rate=1e-3, **VIT),
     "pvt_v2": case("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 8, 8), num_heads=(1, 1, 1, 1)),
     "nf_resnet, standardized weights": case(
-        "nf_resnet26", rate=1e-3, channels=(8, 8, 8, 8), depths=(1, 1, 1, 1), stem_chs=8
+        "nf_resnet26",
+        ways=UNFOLDED,
+        remark=FOLDED,
+        rate=1e-3,
+        channels=(8, 8, 8, 8),
+        depths=(1, 1, 1, 1),
+        stem_chs=8,
     ),
     "convnextv2": case("convnextv2_atto", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8)),
     "ghostnet": case(
