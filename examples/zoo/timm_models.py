@@ -17,14 +17,18 @@ import passes
 
 
 def case(
-    build: str | Callable[..., nn.Module], size: int = 32, rate: float = 0.01, **options: Any
+    build: str | Callable[..., nn.Module],
+    rate: float = 0.01,
+    ways: Sequence[str] = EXPORTERS,
+    remark: str = "",
+    **options: Any,
 ) -> TorchCase:
     """Return an architecture, by its class or its name in timm's registry, with some of its numbers made small."""
     if isinstance(build, str):
         build = partial(timm.create_model, build, pretrained=False)
     return TorchCase(
         partial(build, num_classes=5, **options),
-        lambda batch: (torch.randn(batch, 3, size, size),),
+        lambda batch: (torch.randn(batch, 3, 32, 32),),
         loss=passes.CrossEntropy(),
         optimizer=passes.SGD(rate, momentum=0.9),
         ways=ways,
