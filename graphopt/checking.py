@@ -50,7 +50,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
         GraphoptError: names the tensor, what was expected and what was found.
     """
     asked, sizes = 0, {}
-    for tensor in tensors(proto):
+    for tensor in list(tensors(proto)):  # all text is UTF-8, then
         if tensor.data_location != EXTERNAL:
             continue
         try:

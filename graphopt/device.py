@@ -278,8 +278,17 @@ class Device:
         return {name: values.get(name) or self.buffer(array) for name, array in arrays.items()}, memory
 
     def shared(self, array: np.ndarray) -> onnxruntime.OrtValue:
-        """Return a value in the host's memory that is `array`'s."""
-        return self.ort.OrtValue.ortvalue_from_numpy(array)
+        """Return a value in the host's memory that is `array`'s.
+
+        Raises:
+            GraphoptError: the runtime takes no arrays of its element type.
+        """
+        try:
+            return self.ort.OrtValue.ortvalue_from_numpy(array)
+        except RuntimeError as error:
+            raise GraphoptError(
+                f"expected an element type that onnxruntime takes as an array, found {array.dtype}"
+            ) from error
 
     def value(self, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
         """Return a tensor of NumPy, ONNX Runtime, or any package that speaks DLPack, copied only if it lies elsewhere.
@@ -294,6 +303,8 @@ class Device:
             return self.ort.OrtValue(tensor)
         if isinstance(tensor, np.ndarray):
             array = np.ascontiguousarray(tensor).reshape(tensor.shape)
+            if self.kind == "cpu":
+                return self.shared(array)
             return self.ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
         if not hasattr(tensor, "__dlpack__"):
             raise GraphoptError(

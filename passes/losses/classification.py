@@ -16,6 +16,8 @@ from passes.losses.loss import Loss, epsilon, positive
 
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Hinge", "KLDivergence"]
 
+MANY = 2**20  # classes, whose numbers the graph computes rather than holds
+
 
 @dataclass(frozen=True)
 class Hinge(Loss):
@@ -130,7 +132,7 @@ class CrossEntropy(Loss):
 
     def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         classes = _classes(prediction, self.axis)
-        if classes is None:
+        if classes is None or classes > MANY:
             size = op.Squeeze(op.Gather(op.shape_of(prediction), [self.axis]))
             numbers = op.Reshape(op.Range(0, size, 1), self._along_axis(prediction))
         else:
