@@ -18,7 +18,6 @@ from comparison import Batch, Case, Model, Training
 from flax import nnx
 from jax import numpy as jnp
 from jax2onnx import to_onnx
-from jax2onnx.plugins.plugin_system import import_all_plugins
 
 import passes
 
@@ -114,11 +113,6 @@ class JaxModel(Model):
     def _arrays(self, batch: Batch, kind: Any) -> list[jax.Array]:
         arrays = (batch.inputs["in_0"], batch.target)
         return [jnp.asarray(x, kind if x.dtype.kind == "f" else None) for x in arrays]
-
-
-def warm_up() -> None:
-    """Let the exporter load what it needs; nothing is computed, as JAX would not survive a fork then."""
-    import_all_plugins()
 
 
 def named(weights: Any) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -106,43 +106,42 @@ def verdict(error: BaseException) -> str:
     return "refused" if isinstance(error, GraphoptError) else "failed"
 
 
-@dataclass
+def work(family: str, name: str, output: str) -> None:
+    """Be the process of an architecture: write a line of JSON a row to a file, and what libraries print."""
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        for row in rows(family, name):
+            print(MARK + json.dumps(asdict(row)), file=file, flush=True)
+
+
 class Child:
-    """The process of an architecture: it writes a line of JSON a row to a file."""
+    """The process of an architecture; it forks from this one where that has loaded what the family needs."""
 
-    family: str
-    name: str
-
-    def __post_init__(self) -> None:
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is read when the process has ended
-        self.process = multiprocessing.get_context("fork").Process(target=self._run)
-        self.process.start()
-        self.start = time.monotonic()
-
-    def _run(self) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-        os.dup2(self.output.fileno(), 2)
-        os.dup2(self.output.fileno(), 1)
-        for row in rows(self.family, self.name):
-            self.output.write(MARK + json.dumps(asdict(row)) + "\n")
-            self.output.flush()
+    def __init__(self, family: str, name: str, fork: bool) -> None:
+        self.family, self.name = family, name
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it is read when the process has ended
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        self._process = context.Process(target=work, args=(family, name, self._output.name))
+        self._process.start()
+        self._start = time.monotonic()
 
     def found(self) -> list[Row] | None:
         """Return the rows once the process has ended, or has had its time, with one that says so; None before."""
-        late = time.monotonic() - self.start > SECONDS
-        if self.process.is_alive() and not late:
+        late = time.monotonic() - self._start > SECONDS
+        if self._process.is_alive() and not late:
             return None
-        self.process.kill()
-        self.process.join()
-        self.output.seek(0)
-        lines = self.output.read().splitlines()
-        self.output.close()
+        self._process.kill()
+        self._process.join()
+        with self._output:
+            lines = Path(self._output.name).read_text(errors="replace").splitlines()
         done = [Row(**json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
-        if late or self.process.exitcode:
+        if late or self._process.exitcode:
             how = (
                 f"not done after {SECONDS} seconds"
                 if late
-                else f"the process ended with {self.process.exitcode}"
+                else f"the process ended with {self._process.exitcode}"
             )
             last = next((line for line in reversed(lines) if line and not line.startswith(MARK)), "")
             done.append(Row(self.name, "-", "failed", f"{how}: {last[:200]}"))
@@ -155,10 +154,11 @@ def run_all(todo: Sequence[tuple[str, str]], jobs: int) -> Iterator[tuple[str, s
     while waiting or running:
         if waiting and len(running) < jobs:
             family, name = waiting.pop(0)
-            if family not in warm:  # what every architecture of the family needs, once
+            warm_up = getattr(importlib.import_module(family), "warm_up", None)
+            if warm_up is not None and family not in warm:
+                warm_up()
                 warm.add(family)
-                getattr(importlib.import_module(family), "warm_up", lambda: None)()
-            running.append(Child(family, name))
+            running.append(Child(family, name, fork=family in warm))
             continue
         for child in list(running):
             done = child.found()

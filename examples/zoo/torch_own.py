@@ -574,7 +574,7 @@ class Gated(nn.Module):
         q = self.q(y).view(-1, 6, 4, 4).transpose(1, 2)
         k, v = self.kv(y).view(-1, 6, 1, 8).transpose(1, 2).expand(-1, 4, -1, -1).chunk(2, -1)
         mask = torch.full((6, 6), float("-inf")).triu(1)
-        h = h + self.o(((q @ k.mT / 2 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        h = h + self.o(((q @ k.transpose(-1, -2) / 2 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
         y = self.norm2(h)
         h = h + self.down(functional.silu(self.gate(y)) * self.up(y))
         return h @ self.embedding.weight.t()
