@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import sys
 import tempfile
@@ -92,7 +93,8 @@ def tried(case: Case, name: str, exporter: str) -> Row:
         judge(row, case)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
         row.verdict = verdict(error)
-        row.cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # exporters colour their messages
+        row.cause = f"{type(error).__name__}: {' '.join(said.split())[:300]}"
     if row.verdict == "differs" and case.remark:
         row.cause = f"{row.cause}; {case.remark}" if row.cause else case.remark
     row.seconds = round(time.perf_counter() - start, 1)
