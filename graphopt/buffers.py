@@ -16,7 +16,7 @@ from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError, known
 from graphopt.feeds import Input
 from graphopt.roles import STATE, Role, with_role
-from graphopt.state import LEARNING_RATE, take_initial
+from graphopt.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -38,6 +38,8 @@ class Buffers:
         second, other = device.buffers({name: initial[name] for name in first if name in updated})
         self.sets = (first, first | second)
         self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
+        scaled = LOSS_SCALE in kept  # then a sum that overflows is thrown away, and not what is made of it
+        self._may_overflow = {name for name in kept if scaled and name.endswith(f".{ACCUMULATED}")}
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: device.buffer(array) for name, array in fed.items()}
@@ -56,6 +58,8 @@ class Buffers:
             return None
         before, after = self.sets[self.current], self.sets[1 - self.current]
         for name, value in after.items():
+            if name in self._may_overflow:
+                continue
             wrong = ~_finite(value.numpy())
             if wrong.any() and (wrong & _finite(before[name].numpy())).any():
                 return name

@@ -75,8 +75,8 @@ def check(model: ir.Model) -> None:
 def _check_input(model: ir.Model, value: ir.Value) -> None:
     role = role_of(value)
     if role in STATE or role is Role.HYPERPARAMETER:
-        initial = value.const_value
-        if initial is None or initial.dtype is ir.DataType.STRING:
+        initial, plain = value.const_value, not any(x.is_initializer() for x in model.graph.inputs)
+        if (initial is None and not plain) or (initial is not None and initial.dtype is ir.DataType.STRING):
             raise GraphoptError(
                 f"input {value.name!r}: role {role.value!r}: expected numbers that it starts with"
             )

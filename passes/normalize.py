@@ -24,7 +24,7 @@ from graphopt.limits import check_constants
 from graphopt.opsets import note_versions
 from graphopt.origins import Origin, write_left_out
 from graphopt.rewriting import Pass, hidden, needed, outputs_kept
-from graphopt.roles import STATE, Role, role_of, set_role
+from graphopt.roles import Role, role_of, set_role
 from graphopt.state import make_room
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.rules.shape import spread_pads
@@ -58,11 +58,6 @@ class Normalize(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
-        state = next((value for value in model.graph.inputs if role_of(value) in STATE), None)
-        if state is not None:
-            raise GraphoptError(
-                f"normalize: expected an inference model, found a training graph: input {state.name!r} is its state"
-            )
         is_classical = classical.is_classical(model)
         left_out = exporters.left_out(model)
         origins = exporters.read(model)

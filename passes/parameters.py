@@ -15,7 +15,7 @@ from graphopt import state
 from graphopt.errors import GraphoptError
 from graphopt.origins import EXPORT_ANEW, Kind, Origin, left_out
 from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import FROZEN, UNTRAINED, Role
+from graphopt.roles import FROZEN, STATE, UNTRAINED, Role, role_of
 from passes.gradients.walk import dead_ends, is_differentiable
 from passes.lowering.classical import is_tree
 from passes.shapes import ensure_typed
@@ -84,6 +84,12 @@ class Parameters(Pass):
     retie: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
+        state_of_its_own = next((value for value in model.graph.inputs if role_of(value) in STATE), None)
+        if state_of_its_own is not None:
+            raise GraphoptError(
+                f"Parameters: expected an inference model, found a training graph: input {state_of_its_own.name!r} is "
+                f"its state: compile the model that it was made of"
+            )
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):

@@ -390,7 +390,7 @@ TRANSLATED = {
     "beta1",
     "beta2",
 }
-TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat"}
+TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat", "rate_in_velocity"}
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,8 @@ def test_a_file_is_missing(name, written):
 @stock
 def test_another_runtime_does_not_train_them(written):
     with pytest.raises(
-        GraphoptError, match=r"needs onnxruntime-training, and torch.*No module.*graphopt\[training\]"
+        GraphoptError,
+        match=r"needs onnxruntime-training, and torch.*No module.*pip install onnxruntime-training",
     ):
         graphopt.load_artifacts(written)
 

@@ -164,7 +164,9 @@ class Rows:
 
 
 def test_what_is_wrong_is_said():
-    with pytest.raises(graphopt.GraphoptError, match=r"unroll\.steps: expected 1 or more, or null, found 0"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"Unroll\(steps=0\): expected a whole number in \[1, inf\), found 0"
+    ):
         passes.Unroll(0)
     with pytest.raises(graphopt.GraphoptError, match="Unroll needs a training graph"):
         passes.Unroll()(graphopt.compile(mlp(), loss=passes.MeanSquaredError()))
