@@ -172,13 +172,13 @@ def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
     Raises:
         OtherForward: the reference evaluator runs it, and its outputs are not those of the runtime in float32.
     """
-    found = _by_runtime(model, point)
+    found = by_runtime(model, point)
     if found is not None:
         return found[0], found[1], "runtime"
     reference = evaluator(model)
     outputs = run(model, point)
     single = in_precision(model, ir.DataType.FLOAT)
-    theirs = _by_runtime(single, in_types(single, point))
+    theirs = by_runtime(single, in_types(single, point))
     if theirs is None:
         return reference, outputs, "reference alone"
     for name, y in theirs[1].items():
@@ -205,7 +205,7 @@ class _Copying:
         return self._session.run(outputs, {name: feeds[name].copy() for name in self._taken})
 
 
-def _by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
+def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
     """Return a session and a model's outputs, None where the runtime has no kernels, or draws its own numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
@@ -230,7 +230,7 @@ def computed(model: ir.Model, feeds: Arrays) -> Arrays:
     """Run a model by ONNX Runtime, or by the reference evaluator where the runtime has no kernels for it."""
     if not model.graph.outputs:
         return {}
-    found = _by_runtime(model, feeds)
+    found = by_runtime(model, feeds)
     return run(model, feeds) if found is None else found[1]
 
 

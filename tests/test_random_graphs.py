@@ -22,6 +22,7 @@ from graphopt.testing import (
     Arrays,
     NoOracle,
     OtherForward,
+    by_runtime,
     computed,
     distance,
     forward_of,
@@ -87,19 +88,20 @@ def check(seed: int) -> str:
     if not all(np.isfinite(x).all() for x in expected.values()) or near_a_kink(model, point, seeds, expected):
         return "near a kink"
     lines = []
-    double = in_precision(model, ir.DataType.DOUBLE)
-    if not types & FLOAT32_ALONE and is_right(double, in_types(double, point)):
+    double = None if types & FLOAT32_ALONE else in_precision(model, ir.DataType.DOUBLE)
+    if double is not None and is_right(double, in_types(double, point)):
         first = gradient_model(double)
         fed = in_types(first, point | seeds)
         lines += differences(computed(first, fed), expected, DOUBLE_TOLERANCE, "in float64")
         if not lines and first.graph.outputs and len(grown_graph.nodes) <= 8:
             lines += second_differences(double, first, fed)
-    single = in_types(differentiated, point | seeds)
-    forward = execute(model, point)
-    for name, y in outputs.items():
-        assert distance(forward[name], y, 1e-2) < 1e-3, f"the oracle computes another {name}"
-    if differentiated.graph.outputs:
-        lines += differences(execute(differentiated, single), expected, SINGLE_TOLERANCE, "on the runtime")
+    forward = by_runtime(model, in_types(model, point))
+    if forward is not None:
+        for name, y in outputs.items():
+            assert distance(forward[1][name], y, 1e-2) < 1e-3, f"the oracle computes another {name}"
+        if differentiated.graph.outputs:
+            found = execute(differentiated, in_types(differentiated, point | seeds))
+            lines += differences(found, expected, SINGLE_TOLERANCE, "on the runtime")
     assert not lines, "\n".join(lines)
     return how
 
