@@ -276,10 +276,10 @@ def _warn(values: Sequence[ir.Value]) -> None:
         some = [f"{value.name!r} ({origin.reason})" for value, origin in unsure[:4]]
         more = f" and {len(unsure) - 4} more" if len(unsure) > 4 else ""
         numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
+        count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
-            f"a rule, and not the exporter, decides whether {len(unsure)} initializers of {numbers:,} numbers train: "
-            f"{', '.join(some)}{more}: change it by freeze, unfreeze, untie or retie of Parameters; run=report lists "
-            f"what trains",
+            f"the exporter leaves open how {count} of {numbers:,} numbers train, and a rule decides: "
+            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters decides otherwise, and run=report lists what trains",
             stacklevel=2,
         )
 
