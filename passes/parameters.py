@@ -279,7 +279,8 @@ def _warn(values: Sequence[ir.Value]) -> None:
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
             f"the exporter leaves open how {count} of {numbers:,} numbers train, and a rule decides: "
-            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters decides otherwise, and run=report lists what trains",
+            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters decides otherwise, and "
+            f"run=report lists what trains",
             stacklevel=2,
         )
 
