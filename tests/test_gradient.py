@@ -174,6 +174,8 @@ def check_valid(case: Case) -> None:
 
 @each_case
 def test_gradient(case: Case) -> None:
+    if case.newer and onnxruntime.__version__.startswith("1.19"):
+        pytest.skip(f"onnxruntime 1.19: {case.newer}")
     proof = proved(case)
     assert not proof.vacuous or proof.by_nature, "a rule that returns zeros would pass"
     assert proof.compared == proof.total
