@@ -75,7 +75,9 @@ class ScikitLearnModel(Model):
     def export(self) -> onnx.ModelProto:
         whole = make_pipeline(self.scaler, self.estimator) if self.scaler else self.estimator
         options = {id(self.estimator): {"zipmap": False}} if self.case.classes else None
-        return to_onnx(whole, self.case.draw(1, 0).inputs["X"], options=options)
+        return to_onnx(
+            whole, self.case.draw(1, 0).inputs["X"], options=options, target_opset={"": 21, "ai.onnx.ml": 1}
+        )
 
     def train(self, batches: Sequence[Batch], double: bool) -> Training:
         estimator = copy.deepcopy(self.estimator)
