@@ -148,7 +148,7 @@ def _recursive(proto: onnx.ModelProto) -> None:
         (_recursive, "function own::f: expected one that ends, found one that calls itself|recurs"),
         (_claimed("x", "role", "king"), "'x': unknown role 'king'; known: counter"),
         (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
-        (_claimed("x", "role", "parameter"), "'x': role 'parameter': expected numbers that it starts with"),
+        (_claimed("x", "role", "parameter"), "found a training graph: input 'x' is its state"),
         (_claimed("y", "role", "parameter"), "'y': role 'parameter': expected one of"),
         (_claimed("p", "inference", "{}"), "value 'p': metadata 'graphopt.inference': expected none"),
         (_claimed("x", "metric", "nonsense"), "value 'x': metadata 'graphopt.metric': expected JSON"),
