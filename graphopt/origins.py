@@ -78,7 +78,7 @@ class Origin:
             return None
         try:
             fields = {"certain": False} | json.loads(text)
-            fields["kind"] = Kind(fields["kind"])
+            fields["kind"], fields["why"] = Kind(fields["kind"]), str(fields["why"])
             fields["sources"] = tuple(map(str, fields.get("sources", ())))
             copies = fields.get("copies", ())
             fields["copies"] = tuple(Copy(copy["name"], tuple(copy["shape"]), copy["how"]) for copy in copies)
