@@ -294,6 +294,18 @@ CASES: list[Case] = [
     ),
     case("ConvTranspose", (1, 4, 3, 3), (4, 2, 2, 2), (4,), group=2, dilations=[2, 1]),
     case(
+        "ConvTranspose", (1, 2, 3, 4), (2, 2, 2, 2), strides=[1, 2], dilations=[2, 3], output_padding=[1, 2]
+    ),
+    case(
+        "ConvTranspose",
+        (1, 2, 3, 3),
+        (2, 2, 3, 3),
+        strides=[2, 2],
+        output_shape=[6, 6],
+        output_padding=[1, 1],
+        rigid=PADS,
+    ),
+    case(
         "ConvTranspose",
         (1, 2, 3, 3),
         (2, 1, 3, 3),
@@ -730,6 +742,8 @@ CASES: list[Case] = [
     case("Unique", (3, 2), axis=0),
     case("Unique", np.array([3.0, 1, 3, 2, 1]), sorted=0, once="equal elements"),
     case("Unique", np.array([[3.0, 1, 3], [2, 1, 2]]), axis=1, once="equal elements"),
+    case("Unique", (2, 3), outputs=4, sorted=0),
+    case("Unique", (2, 3), outputs=4, axis=1, sorted=0),
     *(case("OneHot", ints(1, 0, 2), ints(3)[0], (2,), axis=axis) for axis in (-1, 0)),
     *(
         case("TensorScatter", (2, 4, 3), (2, 2, 3), *start, opset=24, runtime=False, quirk=NEW, **a)

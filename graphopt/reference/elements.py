@@ -87,3 +87,17 @@ class Pad(OpRun):
             cut[axis] = slice(max(-first, 0), x.shape[axis] - max(-last, 0))
         pad: Any = op_pad.Pad_18._run
         return pad(self, x[tuple(cut)], np.maximum(pads, 0), value, axes, mode)
+
+
+class Unique(OpRun):
+    """The reference takes unsorted elements from the first axis, and sorts where nothing else is asked for."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, axis: int | None = None, sorted: int = 1) -> Any:  # noqa: A002
+        _, first, places, counts = np.unique(x, True, True, True, axis)
+        if not sorted:
+            order = np.argsort(first)
+            first, places, counts = first[order], np.argsort(order)[places], counts[order]
+        y = x.reshape(-1)[first] if axis is None else np.take(x, first, axis)
+        return (y, first, places.reshape(-1), counts)[: len(self.onnx_node.output)]

@@ -6,23 +6,50 @@ from typing import Any
 
 import numpy as np
 from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_conv_transpose
 
 
 class ConvTranspose(OpRun):
-    """The reference, a group at a time: by itself it mixes the channels of groups."""
+    """The reference mixes the channels of groups, and takes no output padding that is as large as the stride."""
 
     op_domain = ""
 
-    def _run(self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **attributes: Any) -> Any:
-        group = attributes.pop("group") or 1
-        whole: Any = op_conv_transpose.ConvTranspose._run
-        parts = [
-            whole(self, data, weights, None, group=1, **attributes)[0]
-            for data, weights in zip(np.split(x, group, 1), np.split(w, group, 0), strict=True)
+    def _run(
+        self,
+        x: np.ndarray,
+        w: np.ndarray,
+        bias: np.ndarray | None = None,
+        auto_pad: str = "NOTSET",
+        dilations: list[int] | None = None,
+        group: int = 1,
+        kernel_shape: list[int] | None = None,
+        output_padding: list[int] | None = None,
+        output_shape: list[int] | None = None,
+        pads: list[int] | None = None,
+        strides: list[int] | None = None,
+    ) -> Any:
+        n, sizes, kernel = x.ndim - 2, x.shape[2:], w.shape[2:]
+        strides, dilations = strides or [1] * n, dilations or [1] * n
+        more, pads = output_padding or [0] * n, pads or [0] * 2 * n
+        whole = [
+            (sizes[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(n)
         ]
-        y = np.concatenate(parts, axis=1)
-        return (y if bias is None else y + bias.reshape(-1, *[1] * (x.ndim - 2)),)
+        begin, out = pads[:n], [whole[i] - pads[i] - pads[n + i] for i in range(n)]
+        if output_shape or auto_pad.startswith("SAME"):
+            out = output_shape or [size * stride for size, stride in zip(sizes, strides, strict=True)]
+            cut = [max(whole[i] - out[i], 0) for i in range(n)]
+            begin = [size // 2 if auto_pad == "SAME_UPPER" else size - size // 2 for size in cut]
+        grouped = x.reshape(len(x), group, -1, *sizes)
+        weights = w.reshape(group, -1, *w.shape[1:])
+        y = np.zeros((len(x), group * w.shape[1], *np.maximum(whole, np.add(begin, out))), x.dtype)
+        for tap in np.ndindex(*kernel):
+            part = np.einsum("bgc...,gcm->bgm...", grouped, weights[(..., *tap)])
+            at = [
+                slice(first, first + (size - 1) * stride + 1, stride)
+                for first, size, stride in zip(np.multiply(tap, dilations), sizes, strides, strict=True)
+            ]
+            y[(..., *at)] += part.reshape(*y.shape[:2], *sizes)
+        y = y[(..., *(slice(first, first + size) for first, size in zip(begin, out, strict=True)))]
+        return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 
 class MaxPool(OpRun):
