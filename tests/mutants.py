@@ -29,7 +29,7 @@ class Mutant:
     """A change of one place of a file.
 
     Args:
-        file: among the rules.
+        file: relative to the rules.
         operators: whose cases are tried, space-separated.
         tests: the file of the tests.
     """
@@ -244,6 +244,45 @@ MUTANTS = [
             "shift = op.Unsqueeze(op.ReduceSum(rows, [1], keepdims=0), [2])",
             "shift = op.Unsqueeze(op.ReduceMean(rows, [1], keepdims=0), [2])",
         ),
+    ),
+    *of(
+        "sampling.py",
+        ("RoiAlign", "(sample + 0.5) / count", "sample / count"),
+        ("MaxRoiPool", "op.Floor(x + 0.5)", "op.Round(x)"),
+        ("DeformConv", "steps[i] * dilation - pad", "steps[i] - pad"),
+    ),
+    *of(
+        "recurrent.py",
+        ("GRU", "op.Pad(zr, [0, n])", "op.Pad(zr, [n, 0])"),
+        ("LSTM", "forget + pf * c", "forget + pi * c"),
+        ("LSTM", "None if i % count == 2 else clip", "clip"),
+        ("", "[slices[1] * following[0]]", "following[:1]"),
+        ("", "(rest, first) if reverse else (first, rest)", "(first, rest)"),
+        tests="test_recurrent.py",
+    ),
+    *of(
+        "expansion.py",
+        ("", "gradients.pop(x, None) for x in inputs", "gradients.get(x) for x in inputs"),
+        tests="test_recurrent.py",
+    ),
+    *of(
+        "control_flow.py",
+        ("", "like(total + found[x], x)", "found[x]"),
+        ("", "turned = [1 - way for way in ways]", "turned = list(ways)"),
+        ("", "(end_, dy_, axis, 1 - way)", "(end_, dy_, axis, way)"),
+        ("", "at = inner.Sub(last, turn)", "at = turn"),
+        tests="test_control_flow.py",
+    ),
+    *of(
+        "../bodies.py",
+        ("", "like(total[y] + dy, y) if y in total else dy", "dy"),
+        tests="test_control_flow.py",
+    ),
+    *of(
+        "../../losses/classification.py",
+        ("", "* q + whole * share", "* q + share"),
+        ("", "[self.axis]), self.ignore_index))", "[self.axis]), 0))"),
+        tests="test_losses.py",
     ),
     *of(
         "spectral.py",

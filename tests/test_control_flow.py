@@ -138,6 +138,20 @@ def test_a_scan_back_that_needs_no_slice_takes_as_many_steps() -> None:
     np.testing.assert_allclose(found["z.grad.s"], [0.5**4, 2.0**4, 3.0**4], rtol=1e-6)
 
 
+def test_a_value_that_is_two_results_of_a_body_gets_the_gradients_of_both() -> None:
+    text = """g (float[3] s, float[4, 3] x, float[3] w) => (float[3] z) {{
+        last, y = Scan <num_scan_inputs = 1, body = b (float[3] h, float[3] i) => (float[3] k, float[3] {}) {{
+          a = Mul(h, w) k = Add(a, i) o = Identity(k) }}> (s, x)
+        axes = Constant <value_ints = [0]> () total = ReduceSum <keepdims = 0> (y, axes) z = Mul(last, total) }}"""
+    random = np.random.default_rng(0)
+    feeds = {"s": random.random(3), "x": random.random((4, 3)), "w": random.random(3)}
+    found, expected = (
+        in_onnxruntime(graphopt.grad(parsed(text.format(name)), list(feeds)), feeds) for name in ("k", "o")
+    )
+    for name in feeds:
+        np.testing.assert_allclose(found[f"z.grad.{name}"], expected[f"z.grad.{name}"], rtol=1e-6)
+
+
 def test_a_loop_that_fills_a_sequence_is_differentiated() -> None:
     model = parsed(
         """g (float[3] s, int64 n) => (float[k] z) { e = SequenceEmpty() h, l = Loop <

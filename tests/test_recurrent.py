@@ -194,6 +194,15 @@ def test_an_output_that_nothing_uses_has_no_gradient(op_type: str) -> None:
     testing.check_gradient(model, inputs(variant, np.float64))
 
 
+def test_a_value_that_is_both_states_gets_the_gradients_of_both() -> None:
+    variant = Variant("LSTM", states=True)
+    model, feeds = model_of(variant, np.float64), inputs(variant, np.float64)
+    model.graph.node[0].input[6] = "h"
+    model.graph.input.pop()
+    del feeds["c"]
+    testing.check_gradient(model, feeds)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
