@@ -110,12 +110,7 @@ def is_right(model: ir.Model, point: Arrays) -> bool:
     """Tell whether the runtime runs a model, or the reference evaluator does and computes the same."""
     try:
         forward_of(model, point)
-    except (
-        OtherForward,
-        TypeError,
-        IndexError,
-        ValueError,
-    ):  # of the reference, which mistakes some operators
+    except OtherForward:
         return False
     return True
 

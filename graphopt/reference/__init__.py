@@ -9,10 +9,11 @@ from graphopt.reference import elements, loops, sampling, windows
 
 MENDED = [
     *(elements.Erf, elements.GatherElements, elements.Gelu, elements.LRN, elements.LpNormalization),
-    *(elements.Pad, elements.Unique),
+    *(elements.Pad, elements.Softsign, elements.Unique),
     *(loops.GRU, loops.LSTM, loops.Loop, loops.RNN, loops.Scan),
     *(sampling.AffineGrid, sampling.DeformConv, sampling.GridSample, sampling.MaxRoiPool),
-    *(windows.ConvTranspose, windows.GlobalLpPool, windows.GlobalMaxPool, windows.MaxPool),
+    *(windows.AveragePool, windows.ConvTranspose, windows.GlobalLpPool, windows.GlobalMaxPool),
+    *(windows.LpPool, windows.MaxPool),
 ]
 
 

@@ -34,6 +34,15 @@ class Gelu(OpRun):
         return (0.5 * x * (1 + erf(x * math.sqrt(0.5))),)
 
 
+class Softsign(OpRun):
+    """The reference refuses a number without axes."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray) -> Any:
+        return (np.asarray(x / (1 + np.abs(x))),)
+
+
 class LRN(OpRun):
     """The reference takes the batch for the channels."""
 
@@ -94,7 +103,7 @@ class Unique(OpRun):
 
     op_domain = ""
 
-    def _run(self, x: np.ndarray, axis: int | None = None, sorted: int = 1) -> Any:  # noqa: A002
+    def _run(self, x: np.ndarray, axis: int | None = None, sorted: int = 1) -> Any:
         _, first, places, counts = np.unique(x, True, True, True, axis)
         if not sorted:
             order = np.argsort(first)

@@ -30,9 +30,7 @@ class ConvTranspose(OpRun):
         n, sizes, kernel = x.ndim - 2, x.shape[2:], w.shape[2:]
         strides, dilations = strides or [1] * n, dilations or [1] * n
         more, pads = output_padding or [0] * n, pads or [0] * 2 * n
-        whole = [
-            (sizes[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(n)
-        ]
+        whole = [(sizes[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(n)]
         begin, out = pads[:n], [whole[i] - pads[i] - pads[n + i] for i in range(n)]
         if output_shape or auto_pad.startswith("SAME"):
             out = output_shape or [size * stride for size, stride in zip(sizes, strides, strict=True)]
@@ -52,54 +50,84 @@ class ConvTranspose(OpRun):
         return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 
+def windows(
+    x: np.ndarray,
+    kernel: list[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the elements of each window along a last axis, and their positions in a plane.
+
+    Then which of them are elements, and which are that or padding: a last window may reach beyond both.
+    """
+    n, sizes = len(kernel), x.shape[2:]
+    pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
+    position, inside, padded = np.zeros((), np.int64), np.ones((), bool), np.ones((), bool)
+    for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
+        if auto_pad != "NOTSET":
+            same = auto_pad.startswith("SAME")
+            total = max((-(-size // stride) - 1) * stride + extent - size, 0) if same else 0
+            begin = total - total // 2 if auto_pad == "SAME_LOWER" else total // 2
+            end = total - begin
+        room = size + begin + end - extent
+        count = (-(-room // stride) if ceil_mode else room // stride) + 1
+        if ceil_mode and (count - 1) * stride >= size + begin:
+            count -= 1
+        at = np.arange(count)[:, None] * stride + np.arange(kernel[i]) * dilations[i] - begin
+        position = np.add.outer(position * size, np.clip(at, 0, size - 1))
+        inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
+        padded = np.logical_and.outer(padded, at < size + end)
+    windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
+    position, inside, padded = (
+        v.transpose(windows_first).reshape(*v.shape[::2], -1) for v in (position, inside, padded)
+    )
+    return x.reshape(*x.shape[:2], -1)[:, :, position], position, inside, padded
+
+
+class AveragePool(OpRun):
+    """The reference refuses SAME padding where strides leave elements out."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: np.ndarray, *, kernel_shape: list[int], count_include_pad: int = 0, **geometry: Any
+    ) -> Any:
+        elements, _, inside, padded = windows(x, kernel_shape, **geometry)
+        count = (padded if count_include_pad else inside).sum(-1)
+        return ((elements.sum(-1, where=inside) / count).astype(x.dtype),)
+
+
 class MaxPool(OpRun):
     """Maxima with their positions: the reference has none for strides of 1, and mistakes SAME_LOWER."""
 
     op_domain = ""
 
-    def _run(
-        self,
-        x: np.ndarray,
-        auto_pad: str = "NOTSET",
-        ceil_mode: int = 0,
-        dilations: list[int] | None = None,
-        kernel_shape: list[int] | None = None,
-        pads: list[int] | None = None,
-        storage_order: int = 0,
-        strides: list[int] | None = None,
-    ) -> Any:
-        kernel = list(kernel_shape or [])
-        n, sizes = len(kernel), x.shape[2:]
-        pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
-        position, inside = np.zeros((), np.int64), np.ones((), bool)
-        for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-            extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
-            if auto_pad.startswith("SAME"):
-                total = max((-(-size // stride) - 1) * stride + extent - size, 0)
-                begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
-                end = total - begin
-            room = size + begin + end - extent
-            windows = (-(-room // stride) if ceil_mode else room // stride) + 1
-            if ceil_mode and (windows - 1) * stride >= size + begin:
-                windows -= 1
-            at = np.arange(windows)[:, None] * stride + np.arange(kernel[i]) * dilations[i] - begin
-            position = np.add.outer(position * size, np.clip(at, 0, size - 1))
-            inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
-        windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
-        position, inside = position.transpose(windows_first), inside.transpose(windows_first)
-        flat = x.reshape(*x.shape[:2], -1)[:, :, position]
-        shape = (*flat.shape[: 2 + n], -1)
-        best = np.where(inside, flat, -np.inf).reshape(shape).argmax(-1)[..., None]
-        chosen = np.take_along_axis(np.broadcast_to(position, flat.shape).reshape(shape), best, -1)[..., 0]
-        y = np.take_along_axis(flat.reshape(shape), best, -1)[..., 0]
+    def _run(self, x: np.ndarray, *, kernel_shape: list[int], storage_order: int = 0, **geometry: Any) -> Any:
+        elements, position, inside, _ = windows(x, kernel_shape, **geometry)
+        best = np.where(inside, elements, -np.inf).argmax(-1)[..., None]
+        y = np.take_along_axis(elements, best, -1)[..., 0]
         if len(self.onnx_node.output) == 1:
             return (y,)
+        chosen = np.take_along_axis(np.broadcast_to(position, elements.shape), best, -1)[..., 0]
+        sizes = x.shape[2:]
         if storage_order:
             chosen = np.ravel_multi_index(np.unravel_index(chosen, sizes), sizes, order="F")
-        planes = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * n) * np.prod(
-            sizes, dtype=np.int64
-        )
-        return y, planes + chosen
+        planes = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * len(sizes))
+        return y, planes * np.prod(sizes, dtype=np.int64) + chosen
+
+
+class LpPool(OpRun):
+    """The reference refuses SAME padding where strides leave elements out."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, *, kernel_shape: list[int], p: int = 2, **geometry: Any) -> Any:
+        elements, _, inside, _ = windows(x, kernel_shape, **geometry)
+        return ((np.abs(elements) ** p).sum(-1, where=inside) ** (1 / p),)
 
 
 class GlobalMaxPool(OpRun):
