@@ -1,0 +1,62 @@
+"""Pads written as every other pass, and every runtime, reads them: of all axes, and as pads."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from passes.gradients.rules.shape import spread_pads
+from passes.gradients.walk import constant_of
+from passes.shapes import inferred_shape
+
+
+def pads_for_output_shapes(model: ir.Model) -> None:
+    """Replace the `output_shape` of a ConvTranspose by the pads that it means, where its input's sizes are known.
+
+    ONNX infers a wrong rank where the output is smaller than the input.
+    """
+    for node in model.graph:
+        if node.op_type != "ConvTranspose" or node.domain != "" or "output_shape" not in node.attributes:
+            continue
+        x, w = node.inputs[:2]
+        assert x is not None and w is not None
+        shape, weights = inferred_shape(model, x), w.shape
+        if shape is None or weights is None:
+            continue
+        n = len(shape) - 2
+        sizes, kernel = list(shape)[2:], list(node.attributes.get_ints("kernel_shape", None) or weights[2:])
+        if not all(isinstance(size, int) for size in sizes + kernel):
+            continue
+        strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
+        more, given = (
+            node.attributes.get_ints("output_padding", [0] * n),
+            node.attributes.get_ints("output_shape"),
+        )
+        totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - given[-n:]
+        if (totals < 0).any():
+            continue
+        less, rest = (totals // 2).tolist(), (totals - totals // 2).tolist()
+        upper = node.attributes.get_string("auto_pad", "NOTSET") == "SAME_UPPER"
+        node.attributes.pop("output_shape")
+        node.attributes.pop("auto_pad", None)
+        node.attributes.add(ir.AttrInt64s("pads", [*less, *rest] if upper else [*rest, *less]))
+
+
+def pad_all_axes(model: ir.Model) -> None:
+    """Give a Pad of some axes the pads of all: ONNX Runtime 1.31 moves a Transpose wrongly past one with `axes`."""
+    for node in model.graph.all_nodes():
+        if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
+            continue
+        x, pads, _, axes = node.inputs
+        widths, at = constant_of(pads), constant_of(axes)
+        if x is None or x.shape is None or widths is None or at is None:
+            continue
+        spread = ir.tensor(spread_pads(len(x.shape), widths, at))
+        constant = ir.node("Constant", [], {"value": spread})
+        constant.outputs[0].name = f"{node.outputs[0].name}/pads"
+        constant.outputs[0].type = ir.TensorType(spread.dtype)
+        constant.outputs[0].shape = ir.Shape(spread.shape.numpy())
+        assert node.graph is not None
+        node.graph.insert_before(node, constant)
+        node.replace_input_with(1, constant.outputs[0])
+        node.resize_inputs(3)
