@@ -47,6 +47,12 @@ def experiment(text: str) -> dict[str, str]:
 
 MKDIR = "{_target_: os.mkdir, path: pwned}"
 
+
+def _doubled(twice: str) -> str:
+    """Return thirty fields, each of them twice the one before."""
+    return "\n".join(["b0: x", *(f"b{i + 1}: {twice % (i, i)}" for i in range(30))])
+
+
 # What is attacked: the files of the folder, more arguments, and what the error has to say.
 ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     # names that are not listed
@@ -172,11 +178,38 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         NAMED,
         "Unsupported interpolation type oc.env",
     ),
-    "oc.create": (experiment("loss: ${oc.create:{a:1}}"), NAMED, "Unsupported interpolation type oc.create"),
-    "oc.decode": (
-        experiment("loss: \"${oc.decode:'{a: 1}'}\""),
+    "oc.create": (experiment("loss: ${oc.create:1}"), NAMED, "Unsupported interpolation type oc.create"),
+    "oc.decode": (experiment("loss: ${oc.decode:1}"), NAMED, "Unsupported interpolation type oc.decode"),
+    "arguments that may hide a reference": (
+        experiment("loss: \"${oc.select:loss,'{a: 1}'}\""),
         NAMED,
-        "Unsupported interpolation type oc.decode",
+        "loss: expected references such as ${fit.seed}, found",
+    ),
+    # references that double
+    "thirty texts, each twice the one before": (
+        experiment(_doubled("${b%d}${b%d}")),
+        NAMED,
+        "expected at most 100,000 characters and values with what it refers to",
+    ),
+    "thirty lists, each twice the one before": (
+        experiment(_doubled("['${b%d}', '${.b%d}']")),
+        NAMED,
+        "expected at most 100,000 characters",
+    ),
+    "thirty selections, each twice the one before": (
+        experiment(_doubled("${oc.select:b%d}${oc.select:nothing,b%d}")),
+        NAMED,
+        "expected at most 100,000 characters",
+    ),
+    "a reference by a name that is computed": (
+        experiment("b: {a: x}\nloss: {output: '${b.${training_steps:}}'}"),
+        NAMED,
+        "loss.output: expected references such as ${fit.seed}",
+    ),
+    "what holds itself": (
+        experiment("b: {a: '${oc.select:b}'}"),
+        NAMED,
+        "b: expected a value that does not refer to itself",
     ),
     "the environment in a list of defaults": (
         experiment("defaults: [override /optimizer: '${oc.env:HOME}']"),
@@ -561,3 +594,9 @@ def test_folders_of_the_working_directory_are_not_taken_for_ours(folder: str) ->
     assert done.returncode == 0, done.stderr
     assert "optimizer:" in done.stdout
     assert not Path("pwned").exists()
+
+
+def test_a_field_that_another_names_is_found() -> None:
+    text = "sizes: {small: 4, large: 64}\nsize: large\nfit: {batch_size: '${sizes.${size}}'}"
+    assert run(experiment(text), [*NAMED, "run=compile"], ["folder=out"]) == 0
+    assert "batch_size: 64" in Path("out/config.yaml").read_text()

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 import graphopt
+from graphopt.cli.expansion import check_expansion
 from graphopt.errors import GraphoptError
 
 RECIPES = (
@@ -161,6 +162,7 @@ class RecipeLoader(ConfigLoaderImpl):
             config = super().load_configuration(config_name, overrides, *how)
             if self._command_line.folders:
                 self._check(config, config_name, overrides, how)
+            check_expansion(config)
         except ODD as error:
             if isinstance(error, GraphoptError):
                 raise
