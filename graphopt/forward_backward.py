@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,9 +67,10 @@ class Forward(Values):
         values: Mapping[str, onnxruntime.OrtValue],
         copied: Collection[str] = (),
         back: Callable[[dict[str, Tensor]], Values] | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
         super().__init__(values, copied)
-        self._back = back
+        self._back, self._lock = back, lock or threading.RLock()
 
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
         """Return the gradients by the inputs and the parameters, by name, and let go of what was saved for them.
@@ -82,13 +84,14 @@ class Forward(Values):
             GraphoptError: a gradient is unknown, or of another type or shape than its output, and the way back stays
                 open; or there is none: this was no forward pass in training, or had its backward.
         """
-        if self._back is None:
-            raise GraphoptError(
-                "backward: expected a forward pass in training that had no backward yet, found nothing saved: "
-                "run forward again"
-            )
-        found = self._back(_named(gradients, named, list(self), "gradient of output"))
-        self._back = None
+        with self._lock:
+            if self._back is None:
+                raise GraphoptError(
+                    "backward: expected a forward pass in training that had no backward yet, found nothing saved: "
+                    "run forward again"
+                )
+            found = self._back(_named(gradients, named, list(self), "gradient of output"))
+            self._back = None
         return found
 
 
@@ -98,6 +101,9 @@ class ForwardBackward:
     Parameters lie on the device. A forward pass in training saves what its backward pass reads, so that any number
     of them may be on their way, in any order; parameters set in between hold for later ones. NumPy arrays that the
     backward pass reads are copied; other tensors are read where they are, and must not change until then.
+
+    Threads may share one: its calls run one after the other, each whole. What `backward` goes back from is the latest
+    forward pass of any thread; a thread that means its own calls `backward` of what its `forward` returned.
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
@@ -139,6 +145,7 @@ class ForwardBackward:
         self._engine = self._start()
         self._inference: tuple[onnxruntime.InferenceSession, list[str]] | None = None
         self._last: Forward | None = None
+        self._lock = threading.RLock()
 
     def forward(self, *inputs: Tensor, training: bool = True, **named: Tensor) -> Forward:
         """Return the model's outputs; in training with what its `backward` needs, and the state goes on.
@@ -160,14 +167,18 @@ class ForwardBackward:
             for name, accepted in self._inputs.items()
         }
         check_shared(self._shared, {name: value.shape() for name, value in feeds.items()})
-        feeds |= self._state
-        if not training:
-            return Forward(self._infer(feeds))
-        results, saved = self._engine.forward(feeds)
-        self._state |= {name: results[f"{name}.next"] for name in self._state if f"{name}.next" in results}
-        outputs = {name: results[name] for name in self._outputs}
-        self._last = Forward(outputs, self._read, functools.partial(self._go_back, outputs, saved))
-        return self._last
+        with self._lock:
+            feeds |= self._state
+            if not training:
+                return Forward(self._infer(feeds))
+            results, saved = self._engine.forward(feeds)
+            self._state |= {
+                name: results[f"{name}.next"] for name in self._state if f"{name}.next" in results
+            }
+            outputs = {name: results[name] for name in self._outputs}
+            back = functools.partial(self._go_back, outputs, saved)
+            self._last = Forward(outputs, self._read, back, self._lock)
+            return self._last
 
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
         """Return the gradients of the latest forward pass in training; see `Forward.backward`."""
@@ -198,7 +209,8 @@ class ForwardBackward:
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters, by name, in alphabetical order."""
-        return {name: np.array(self._state[name].numpy()) for name in self._parameters}
+        with self._lock:
+            return {name: np.array(self._state[name].numpy()) for name in self._parameters}
 
     @parameters.setter
     def parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
@@ -224,7 +236,8 @@ class ForwardBackward:
     @property
     def state(self) -> dict[str, np.ndarray]:
         """Copies of all state by name: parameters, running statistics, the count of forward passes in training."""
-        return {name: np.array(value.numpy()) for name, value in self._state.items()}
+        with self._lock:
+            return {name: np.array(value.numpy()) for name, value in self._state.items()}
 
     def update_state(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace some of the state by name, as `set_parameters` does."""
@@ -248,9 +261,11 @@ class ForwardBackward:
         for name in arrays:
             if name not in names:
                 raise GraphoptError(known("parameter", name, names))
-        self._state |= {
+        new = {
             name: self._value(self._state_inputs[name], array, keep=True) for name, array in arrays.items()
         }
+        with self._lock:
+            self._state |= new
 
     def _value(self, accepted: Input, tensor: Tensor, keep: bool = False) -> onnxruntime.OrtValue:
         """Return a tensor on the device, once it fits; if it is to keep, a NumPy array is copied."""

@@ -214,6 +214,36 @@ def test_every_state_that_a_thread_sees_is_that_after_a_whole_step() -> None:
     assert seen
 
 
+@pytest.mark.usefixtures("switching")
+def test_threads_that_share_a_layer_lose_no_pass() -> None:
+    """Six threads go forward and back, each its own way; all try to go back from one, which one of them may."""
+    proto = model(
+        "g (float[N,3] x) => (float[N,3] y) { p = Mul(x, w)\n y = Dropout(p, half) }",
+        w=np.ones(3),
+        half=np.float32(0.5),
+    )
+    parameters = passes.Parameters("w")
+    layer = graphopt.ForwardBackward(proto, threads=1, training=passes.TrainingMode(), parameters=parameters)
+    (counter,) = layer.state.keys() - layer.parameters.keys()
+    before, count = int(layer.state[counter]), 100
+    shared = layer.forward(x=np.ones((4, 3), np.float32))
+
+    def there_and_back(number: int) -> int:
+        x = np.full((4, 3), number, np.float32)
+        for _ in range(count):
+            passed = layer.forward(x=x)
+            np.testing.assert_array_equal(passed.backward(y=x)["w"], (passed["y"] * number).sum(axis=0))
+        try:
+            shared.backward(y=x)
+        except graphopt.GraphoptError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(6) as pool:
+        went_back = sum(pool.map(there_and_back, range(1, 7)))
+    assert (int(layer.state[counter]) - before, went_back) == (6 * count + 1, 1)
+
+
 def test_a_step_between_the_steps_of_a_run_counts() -> None:
     executor, alone = (graphopt.Executor(compiled(mlp(), passes.AdamW(0.01)), threads=1) for _ in range(2))
     for _ in executor.run([BATCH] * 6, steps_per_call=3):
