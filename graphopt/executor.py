@@ -387,6 +387,11 @@ class Executor:
         return [str(v.name) for v in self._model.graph.outputs if role_of(v) not in (Role.NEXT, Role.SOURCE)]
 
     @property
+    def reported(self) -> list[str]:
+        """The names of what a step reports, `loss` first; none of an empty `report`."""
+        return list(self._report)
+
+    @property
     def model(self) -> ir.Model:
         """The training graph, without its initial state."""
         return self._model
@@ -408,11 +413,11 @@ class Executor:
             raise GraphoptError(
                 "expected a training graph, found one without state to update: add an optimizer"
             )
-        unknown = set(report or ()) - set(self.outputs)
+        if isinstance(report, str) or not isinstance(report, Iterable | None):
+            raise GraphoptError(f"report: expected names of outputs, found {report!r}")
+        unknown = [name for name in report or () if name not in self.outputs]
         if unknown:
-            raise GraphoptError(
-                f"report: unknown outputs {sorted(unknown)}; the graph has {', '.join(self.outputs)}"
-            )
+            raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(self.outputs)}")
         return [
             name for name in self.outputs if report is None or name in report or (report and name == "loss")
         ]

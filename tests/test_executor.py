@@ -410,6 +410,12 @@ def test_the_trained_model_computes_what_is_asked_for(executor):
         executor.trained(["z"])
 
 
+@pytest.mark.parametrize("report", ["loss", 3, [1, "a"], ["z"], b"x"])
+def test_a_report_is_a_list_of_outputs(report):
+    with pytest.raises(graphopt.GraphoptError, match=r"^report: (expected names of outputs|unknown outputs)"):
+        graphopt.Executor(compiled(), threads=1, report=report)
+
+
 def test_an_empty_report_reads_nothing(executor):
     silent = graphopt.Executor(compiled(), threads=1, report=[])
     for _ in range(3):

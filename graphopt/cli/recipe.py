@@ -115,7 +115,8 @@ class Recipe:
         return step
 
     def executor(self, step: ir.Model) -> Executor:
-        report = self.fields["executor"].get("report") or reported(step)
+        report = self.fields["executor"].get("report")
+        report = reported(step) if report is None else report
         executor: Executor = self._build("executor", step=step, report=report)
         return executor
 
