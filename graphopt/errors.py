@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 
 class GraphoptError(ValueError):
-    """One line: the thing, what was expected, what was found, what to do."""
+    """One line: the thing, what was expected, what was found, what to do.
+
+    What no terminal shows as it is, in names that files give, is escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
 @dataclass(frozen=True)
