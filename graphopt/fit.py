@@ -81,13 +81,18 @@ def fit(
         NonFiniteLoss: the loss is infinite or not a number.
     """
     if epochs < 1:
-        raise GraphoptError(f"fit.epochs: expected 1 or more, found {epochs}")
+        raise GraphoptError(f"epochs: expected 1 or more, found {epochs}")
     if shuffle not in (True, False, "consecutive"):
-        raise GraphoptError(f"fit.shuffle: expected true, false or 'consecutive', found {shuffle!r}")
+        raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {shuffle!r}")
     if validation_every < 1:
-        raise GraphoptError(f"fit.validation_every: expected 1 or more, found {validation_every}")
+        raise GraphoptError(f"validation_every: expected 1 or more, found {validation_every}")
     if seed < 0:
-        raise GraphoptError(f"fit.seed: expected 0 or more, found {seed}")
+        raise GraphoptError(f"seed: expected 0 or more, found {seed}")
+    if "loss" not in executor.reported:
+        raise GraphoptError(
+            "report: expected an executor that reports its loss, which the records hold, found an empty report: "
+            "leave it out"
+        )
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
     rows: Rows = range(len(batches))
@@ -102,7 +107,7 @@ def fit(
     if prefetch is None:
         prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
     elif prefetch < 0:
-        raise GraphoptError(f"fit.prefetch: expected 0 or more batches, or null, found {prefetch}")
+        raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
     _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
     for observer in observers:
         observer.start(
@@ -178,12 +183,10 @@ def held_out_rows(rows: int, share: float) -> int:
         GraphoptError: the share leaves no row on one of the sides.
     """
     if not 0 <= share < 1:
-        raise GraphoptError(f"fit.validation: expected a share of the rows, from 0 to 1, found {share}")
+        raise GraphoptError(f"validation: expected a share of the rows, from 0 to 1, found {share}")
     count = math.ceil(rows * share)
     if count >= rows:
-        raise GraphoptError(
-            f"fit.validation: expected a share of {rows} rows that leaves some, found {share}"
-        )
+        raise GraphoptError(f"validation: expected a share of {rows} rows that leaves some, found {share}")
     return count
 
 
@@ -267,9 +270,9 @@ def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
 
 def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> None:
     if batch_size < 1:
-        raise GraphoptError(f"fit.batch_size: expected 1 or more, found {batch_size}")
+        raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
     if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
         raise GraphoptError(
-            f"the model takes {fixed} rows at a time and no other number, found fit.batch_size={batch_size} "
+            f"the model takes {fixed} rows at a time and no other number, found batch_size={batch_size} "
             f"and {' and '.join(str(len(rows)) for rows in parts)} rows: export it with a dynamic batch"
         )

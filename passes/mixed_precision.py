@@ -63,7 +63,9 @@ class MixedPrecision(Pass):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in ("float16", "bfloat16"):
-            raise GraphoptError(f"precision.dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}")
+            raise GraphoptError(
+                f"MixedPrecision: dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}"
+            )
 
     def rewrite(self, model: ir.Model) -> None:
         if with_role(model, Role.GRADIENT):
@@ -73,7 +75,7 @@ class MixedPrecision(Pass):
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
             known = ", ".join(str(node.name) for node in nodes if node.op_type in PRODUCTS)
-            raise GraphoptError(f"precision.keep={self.keep!r} matches no node; the model has: {known}")
+            raise GraphoptError(f"MixedPrecision: keep={self.keep!r} matches no node; the model has: {known}")
         ensure_typed(model)
         narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
         for node in nodes:
@@ -81,8 +83,8 @@ class MixedPrecision(Pass):
                 narrow.cast(node)
         if not narrow.of:
             raise GraphoptError(
-                f"precision: expected {', '.join(sorted(PRODUCTS))} nodes of float32 that take {self.dtype} in opset "
-                f"{model.opset_imports['']}, found none: leave precision out"
+                f"MixedPrecision: expected {', '.join(sorted(PRODUCTS))} nodes of float32 that take {self.dtype} in "
+                f"opset {model.opset_imports['']}, found none: leave precision out"
             )
 
 

@@ -41,7 +41,7 @@ class Untie(Pass):
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         floating = _floating(model)
-        _check("weights", self.weights, floating)
+        _check("Untie: weights", self.weights, floating)
         for value in floating:
             if matches(value.name, self.weights):
                 for copy in ties.untie(model, value):
@@ -93,7 +93,7 @@ class Parameters(Pass):
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):
-            _check(f"parameters.{field}", getattr(self, field), _floating(model))
+            _check(f"Parameters: {field}", getattr(self, field), _floating(model))
         if self.untie:
             Untie(self.untie).rewrite(model)
         _part_constant_uses(model)

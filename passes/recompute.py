@@ -152,7 +152,7 @@ class _Forward:
             return least
         if least.held > limit:
             raise GraphoptError(
-                f"recompute.budget={budget}: expected to hold {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB that "
+                f"Recompute: budget={budget}: expected to hold {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB that "
                 f"the backward pass reads, found {least.held / 1e6:.3g} MB at least: set it to "
                 f"{math.ceil(1000 * least.held / self.total) / 1000} or more"
             )

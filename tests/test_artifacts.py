@@ -361,7 +361,7 @@ REFUSED = {
     "unroll": ({"accumulate": passes.Unroll(2)}, r"unroll=Unroll.*: leave it out"),
     "groups": (
         {"optimizer": passes.SGD(groups=(passes.Group("*.bias", 2.0),))},
-        r"optimizer.groups: expected none .*: leave them out",
+        r"^SGD: groups: expected none .*: leave them out",
     ),
     "kernel": ({"optimizer": passes.Lion()}, r"optimizer=Lion.*: take SGD, Adam or AdamW"),
     "optimizer": ({"optimizer": None}, r"expected one optimizer, found 0"),

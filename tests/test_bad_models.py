@@ -89,6 +89,15 @@ def test_an_invalid_graph_is_refused(text, found):
         compiled(model(text, w=WEIGHT))
 
 
+@pytest.mark.parametrize("loss", [passes.CrossEntropy, passes.MeanSquaredError])
+def test_an_output_of_unknown_rank_is_compared_with_no_target(loss):
+    text = "g (float[N,4] x, int64[K] s) => (float[M] y) { m = MatMul(x, w)\n y = Reshape(m, s) }"
+    undeclared = ir.from_proto(model(text, w=WEIGHT))
+    undeclared.graph.outputs[0].shape = None
+    with pytest.raises(GraphoptError, match=r"needs the rank of 'y', .* declare the output's shape"):
+        graphopt.compile(undeclared, loss=loss(), optimizer=passes.SGD())
+
+
 def test_a_cycle_among_onnx_ir_nodes_is_refused():
     cyclic = ir.from_proto(
         model("g (float[N,4] x) => (float[N,3] y) { a = Tanh(x)\n b = Tanh(a)\n y = MatMul(b, w) }", w=WEIGHT)

@@ -99,15 +99,21 @@ def test_the_rate_of_a_schedule_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"epochs": 0}, "fit.epochs: expected 1 or more"),
-        ({"batch_size": 0}, "fit.batch_size: expected 1 or more"),
-        ({"validation": 1.0}, "fit.validation: expected a share"),
+        ({"epochs": 0}, "^epochs: expected 1 or more"),
+        ({"batch_size": 0}, "^batch_size: expected 1 or more"),
+        ({"validation": 1.0}, "^validation: expected a share"),
         ({"validation": 0.999}, "that leaves some"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], error: str) -> None:
     with pytest.raises(graphopt.GraphoptError, match=error):
         fit(executor(), DATA, **options)
+
+
+def test_an_executor_that_reports_nothing_makes_no_records() -> None:
+    silent = graphopt.Executor(executor().model, threads=1, report=[])
+    with pytest.raises(graphopt.GraphoptError, match=r"^report: expected an executor that reports its loss"):
+        fit(silent, DATA)
 
 
 def test_a_fixed_batch_must_fit() -> None:
@@ -216,7 +222,7 @@ def test_the_thread_ends_where_training_stops() -> None:
         fit(executor(), bad, batch_size=8, allow_nan=True, prefetch=2)
     assert threading.active_count() == before
     with pytest.raises(
-        graphopt.GraphoptError, match=r"fit.prefetch: expected 0 or more batches, or null, found -1"
+        graphopt.GraphoptError, match=r"^prefetch: expected 0 or more batches, or None, found -1"
     ):
         fit(executor(), DATA, prefetch=-1)
 
@@ -227,5 +233,5 @@ def test_a_negative_seed_is_refused(seed):
         graphopt.compile(mlp((4, 8, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)), device="cpu"
     )
     data = {"x": np.ones((8, 4), np.float32), "target": np.zeros(8, np.int64)}
-    with pytest.raises(graphopt.GraphoptError, match=f"fit.seed: expected 0 or more, found {seed}"):
+    with pytest.raises(graphopt.GraphoptError, match=f"^seed: expected 0 or more, found {seed}"):
         fit(executor, data, seed=seed)

@@ -318,7 +318,7 @@ def test_a_target_tells_its_metric():
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
         (
             lambda: passes.MeanSquaredError(output="z"),
-            "loss.output='z': expected the name of one floating output",
+            "output='z': expected the name of one floating output",
         ),
     ],
 )

@@ -329,9 +329,7 @@ def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_an_optimizer_without_a_kernel_says_so(optimizer):
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^optimizer.fused: onnxruntime-training has no kernel for"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"^\w+: fused: onnxruntime-training has no kernel for"):
         graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=optimizer)
 
 

@@ -284,9 +284,9 @@ def test_patterns_choose_and_freeze():
     [
         (
             {"pattern": "nothing"},
-            "parameters.pattern='nothing' matches no floating initializer; the model has: conv",
+            "Parameters: pattern='nothing' matches no floating initializer; the model has: conv",
         ),
-        ({"freeze": "nothing"}, "parameters.freeze='nothing' matches no"),
+        ({"freeze": "nothing"}, "Parameters: freeze='nothing' matches no"),
         ({"freeze": "*"}, "nothing to train"),
     ],
 )

@@ -86,7 +86,9 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
             arrays[own[0]] = arrays.pop(role.value)
     if set(arrays) != set(inputs):
         extra = (
-            " (loss.sample_weight=true takes weights)" if "sample_weight" in set(arrays) - set(inputs) else ""
+            " (a loss takes weights with its sample_weight)"
+            if "sample_weight" in set(arrays) - set(inputs)
+            else ""
         )
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
         raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}")
@@ -126,7 +128,7 @@ class _Column:
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
-            self._refuse(rows, part, wrong, "finite numbers", "; fit.allow_nan=true trains with it")
+            self._refuse(rows, part, wrong, "finite numbers", "; allow_nan trains with it")
         if self._labels is not None:
             self._refuse(rows, part, self._labels.wrong(part), str(self._labels))
 

@@ -57,7 +57,7 @@ class Losses(Pass):
         unknown = set(self.weights) - set(self.losses)
         if unknown:
             raise GraphoptError(
-                f"losses.weights: {sorted(unknown)} have no loss; known: {', '.join(self.losses)}"
+                f"Losses: weights: {sorted(unknown)} have no loss; known: {', '.join(self.losses)}"
             )
         with Emitter(model) as op:
             total = None

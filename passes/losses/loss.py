@@ -100,11 +100,16 @@ class Loss(Pass):
         if len(outputs) != 1:
             names = [value.name for value in floating]
             raise GraphoptError(
-                f"loss.output={self.output!r}: expected the name of one floating output, the model has {names}; "
-                f"for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
+                f"{type(self).__name__}: output={self.output!r}: expected the name of one floating output, the model "
+                f"has {names}; for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
             )
         (prediction,) = outputs
-        if prediction.shape is not None and len(prediction.shape) == 0:
+        if prediction.shape is None:
+            raise GraphoptError(
+                f"{type(self).__name__} needs the rank of {prediction.name!r}, which no inference could tell: declare "
+                f"the output's shape"
+            )
+        if len(prediction.shape) == 0:
             warnings.warn(
                 f"{type(self).__name__} compares {prediction.name!r}, one number, with a target: if it is a loss, "
                 f"train by it with passes.OwnLoss({prediction.name!r})",

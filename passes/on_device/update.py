@@ -29,8 +29,8 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
     """
     if optimizer.groups:
         raise GraphoptError(
-            f"optimizer.groups: expected none on a device, whose Optimizer has one rate and one weight decay for all "
-            f"parameters, found {len(optimizer.groups)}: leave them out"
+            f"{type(optimizer).__name__}: groups: expected none on a device, whose Optimizer has one rate and one "
+            f"weight decay for all parameters, found {len(optimizer.groups)}: leave them out"
         )
     lines, gradients = [], "gradients"
     for i, clip in enumerate(clips):

@@ -86,8 +86,8 @@ class Optimizer(Pass):
             raise GraphoptError("an optimizer needs gradients, found none: run Gradient first")
         if self.fused and self.kernel(0.0) is None:
             raise GraphoptError(
-                f"optimizer.fused: onnxruntime-training has no kernel for {self}, only for AdamW and for SGD without "
-                f"momentum: set it to false"
+                f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
+                f"SGD without momentum: leave it out"
             )
         parameters = {f"{p.name}.grad": p for p in with_role(model, Role.PARAMETER)}
         self._check_groups([str(p.name) for p in parameters.values()])
@@ -201,7 +201,7 @@ class Optimizer(Pass):
         for group in self.groups:
             if not any(matches(name, group.pattern) for name in names):
                 raise GraphoptError(
-                    f"optimizer.groups: pattern {group.pattern!r} matches no parameter; the model trains: "
+                    f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
                     f"{', '.join(names)}"
                 )
 
