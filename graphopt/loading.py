@@ -125,6 +125,7 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     del untyped.graph.value_info[:]
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
+    notes.check_aside(model)
     set_aside(
         model, [value for value in model.graph.outputs if value.name in outputs], _is_tensor, types=outputs
     )

@@ -65,7 +65,7 @@ def check(model: ir.Model) -> None:
                 _check_inference(node, y, names)
             if GRADIENT_OF in y.metadata_props and y.metadata_props[GRADIENT_OF] not in names:
                 raise _wrong(y, GRADIENT_OF, "the name of an input")
-    _check_aside(model)
+    check_aside(model)
     _check_versions(model)
     left_out(model)
     for value in graph.initializers.values():
@@ -161,7 +161,8 @@ def _are_attributes(attributes: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_aside(model: ir.Model) -> None:
+def check_aside(model: ir.Model) -> None:
+    """Check what a model says was set aside: also before anything more is, which comes before all other checks."""
     if aside.KEY not in model.metadata_props:
         return
     noted = _parsed(model, aside.KEY)

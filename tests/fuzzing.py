@@ -176,6 +176,8 @@ def main() -> int:
         print(f"seed {options.seed}", flush=True)
         for outcome in run(options.seed, range(options.count)):
             found.append(outcome)
+            if len(found) % 100 == 0:
+                print(f"{len(found)} tried", flush=True)
             if outcome.failed:
                 print(f"{outcome.input} {outcome.kind}: {outcome.result}", flush=True)
                 if options.details:

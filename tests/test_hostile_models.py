@@ -197,6 +197,18 @@ def test_notes_for_inference_are_checked_before_training(noted: dict[str, Any], 
         graphopt.load(tmp_path / "step.onnx")
 
 
+@pytest.mark.parametrize(
+    "noted", ["-", "[]", "{}", '{"outputs": 3, "parts": []}', '{"outputs": ["q"], "parts": []}']
+)
+def test_what_was_set_aside_is_checked_before_more_is(noted: str) -> None:
+    proto = model(
+        "g (float[N,4] x) => (float[N,3] y, seq(float[N,3]) s) { y = MatMul(x, w) s = SequenceConstruct(y) }",
+        w=W,
+    )
+    proto.metadata_props.add(key="graphopt.aside", value=noted)
+    refused(proto, r"^the model: metadata 'graphopt\.aside': expected")
+
+
 def test_a_training_graph_is_not_compiled_again() -> None:
     refused(ir.to_proto(compiled(linear())), "expected an inference model, found a training graph")
 

@@ -235,6 +235,10 @@ def _table(
     for name in [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]:
         if name not in columns:
             raise GraphoptError(f"{path}: {known('column', name, columns)}")
+    if not targets or (labels is not None and len(targets) > 1):
+        expected = "a target column" if labels is None else "one target column, whose classes are named"
+        raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
+    _refuse_twice(path, "label", map(str, labels or ()))
     arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
     if labels is None:
         stacked = _stack(path, columns, targets, labelled=len(targets) == 1)
