@@ -59,8 +59,8 @@ class Normalize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
-        left_out = exporters.left_out(model)
         origins = exporters.read(model)
+        left_out = exporters.left_out(model)
         note_versions(model)
         with outputs_kept(model):
             self._prepare(model)

@@ -219,6 +219,8 @@ def _origin(value: ir.Value) -> Origin:
     reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
     if reasons and reasons[0] is not None and all(reasons):
         return Origin(Kind.CONSTANT, reasons[0], certain=False)
+    if _is_open(value) and (found := evidence.written_out(value)):
+        return found
     if written is None and evidence.is_literal(value):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
     found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
@@ -226,9 +228,9 @@ def _origin(value: ir.Value) -> Origin:
         return replace(found, named=written is not None and written.named)
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
-    return replace(
-        written, certain=written.certain or len(value.shape or ()) > 0
-    )  # one number is a buffer as often
+    # One number is a buffer as often, and so is what the exporter folded and adds.
+    likely = len(value.shape or ()) > 0 and (written.named or evidence.is_factor(value))
+    return replace(written, certain=written.certain or likely)
 
 
 def _why_unreached(value: ir.Value) -> str:

@@ -36,7 +36,7 @@ class TrainingMode(Pass):
     integers alone (see `uniform`): the same on every runtime, another each step, and the same again when training
     resumes. Evaluation, prediction and the trained model have the inference form, with the new statistics.
 
-    A BatchNormalization of the training form that keeps no statistics, as standardized weights do, stays as it is.
+    A BatchNormalization that keeps no statistics, as standardized weights do, stays as it is.
 
     Args:
         batch_normalization: switch BatchNormalization.
@@ -83,10 +83,15 @@ class TrainingMode(Pass):
 
 
 def _has_no_statistics(node: ir.Node) -> bool:
-    """Tell whether a node of the training form keeps none: exporters then compute what its inputs for them are."""
-    statistics = [value for value in node.inputs[3:5] if value is not None]
-    computed = not any(state.initial(value) for value in statistics)
-    return node.attributes.get_int("training_mode", 0) == 1 and computed
+    """Tell whether a node keeps none: its mean and variance are computed from other values, in inference too."""
+    return not any(_is_stored(value) for value in node.inputs[3:5] if value is not None)
+
+
+def _is_stored(value: ir.Value) -> bool:
+    """Tell whether a value holds stored numbers, cast to another type or not."""
+    while (node := value.producer()) is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return state.initial(value) is not None
 
 
 def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:

@@ -16,6 +16,7 @@ import onnx
 import graphopt
 import passes
 from graphopt.executor import run
+from graphopt.origins import Kind, Origin, left_out
 from graphopt.roles import Role, with_role
 
 Arrays = Mapping[str, np.ndarray]
@@ -42,13 +43,16 @@ class Batch:
 class Training:
     """What ten steps gave: the loss of each, the weights by name, the predictions of a last batch.
 
-    `trained` says how many numbers train, by the names of weights, tied ones once.
+    `trained` says how many numbers train, by the names of weights, tied ones once. Of a training here, `said` is what
+    the report says of weights that the exporter changed, by name, and `initial` what the parameters start with.
     """
 
     losses: Sequence[float]
     weights: Arrays
     predictions: np.ndarray
     trained: Mapping[str, int]
+    said: Mapping[str, str] = field(default_factory=dict)
+    initial: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,12 @@ class Case(ABC):
         optimizer: the pass that stands for the framework's optimizer.
         training: the pass that switches to the training behaviour, None for a model that has none.
         freeze: what the user says of parameters that the framework freezes, which no ONNX file tells.
-        remark: why it trains otherwise than in the framework, if it does.
     """
 
     loss: Any = field(default_factory=passes.MeanSquaredError, kw_only=True)
     optimizer: Any = field(default_factory=lambda: passes.SGD(0.01, momentum=0.9), kw_only=True)
     training: Any = field(default_factory=passes.TrainingMode, kw_only=True)
     freeze: str | None = field(default=None, kw_only=True)
-    remark: str = field(default="", kw_only=True)
 
     @property
     @abstractmethod
@@ -135,7 +137,7 @@ def judge(row: Row, case: Case) -> None:
     except Exception as error:
         raise NotExported(f"{type(error).__name__}: {error}") from error
     ours = train_here(proto, case, batches)
-    pairs = same(initial, proto)
+    pairs = same(initial, [*constants(proto), *ours.initial.items()])
     row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())
     differences(row, ours, theirs, pairs)
     worst = max(row.losses or 0, row.weights or 0, row.predictions or 0)
@@ -144,25 +146,58 @@ def judge(row: Row, case: Case) -> None:
         double = model.train(batches, double=True)
         differences(exact, theirs, double, {name: (name, np.ravel) for name in theirs.weights})
         row.own = max(exact.losses or 0, exact.weights or 0, exact.predictions or 0)
-    if row.ours != row.theirs:
-        row.verdict = "differs"
-        row.cause = apart(ours, theirs, pairs)
-    elif worst <= TOLERANCE:
+    if row.ours == row.theirs and worst <= TOLERANCE:
         row.verdict = "agrees"
+        return
+    extra, missing = apart(ours, theirs, initial, pairs)
+    row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
+    if (extra or missing) and is_said(ours.said, extra, missing):
+        row.verdict = "reported"
+        named = [ours.said[name] for name in extra] or list(ours.said.values())
+        row.cause = f"{row.cause}. The report: {'; '.join(named[:2])}"
+    elif row.ours == row.theirs and row.own is not None and row.own > CHAOS * worst:
+        row.verdict, row.cause = "chaotic", ""
     else:
-        row.verdict = "chaotic" if row.own is not None and row.own > CHAOS * worst else "differs"
+        row.verdict = "differs"
 
 
-def apart(ours: Training, theirs: Training, pairs: Pairs) -> str:
-    """Say what trains on one side alone, as far as values tell."""
+def apart(
+    ours: Training, theirs: Training, initial: Arrays, pairs: Pairs
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what trains here alone and in the framework alone, as far as values tell, with counts."""
     found = {other for other, _ in pairs.values()}
-    extra = [f"{name} ({count})" for name, count in ours.trained.items() if name not in found]
-    missing = [
-        f"{name} ({count})"
+    numbers_there = np.concatenate([x.ravel() for x in initial.values()])
+    numbers_here = np.concatenate([x.ravel() for x in ours.initial.values()])
+    extra = {
+        name: count
+        for name, count in ours.trained.items()
+        if name not in found and not is_part(ours.initial[name], numbers_there)
+    }
+    missing = {
+        name: count
         for name, count in in_export(theirs, pairs).items()
-        if name not in pairs or pairs[name][0] not in ours.trained
-    ]
-    return f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
+        if (name not in pairs or pairs[name][0] not in ours.trained)
+        and not is_part(initial[name], numbers_here)
+    }
+    return extra, missing
+
+
+def is_part(numbers: np.ndarray, of: np.ndarray) -> bool:
+    """Tell whether numbers, each of them once, are among others."""
+    return len(np.unique(numbers)) == numbers.size and bool(np.isin(numbers, of).all())
+
+
+def is_said(said: Mapping[str, str], extra: Mapping[str, int], missing: Mapping[str, int]) -> bool:
+    """Tell whether the report names all that trains on one side alone.
+
+    Of a weight of the framework it may name the module; where the exporter drops names, a weight of its size must be
+    named that trains here alone.
+    """
+    text = " ".join(said.values())
+    return all(name in said for name in extra) and all(
+        name in text or (name.rpartition(".")[0] or name) in text or count in extra.values()
+        for name, count in missing.items()
+    )
 
 
 def in_export(theirs: Training, pairs: Pairs) -> dict[str, int]:
@@ -173,9 +208,10 @@ def in_export(theirs: Training, pairs: Pairs) -> dict[str, int]:
     }
 
 
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more or "nothing"
+def listed(counts: Mapping[str, int]) -> str:
+    some = [f"{name} ({count})" for name, count in counts.items()]
+    more = f" and {len(some) - 4} more" if len(some) > 4 else ""
+    return ", ".join(some[:4]) + more or "nothing"
 
 
 def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> Training:
@@ -184,13 +220,25 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
-    numbers = {str(value.name): math.prod(value.shape) for value in with_role(step, Role.PARAMETER)}
+    weights = with_role(step, Role.PARAMETER)
+    numbers = {str(value.name): math.prod(value.shape) for value in weights}
+    initial = {str(value.name): value.const_value.numpy() for value in weights}
     executor = graphopt.Executor(step, threads=1)
     losses = [executor.step({**batch.inputs, "target": batch.target})["loss"] for batch in batches[:-1]]
     trained = executor.trained()
     predicted = run(trained, batches[-1].inputs)
     prediction = next(array for array in predicted.values() if np.issubdtype(array.dtype, np.floating))
-    return Training(losses, dict(constants(trained)), prediction, numbers)
+    return Training(losses, dict(constants(trained)), prediction, numbers, said(step, weights), initial)
+
+
+def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
+    """Return what the report says of weights that the exporter computed or left out, or that a rule decided."""
+    found = {name: f"{name}: left out by the exporter" for name in left_out(step)}
+    for value in weights:
+        origin = Origin.read(value)
+        if not origin.certain or origin.kind is Kind.COMPUTED:
+            found[value.name] = f"{value.name}: {origin.reason}"
+    return found
 
 
 def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
@@ -202,12 +250,11 @@ def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-def same(initial: Arrays, proto: onnx.ModelProto) -> Pairs:
+def same(initial: Arrays, held: Sequence[tuple[str, np.ndarray]]) -> Pairs:
     """Return for each weight of the framework the initializer with its values, and how the exporter moved them."""
     found: Pairs = {}
-    held = constants(proto)
     for name, weight in initial.items():
-        for other, array in held:
+        for other, array in sorted(held, key=lambda one: one[0] != name):
             if array.dtype == weight.dtype and name not in found:
                 move = moved(weight, array)
                 if move is not None:
@@ -221,17 +268,20 @@ def moved(weight: np.ndarray, array: np.ndarray) -> Move | None:
         for axes in itertools.permutations(range(weight.ndim)):
             if close(weight.transpose(axes).ravel(), array.ravel()):
                 return lambda w: w.transpose(axes).ravel()
-        return None
     if (
         weight.ndim == 2
         and array.ndim > 1
         and array.shape[-1] == weight.shape[1]
-        and 1 < array.size < weight.size
+        and 1 < array.size <= weight.size
     ):
         rows = array.reshape(-1, weight.shape[1])
         for start in range(len(weight) - len(rows) + 1):
             if close(weight[start : start + len(rows)], rows):
                 return lambda w: w[start : start + len(rows)].ravel()
+        places = {row.tobytes(): i for i, row in enumerate(weight)}
+        chosen = [places[row.tobytes()] for row in rows if row.tobytes() in places]
+        if array.ndim == 2 and len(chosen) == len(rows):
+            return lambda w: w[chosen].ravel()
     return None
 
 
@@ -245,8 +295,6 @@ def differences(row: Row, ours: Training, theirs: Training, pairs: Pairs) -> Non
     apart = {}
     for name, weight in theirs.weights.items():
         other, move = pairs.get(name, ("", np.ravel))
-        if name in ours.weights and ours.weights[name].shape == weight.shape:
-            other, move = name, np.ravel  # weights of equal values may be one initializer in the export
         if other in ours.weights:
             apart[name] = relative(ours.weights[other].ravel(), move(weight))
     row.compared = f"{len(apart)} of {len(theirs.weights)}"

@@ -51,9 +51,11 @@ class TorchCase(Case):
 
 
 def perturb(module: nn.Module) -> None:
-    """Give every weight values of its own, and take chance out of training."""
+    """Give every weight that trains values of its own, and take chance out of training."""
     for parameter in module.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
+        noise = 0.05 * torch.randn_like(parameter)
+        if parameter.requires_grad:
+            parameter.data += noise
     for part in module.modules():
         if isinstance(part, NORMALIZATIONS) and part.running_mean is not None:
             part.running_mean.normal_(0, 0.1)

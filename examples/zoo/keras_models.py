@@ -174,9 +174,6 @@ def softmax() -> keras.Model:
     )
 
 
-WRITTEN_OUT = (
-    "Keras writes it out in its inference form, without the batch's statistics, which its training takes"
-)
 CLASSES = {"loss": passes.CrossEntropy(axis=-1)}
 
 CASES = {
@@ -184,7 +181,7 @@ CASES = {
     "Dense, softmax": KerasCase(softmax, numbers(6), loss=passes.CrossEntropy(axis=-1, from_logits=False)),
     "SeparableConv2D": KerasCase(convolutions, numbers(8, 8, 2), **CLASSES),
     "residual, BatchNormalization": KerasCase(
-        lambda: residual(layers.BatchNormalization), numbers(8, 8, 2), remark=WRITTEN_OUT, **CLASSES
+        lambda: residual(layers.BatchNormalization), numbers(8, 8, 2), **CLASSES
     ),
     "residual, GroupNormalization": KerasCase(
         lambda: residual(layers.GroupNormalization, groups=2), numbers(8, 8, 2), **CLASSES

@@ -2,8 +2,9 @@
 
 Every row is an architecture and an exporter. Losses of each step, the weights that can be found again in the export and
 the trained model's predictions are compared with the framework's own training in float32 on the same batches, and how
-many numbers train. What differs by more than 1e-4 is "chaotic" where the framework in float32 differs as much from
-itself in float64, and "differs" otherwise.
+many numbers train. What differs by more than 1e-4, or trains other numbers, is "reported" where graphopt's report names
+all that trains on one side alone, and what the exporter did to it; "chaotic" where the same numbers train and the
+framework in float32 differs as much from itself in float64; and "differs" otherwise.
 
 Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
 It writes RESULTS.md beside it: rows that were not run again stay. A NAME is an architecture, a family (torch_own,
@@ -63,7 +64,7 @@ PACKAGES = (
 )
 MARK = "row: "
 SECONDS, BYTES = 240, 8 << 30  # that an architecture may take
-VERDICTS = ("agrees", "chaotic", "differs", "refused", "failed", "not exported")
+VERDICTS = ("agrees", "reported", "chaotic", "differs", "refused", "failed", "not exported")
 COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
 NOTE = """\
 Differences are relative, the largest of all. `train` counts the numbers that train in the framework, tied ones once,
@@ -95,8 +96,6 @@ def tried(case: Case, name: str, exporter: str) -> Row:
         row.verdict = verdict(error)
         said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # exporters colour their messages
         row.cause = f"{type(error).__name__}: {' '.join(said.split())[:300]}"
-    if row.verdict == "differs" and case.remark:
-        row.cause = f"{row.cause}; {case.remark}" if row.cause else case.remark
     row.seconds = round(time.perf_counter() - start, 1)
     return row
 

@@ -20,7 +20,6 @@ def case(
     build: str | Callable[..., nn.Module],
     rate: float = 0.01,
     ways: Sequence[str] = EXPORTERS,
-    remark: str = "",
     **options: Any,
 ) -> TorchCase:
     """Return an architecture, by its class or its name in timm's registry, with some of its numbers made small."""
@@ -32,7 +31,6 @@ def case(
         loss=passes.CrossEntropy(),
         optimizer=passes.SGD(rate, momentum=0.9),
         ways=ways,
-        remark=remark,
     )
 
 
@@ -43,8 +41,6 @@ UNFOLDED = (
     "torchscript unfolded, static",
 )
 OLDER = ("torchscript, static", "torchscript unfolded, static")  # the newer exporter refuses it
-FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
-JOINED = "the exporter joined biases of queries and values with zeros, a buffer, which get no gradient"
 VIT = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
 MIXER = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "num_blocks": 1}
 POOLFORMER = {"mlp_act": nn.GELU, "mlp_bias": True, "layer_scale_init_values": 0.1, "use_mlp_head": False}
@@ -52,8 +48,8 @@ POOLFORMER = {"mlp_act": nn.GELU, "mlp_bias": True, "layer_scale_init_values": 0
 CASES = {
     "vit_tiny": case("vit_tiny_patch16_224", **VIT),
     "deit3_small": case("deit3_small_patch16_224", **VIT),
-    "beit_base, relative positions": case("beit_base_patch16_224", ways=OLDER, remark=JOINED, **VIT),
-    "eva02, rotary": case("eva02_tiny_patch14_224", ways=UNFOLDED[:2], remark=JOINED, **VIT),
+    "beit_base, relative positions": case("beit_base_patch16_224", ways=OLDER, **VIT),
+    "eva02, rotary": case("eva02_tiny_patch14_224", ways=UNFOLDED[:2], **VIT),
     "mlp-mixer": case(mlp_mixer.MlpMixer, **MIXER),
     "resmlp": case(
         mlp_mixer.MlpMixer, mlp_ratio=4, block_layer=mlp_mixer.ResBlock, norm_layer=mlp_mixer.Affine, **MIXER
@@ -75,7 +71,6 @@ CASES = {
     "nf_resnet, standardized weights": case(
         "nf_resnet26",
         ways=UNFOLDED,
-        remark=FOLDED,
         rate=1e-3,
         channels=(8, 8, 8, 8),
         depths=(1, 1, 1, 1),

@@ -20,9 +20,6 @@ UNFOLDED = (
 )
 STATIC = ("dynamo, static", "dynamo unfolded, static", "torchscript, static")
 ALL = ("dynamo, dynamic", "dynamo, static", "torchscript, dynamic", "torchscript, static")
-FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
-ZEROS = "the exporter left biases of zeros out: export it unfolded"
-BUFFER = "a buffer of rank 0, which nothing in the file tells from a parameter: freeze it by name"
 CLASSES = {"loss": passes.CrossEntropy()}
 TOKENS = {"loss": passes.CrossEntropy(axis=-1)}
 ADAM = {"optimizer": passes.Adam(1e-3, epsilon=1e-4)}
@@ -768,28 +765,28 @@ CASES = {
     "PINN": TorchCase(Pinn, rows(1), ways=ALL),
     "siamese": TorchCase(Siamese, pairs(6, 6), ways=ALL),
     "contrastive": TorchCase(Contrastive, pairs(6, 7), ways=STATIC, **CLASSES),
-    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=UNFOLDED, remark=ZEROS),
+    "fresh layer norms": TorchCase(FreshNorms, rows(8), fresh=True, ways=UNFOLDED),
     "U-Net": TorchCase(Unet, rows(1, 8, 8)),
     "super-resolution": TorchCase(SuperResolution, rows(1, 6, 6)),
     "mixture of experts": TorchCase(Experts, rows(6), **CLASSES),
     "wide and deep": TorchCase(WideAndDeep, ids_and_numbers, **ADAM),
     "deep sets": TorchCase(DeepSets, rows(5, 3)),
-    "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED, remark=FOLDED),
+    "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED),
     "squeeze and excite": TorchCase(SqueezeExcite, rows(2, 6, 6), **CLASSES),
     "learned queries": TorchCase(Queries, rows(5, 8)),
     "normalizing flow": TorchCase(Flow, rows(4)),
     "hypernetwork": TorchCase(Hypernetwork, pairs(5, 3)),
     "splines": TorchCase(Splines, rows(4)),
-    "standardized": TorchCase(Standardized, rows(5), ways=ALL, remark=BUFFER),
+    "standardized": TorchCase(Standardized, rows(5), ways=ALL),
     "neural ODE": TorchCase(NeuralOde, rows(4)),
     "low rank on a frozen layer": TorchCase(LowRank, rows(6), freeze="base.*"),
     "gated, RMSNorm, tied": TorchCase(Gated, words(6), **TOKENS),
     "state space": TorchCase(StateSpace, rows(5, 6)),
-    "spectral norm": TorchCase(Spectral, rows(5), ways=UNFOLDED[:2], remark=FOLDED),
+    "spectral norm": TorchCase(Spectral, rows(5), ways=UNFOLDED[:2]),
     "scaled layers": TorchCase(ScaledLayers, rows(6), ways=ALL),
     "vision transformer": TorchCase(VisionTransformer, rows(1, 8, 8), **CLASSES),
     "MLP-mixer": TorchCase(Mixer, rows(5, 6)),
     "recursive": TorchCase(Recursive, rows(8)),
-    "mixture of Gaussians": TorchCase(Gaussians, rows(3), ways=UNFOLDED, remark=FOLDED),
-    "prototypes": TorchCase(Prototypes, rows(6), ways=UNFOLDED, remark=FOLDED),
+    "mixture of Gaussians": TorchCase(Gaussians, rows(3), ways=UNFOLDED),
+    "prototypes": TorchCase(Prototypes, rows(6), ways=UNFOLDED),
 }  # fmt: skip

@@ -71,7 +71,6 @@ def case(
     rate: float = 0.01,
     freeze: str | None = None,
     ways: Sequence[str] = EXPORTERS,
-    remark: str = "",
     **sizes: Any,
 ) -> TorchCase:
     return TorchCase(
@@ -81,14 +80,11 @@ def case(
         optimizer=passes.SGD(rate, momentum=0.9),
         freeze=freeze,
         ways=ways,
-        remark=remark,
     )
 
 
-BUFFER = "final_logits_bias, a buffer, which the exporter gave a name that tells nothing: freeze it"
 MASK = "attention_mask"
 UNFOLDED = (*EXPORTERS, "dynamo unfolded, dynamic")
-FOLDED = "the exporter computed numbers of weights, so that others train: export it unfolded"
 # What most configurations call their sizes.
 SMALL = {
     "vocab_size": WORDS,
@@ -127,7 +123,7 @@ CASES = {
     "DistilBERT": case("DistilBertForMaskedLM", vocab_size=WORDS, dim=16, n_layers=1, n_heads=2, hidden_dim=24,
                        max_position_embeddings=LENGTH),
     "ELECTRA": case("ElectraForPreTraining", embedding_size=8, axis=-1, **SMALL),
-    "DeBERTa-v2": case("DebertaV2ForMaskedLM", ways=UNFOLDED, remark=FOLDED,
+    "DeBERTa-v2": case("DebertaV2ForMaskedLM", ways=UNFOLDED,
                        relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL),
     "ModernBERT": case("ModernBertForMaskedLM", global_attn_every_n_layers=1, **SMALL, **TOKENS, cls_token_id=1,
                        sep_token_id=2),
@@ -143,9 +139,9 @@ CASES = {
     "Gemma3, tied": case("Gemma3ForCausalLM", sliding_window=4, **LLAMA, **TOKENS),
     "Mamba": case("MambaForCausalLM", vocab_size=WORDS, hidden_size=8, state_size=4, num_hidden_layers=1, expand=2,
                   conv_kernel=3, time_step_rank=2, use_cache=False, **TOKENS),
-    "BART": case("BartForConditionalGeneration", remark=BUFFER,
+    "BART": case("BartForConditionalGeneration",
                  max_position_embeddings=LENGTH, **BOTH, **SEQUENCES, **TOKENS),
-    "T5": case("T5ForConditionalGeneration", ways=UNFOLDED, remark=FOLDED,
+    "T5": case("T5ForConditionalGeneration", ways=UNFOLDED,
                vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
                use_cache=False, **BOTH, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
     "Marian, sines": case("MarianMTModel", max_position_embeddings=LENGTH, decoder_start_token_id=1, **BOTH,
@@ -163,7 +159,7 @@ CASES = {
     "CLIP": case("CLIPModel", lambda batch: (*words(batch), *images()(batch)), ("input_ids", "pixel_values"),
                  "logits_per_image", text_config={**SMALL, **TOKENS}, vision_config={**vision(SMALL), **VISION},
                  projection_dim=8),
-    "Wav2Vec2": case("Wav2Vec2ForCTC", ways=UNFOLDED, remark=FOLDED, draw=lambda batch: (torch.randn(batch, 200),),
+    "Wav2Vec2": case("Wav2Vec2ForCTC", ways=UNFOLDED, draw=lambda batch: (torch.randn(batch, 200),),
                      inputs=("input_values",), axis=-1,
                      rate=1e-3, conv_dim=[8, 8], conv_kernel=[5, 3], conv_stride=[4, 2],
                      num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_feat_extract_layers=2,

@@ -9,9 +9,10 @@ from graphopt.emitter import subgraphs
 from graphopt.origins import Kind, Origin
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, is_differentiable, passes_gradient
-from passes.weights.initializers import array, fill
+from passes.weights.initializers import array, fill, is_floating
 
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
+_PRODUCTS = {"GRU", "Gemm", "LSTM", "MatMul", "RNN"}
 _RECURRENT = {"RNN": (5,), "GRU": (5,), "LSTM": (5, 6)}
 _SCATTERS = {"Scatter", "ScatterElements", "ScatterND", "TensorScatter"}
 _LAYOUT = {
@@ -26,6 +27,7 @@ _LAYOUT = {
     "Transpose",
     "Unsqueeze",
 }
+_IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out as inference computes it"
 _MASKING = -1e4  # a number of this size or below, added to scores, takes them out of a softmax
 
 
@@ -85,6 +87,39 @@ def constant_value(x: ir.Value) -> Origin | None:
     return None
 
 
+def written_out(x: ir.Value) -> Origin | None:
+    """Return what an initializer is if it is the mean or the scale of (x - mean) * scale + shift, one a channel.
+
+    That is a BatchNormalization in its inference form, which frameworks train by each batch's statistics.
+    """
+    for node, index in x.uses():
+        before = node if node.op_type == "Sub" else node.inputs[0] and node.inputs[0].producer()
+        if index != 1 or not before or before.op_type != "Sub" or not _is_channelwise(before.inputs[1]):
+            continue
+        scaled = _then(before, "Mul")
+        if scaled is None or _then(scaled, "Add") is None:
+            continue
+        if x is before.inputs[1]:
+            return Origin(Kind.BUFFER, f"the mean {_IN_INFERENCE_FORM}", certain=False)
+        if x is scaled.inputs[1]:
+            return Origin(Kind.COMPUTED, f"weight and variance {_IN_INFERENCE_FORM}", certain=False)
+    return None
+
+
+def _then(node: ir.Node, op_type: str) -> ir.Node | None:
+    """Return the only user of a node, if it is of a type and its second input is an initializer, one a channel."""
+    users = node.outputs[0].consumers()
+    found = [user for user in users if user.op_type == op_type and _is_channelwise(user.inputs[1])]
+    return found[0] if len(found) == len(users) == 1 else None
+
+
+def _is_channelwise(x: ir.Value | None) -> bool:
+    """Tell whether a value is an initializer of several numbers along one axis."""
+    if x is None or x.const_value is None or not is_floating(x):
+        return False
+    return sum(dim != 1 for dim in x.const_value.shape) == 1
+
+
 def constant_table(x: ir.Value) -> Origin | None:
     """Return what an initializer is if it holds sines and cosines of positions, which programs seldom train."""
     if not _is_wave(_numbers(x)):
@@ -114,6 +149,11 @@ def is_short(x: ir.Value) -> bool:
     """Tell whether one number is one that a person would write: of three digits."""
     tensor = x.const_value
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
+
+
+def is_factor(x: ir.Value) -> bool:
+    """Tell whether all uses of an initializer are in matrix products and recurrences."""
+    return all(user.op_type in _PRODUCTS for user in x.consumers())
 
 
 def _is_triangle(numbers: np.ndarray) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.origins import Kind, Origin
+from passes.weights import gathers
 from passes.weights.initializers import array, duplicate, fill, floating, is_floating, register
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
@@ -46,6 +47,8 @@ _MOVING = {
 }
 # Those of them that may give one number several times.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
+# Operators that the exporter drops a bias of zeros from.
+_BIASED = {"Conv", "ConvTranspose", "Gemm"}
 # Calls of ATen with an inverse: the operator, and the inverse.
 _INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "exp": ("Exp", np.log),
@@ -86,13 +89,17 @@ def signature(model: ir.Model) -> dict[str, Spec]:
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
-    """Yield what each floating initializer is, and its name; nothing of what the signature leaves open.
+    """Yield what each floating initializer and constant is, and its name; nothing of what the signature leaves open.
 
     Keras's variables are no parameters to PyTorch's exporter: their values are constants there, as literals are.
     """
     kinds = {spec.target: spec.kind for spec in specs.values()}
     placeholders = {spec.target: name for name, spec in specs.items()}
     leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _held(model))
+    if not leaves_open:
+        for node in model.graph.all_nodes():
+            if node.op_type in ("Constant", "ConstantOfShape") and node.domain == "":
+                yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a constant of the exported program")
     for value in floating(model):
         name = str(value.name)
         sources = tuple(source for source in _sources(value) if source in kinds)
@@ -113,9 +120,11 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
         elif not parameters:
             why = f"computed from {_some(sources)}" if sources else "a constant of the exported program"
             yield name, Origin(Kind.CONSTANT, why, sources=sources)
-        elif _is_moved(value, [placeholders[source] for source in parameters]):
-            why = f"{_some(parameters)}, laid out anew by the exporter"
-            yield name, Origin(Kind.PARAMETER, why, sources=parameters)
+        elif _is_moved(value, [placeholders[source] for source in parameters], kinds):
+            others = [source for source in sources if kinds[source] is not Kind.PARAMETER]
+            joined = f", joined with {_some(others)}, which is no parameter" if others else ""
+            why = f"{_some(parameters)}, laid out anew by the exporter{joined}"
+            yield name, Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
         else:
             apart = (
                 " beside it"
@@ -130,19 +139,22 @@ def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     """Give weights that were merged an initializer each again; return what these are, by name.
 
     The call that a node comes from names the parameters that it takes. Where an initializer is none of them, it stands
-    for one of them that was merged with it or, where all are accounted for, for a constant of equal values.
+    for one of them that was merged with it or, where all are accounted for, for a constant of equal values. An
+    initializer that no call names is what the exporter folded something into.
     """
     placeholders = {spec.target: name for name, spec in specs.items()}
     parted: dict[str, Origin] = {}
     copies: dict[tuple[ir.Value, str], ir.Value] = {}
-    for call, uses in _calls(model).items():
+    calls = _calls(model)
+    named = {name for call in calls for name in _arguments(call)}
+    for call, uses in calls.items():
         taken = [name for name in _arguments(call) if name in specs]
         own = {
             x: {placeholders[n] for n in (str(x.name), *_sources(x)) if n in placeholders} for x, _, _ in uses
         }
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
-            if not taken or not own[x] or own[x].intersection(taken) or (not left and fill(x) is None):
+            if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill(x) is None):
                 continue
             name, origin = f"{x.name}.constant", Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
             if left:
@@ -190,10 +202,46 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     return inverted
 
 
+def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+    """Gather again what the exporter gathered from one parameter; return what these parameters are, by name."""
+    kinds = {spec.target: spec.kind for spec in specs.values()}
+    restored: dict[str, Origin] = {}
+    for value in floating(model):
+        sources = _sources(value)
+        paths = [source for source in sources if kinds.get(source) is Kind.PARAMETER]
+        calls = {_call_of(source) for source in sources if source not in kinds} - {"val"}
+        if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
+            origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
+            restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
+    return restored
+
+
+def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+    """Give nodes the biases that the exporter dropped, as they start at zero; return what these are, by name."""
+    held = _held(model)
+    restored: dict[str, Origin] = {}
+    for node in model.graph.all_nodes():
+        if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
+            continue
+        arguments = [specs[name] for name in _arguments(node.metadata_props.get(_CALL, "")) if name in specs]
+        gone = [spec.target for spec in arguments if spec.target not in held]
+        shape, weight = node.outputs[0].shape, node.inputs[1]
+        channels = None if shape is None or len(shape) < 2 else shape[1]
+        if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
+            continue
+        known = model.graph.initializers.get(gone[0])
+        assert weight.dtype is not None
+        bias = known or register(model, gone[0], np.zeros(channels, weight.dtype.numpy()))
+        node.resize_inputs(3)
+        node.replace_input_with(2, bias)
+        restored[gone[0]] = _named(Kind.PARAMETER, ", which the exporter dropped as it is zero")
+    return restored
+
+
 def left_out(model: ir.Model, specs: Signature) -> list[str]:
     """Return the parameters that the file holds in no form.
 
-    The exporter folds BatchNormalization into a convolution before it, and drops a bias of zeros.
+    The exporter folds BatchNormalization into a convolution before it.
     """
     held = _held(model)
     taken = {name for call in _calls(model) for name in _arguments(call)}
@@ -231,18 +279,19 @@ def _call_of(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _is_moved(value: ir.Value, placeholders: Sequence[str]) -> bool:
+def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[str]) -> bool:
     """Tell whether a folded value holds the numbers of parameters, and not others computed from them.
 
     It does where calls take the parameters themselves, of which the exporter has then changed the layout alone, and
-    where the folded call moves numbers alone, and repeats none, whose gradients belong to one parameter.
+    where the folded calls move numbers alone, and repeat none, whose gradients belong to one parameter.
     """
-    if {_call_of(source) for source in _sources(value)} & _REPEATING and _repeats(array(value)):
+    folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
+    if folded & _REPEATING and _repeats(array(value)):
         return False
     calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
-    return _call_of(str(value.name)) in _MOVING
+    return bool(folded) and folded <= _MOVING
 
 
 def _repeats(numbers: np.ndarray) -> bool:

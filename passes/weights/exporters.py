@@ -14,16 +14,24 @@ from passes.weights.initializers import floating
 def read(model: ir.Model) -> dict[str, Origin]:
     """Undo what the exporter did to parameters, where that can be, and return what its initializers are, by name.
 
-    PyTorch's exporters merge weights of equal first values, which become initializers of their own again, and compute
-    functions of one parameter, such as exp(scale), which the graph computes again.
+    PyTorch's exporters merge weights of equal first values, which become initializers of their own again, compute
+    functions of one parameter, such as exp(scale), and gather its rows, which the graph does again, and drop biases of
+    zeros, which come back.
     """
     signature = exported_program.signature(model)
     if signature:
-        restored = exported_program.part(model, signature) | exported_program.invert(model, signature)
+        restored: dict[str, Origin] = {}
+        for undo in (
+            exported_program.part,
+            exported_program.invert,
+            exported_program.restore_rows,
+            exported_program.restore_biases,
+        ):
+            restored |= undo(model, signature)
         return dict(exported_program.read(model, signature)) | restored
     if model.producer_name == "pytorch":
-        parted = torchscript.part(model)
-        return dict(torchscript.read(model)) | parted
+        restored = torchscript.part(model) | torchscript.restore_rows(model)
+        return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         return dict(_read_tensorflow(model))
     return {}

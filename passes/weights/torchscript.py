@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from graphopt.origins import Kind, Origin
+from passes.weights import gathers
 from passes.weights.initializers import duplicate, floating, is_floating
 
 # Names of buffers in PyTorch's own modules and in the usual libraries.
@@ -31,7 +32,7 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     for value in floating(model):
         yield str(value.name), _origin(str(value.name), value.consumers())
     for node in model.graph.all_nodes():
-        if node.op_type == "Constant" and node.domain == "":
+        if node.op_type in ("Constant", "ConstantOfShape") and node.domain == "":
             yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 
@@ -56,6 +57,21 @@ def part(model: ir.Model) -> dict[str, Origin]:
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
     return parted
+
+
+def restore_rows(model: ir.Model) -> dict[str, Origin]:
+    """Gather again what the exporter gathered and added, as a bias of relative positions; return what these are."""
+    restored: dict[str, Origin] = {}
+    for value in floating(model):
+        name, readers = str(value.name), list(value.consumers())
+        added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
+        if added and _is_folded(name) and len(value.shape or ()) > 2:
+            table = gathers.undo(model, value, f"{name}.table")
+            if table is not None:
+                module = _module(readers[0])
+                why = f"rows of a parameter of {module}, which {name} gathers"
+                restored[str(table.name)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
+    return restored
 
 
 def _origin(name: str, readers: Iterable[ir.Node], named: bool = False) -> Origin:

@@ -1,0 +1,65 @@
+"""Undo a gather that an exporter folded: a value whose rows repeat becomes a table of rows again, and a Gather."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from passes.weights.initializers import array, register
+
+
+def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
+    """Compute an initializer from a table of its distinct rows; return the table, or None where no rows repeat.
+
+    Args:
+        name: of the table. Where the model has an initializer of that name, its rows are the table.
+    """
+    numbers = array(value)
+    axis = _axis(numbers)
+    if axis is None:
+        return None
+    rows = np.moveaxis(numbers, axis, -1)
+    matrix = rows.reshape(-1, rows.shape[-1])
+    held = model.graph.initializers.get(name)
+    distinct = array(held) if held else _distinct(matrix)
+    if distinct.ndim != 2 or distinct.dtype != matrix.dtype or distinct.shape[1] != matrix.shape[1]:
+        return None
+    places = {row.tobytes(): i for i, row in reversed(list(enumerate(distinct)))}
+    indices = [places.get(row.tobytes()) for row in matrix]
+    if None in indices:
+        return None
+    table = held or register(model, name, distinct)
+    index = register(model, f"{value.name}.rows", np.array(indices, np.int64).reshape(rows.shape[:-1]))
+    gathered = ir.node("Gather", [table, index], {"axis": 0}, name=f"{value.name}/gather")
+    order = list(range(numbers.ndim - 1))
+    order.insert(axis, numbers.ndim - 1)
+    moved = ir.node("Transpose", gathered.outputs, {"perm": order}, name=f"{value.name}/transpose")
+    for node, shape in ((gathered, rows.shape), (moved, numbers.shape)):
+        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = (
+            node.name,
+            value.type,
+            ir.Shape(shape),
+        )
+    model.graph.insert_before(model.graph[0], [gathered, moved])
+    ir.convenience.replace_all_uses_with(value, moved.outputs[0], replace_graph_outputs=True)
+    del model.graph.initializers[str(value.name)]
+    return table
+
+
+def _axis(numbers: np.ndarray) -> int | None:
+    """Return the axis along which rows lie, which leaves the fewest numbers once equal rows are one; or None."""
+    if numbers.ndim < 2 or numbers.size == 0 or np.all(numbers == numbers.flat[0]):
+        return None
+    found = []
+    for axis in range(numbers.ndim):
+        rows = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
+        distinct = _distinct(rows)
+        if len(distinct) < len(rows):
+            found.append((distinct.size, -numbers.shape[axis], axis))
+    return min(found)[2] if found else None
+
+
+def _distinct(rows: np.ndarray) -> np.ndarray:
+    """Return rows without those that came before, in their order."""
+    _, first = np.unique(rows, axis=0, return_index=True)
+    return np.ascontiguousarray(rows[np.sort(first)])
