@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import warnings
 
@@ -126,10 +127,33 @@ class Clones(nn.Module):
         return self.head(self.groups(self.shared(h))).mean(1)
 
 
+class Positioned(nn.Module):
+    """A bias of relative positions, which an exporter gathers once, and biases of zeros, which it drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.table = nn.Embedding(11, 8), nn.Parameter(torch.randn(9, 2))
+        self.register_buffer("offsets", (torch.arange(5)[:, None] - torch.arange(5) + 4).flatten())
+        self.convolution, self.head = nn.Conv1d(8, 6, 3), nn.Linear(6, 11)
+        nn.init.zeros_(self.convolution.bias)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        h = self.words(x).unflatten(2, (2, 4)).transpose(1, 2)
+        bias = self.table[self.offsets].view(5, 5, 2).permute(2, 0, 1).unsqueeze(0)
+        scores = h @ h.transpose(2, 3) + bias
+        h = (scores.softmax(-1) @ h).transpose(1, 2).flatten(2)
+        return self.head(self.convolution(h.transpose(1, 2)).tanh().mean(2))
+
+
+FRESH = (Clones, Positioned)
+KINDS = (Attention, *FRESH)
+
+
 def network(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     made = kind()
-    if kind is not Clones:
+    if kind not in FRESH:
         with torch.no_grad():  # no two weights are equal
             for parameter in made.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
@@ -138,9 +162,8 @@ def network(kind: type[nn.Module]) -> nn.Module:
 
 def tokens(kind: type[nn.Module], seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
-        0, 11 if kind is Attention else 6, (3, 5 if kind is Attention else 4), generator=generator
-    )
+    most, length = (6, 4) if kind is Clones else (11, 5)
+    return torch.randint(0, most, (3, length), generator=generator)
 
 
 @functools.cache
@@ -163,7 +186,7 @@ def export(module: nn.Module, x: torch.Tensor, exporter: str, **options) -> onnx
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("kind", [Attention, Clones])
+@pytest.mark.parametrize("kind", KINDS)
 def test_as_many_numbers_train_as_in_pytorch(kind: type[nn.Module], exporter: str) -> None:
     loaded, _ = decided(exported(kind, exporter))
     expected = sorted(parameter.numel() for parameter in network(kind).parameters())
@@ -172,7 +195,7 @@ def test_as_many_numbers_train_as_in_pytorch(kind: type[nn.Module], exporter: st
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("kind", [Attention, Clones])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps_are_pytorchs(kind: type[nn.Module], exporter: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -219,6 +242,47 @@ def test_a_function_of_one_parameter_is_computed_from_it_again() -> None:
     assert any(node.op_type == "Exp" for node in loaded.graph)
 
 
+@pytest.mark.parametrize(("exporter", "name"), [("dynamo", "table"), ("torchscript", "onnx::Add_*.table")])
+def test_rows_that_the_exporter_gathered_are_the_parameters_again(exporter: str, name: str) -> None:
+    loaded, _ = decided(exported(Positioned, exporter))
+    table = next(value for path, value in trained(loaded).items() if fnmatch.fnmatch(path, name))
+    rows = {row.tobytes() for row in table.const_value.numpy()}
+    assert rows == {row.tobytes() for row in network(Positioned).table.detach().numpy()}
+
+
+def test_biases_that_the_exporter_dropped_train() -> None:
+    proto = exported(Positioned, "dynamo")
+    assert not any("bias" in initializer.name for initializer in proto.graph.initializer)
+    assert {"convolution.bias", "head.bias"} <= set(trained(decided(proto)[0]))
+
+
+def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.a, self.b = nn.Linear(4, 12, bias=False), *(nn.Parameter(torch.randn(4)) for _ in "ab")
+            self.register_buffer("zeros", torch.zeros(4))
+
+        def forward(self, x):
+            return self.layer(x.float()[:, :4]) + torch.cat([self.a, self.zeros, self.b])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = export(Joined().eval(), tokens(Attention), "dynamo")
+    found = origin(decided(proto)[0], "cat")
+    assert found.trains and not found.certain and "zeros, which is no parameter" in found.why
+
+
+def test_a_batch_normalization_that_is_written_out_keeps_its_mean() -> None:
+    body = "s = Sub(t, mean)\n m = Mul(s, scale)\n y = Add(m, shift)"
+    weights = {name: np.random.default_rng(i).normal(size=(1, 4)) for i, name in enumerate(("mean", "scale", "shift"))}
+    weights["w"] = np.random.default_rng(3).normal(size=(4, 4))
+    loaded, said = decided(model(f"g (float[3,4] x) => (float[3,4] y) {{ t = MatMul(x, w)\n {body} }}", **weights))
+    assert set(trained(loaded)) == {"w", "scale", "shift"}
+    assert [origin(loaded, name).certain for name in ("mean", "scale", "shift")] == [False, False, True]
+    assert any("'mean'" in line and "'scale'" in line for line in said)
+
+
 def test_what_the_exporter_leaves_out_is_said() -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:
@@ -231,7 +295,8 @@ def test_what_the_exporter_leaves_out_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         proto = export(Convolution().eval(), torch.randint(0, 3, (2, 6)), "dynamo")
-    _, said = decided(proto)
+    loaded, said = decided(proto)
+    assert set(trained(loaded)) == {"conv.weight", "conv.bias"}
     assert any("left out" in line and "'norm.weight'" in line and "optimize=False" in line for line in said)
     found = report(proto, graphopt.standard(loss=passes.MeanSquaredError())).summary()
     assert "left out   norm.weight, norm.bias" in found

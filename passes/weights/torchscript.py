@@ -68,8 +68,8 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
         if added and _is_folded(name) and len(value.shape or ()) > 2:
             table = gathers.undo(model, value, f"{name}.table")
             if table is not None:
-                module = _module(readers[0])
-                why = f"rows of a parameter of {module}, which {name} gathers"
+                of = f" of {module}" if (module := _module(readers[0])) else ""
+                why = f"rows of a parameter{of}, which {name} gathers"
                 restored[str(table.name)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     return restored
 
