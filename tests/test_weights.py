@@ -260,7 +260,10 @@ def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
     class Joined(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.a, self.b = nn.Linear(4, 12, bias=False), *(nn.Parameter(torch.randn(4)) for _ in "ab")
+            self.layer, self.a, self.b = (
+                nn.Linear(4, 12, bias=False),
+                *(nn.Parameter(torch.randn(4)) for _ in "ab"),
+            )
             self.register_buffer("zeros", torch.zeros(4))
 
         def forward(self, x):
@@ -275,9 +278,14 @@ def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
 
 def test_a_batch_normalization_that_is_written_out_keeps_its_mean() -> None:
     body = "s = Sub(t, mean)\n m = Mul(s, scale)\n y = Add(m, shift)"
-    weights = {name: np.random.default_rng(i).normal(size=(1, 4)) for i, name in enumerate(("mean", "scale", "shift"))}
+    weights = {
+        name: np.random.default_rng(i).normal(size=(1, 4))
+        for i, name in enumerate(("mean", "scale", "shift"))
+    }
     weights["w"] = np.random.default_rng(3).normal(size=(4, 4))
-    loaded, said = decided(model(f"g (float[3,4] x) => (float[3,4] y) {{ t = MatMul(x, w)\n {body} }}", **weights))
+    loaded, said = decided(
+        model(f"g (float[3,4] x) => (float[3,4] y) {{ t = MatMul(x, w)\n {body} }}", **weights)
+    )
     assert set(trained(loaded)) == {"w", "scale", "shift"}
     assert [origin(loaded, name).certain for name in ("mean", "scale", "shift")] == [False, False, True]
     assert any("'mean'" in line and "'scale'" in line for line in said)
