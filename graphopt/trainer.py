@@ -20,7 +20,7 @@ from graphopt.executor import Executor, run
 from graphopt.fit import Adaptive, Record, fit, reported
 from graphopt.labels import labels_of
 from graphopt.loading import Source, load
-from graphopt.metrics import metrics
+from graphopt.metrics import Metric, metrics
 from graphopt.pipeline import Step, compile
 from graphopt.roles import Role, with_role
 
@@ -139,15 +139,27 @@ class Trainer:
         Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model has
         a last axis of one. Before `fit` it is the model's own.
         """
-        executor = self._running()
-        known = metrics(executor.inputs).get(TARGET)
-        inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
-        parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
-        output = known[0] if known else next(iter(parts[0]))  # a loss of the model's own does not tell
-        predicted = np.concatenate([part[output] for part in parts])
-        predicted = known[1].predicted(predicted) if known else predicted
+        predicted, metric = self._predict(X)
+        predicted = metric.predicted(predicted) if metric else predicted
         row = predicted.shape[1:] if self._row is None else self._row
         return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
+
+    def predict_proba(self, X: Arrays) -> np.ndarray:
+        """Return the probabilities of the classes: of a binary classification two columns, of 0 and of 1.
+
+        Raises:
+            GraphoptError: the loss is no cross-entropy, so that the model predicts no probabilities.
+        """
+        loss = self._loss(False)
+        if not hasattr(loss, "probabilities"):
+            raise GraphoptError(
+                f"predict_proba: expected CrossEntropy or BinaryCrossEntropy as the loss, found {loss!r}: use predict"
+            )
+        probabilities: np.ndarray = loss.probabilities(self._predict(X)[0])
+        if loss.task == "binary":
+            second = probabilities.reshape(len(probabilities), -1)
+            return np.concatenate([1 - second, second], axis=1)
+        return probabilities
 
     def score(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression R2, the mean over the columns; as scikit-learn's scores do."""
@@ -265,6 +277,15 @@ class Trainer:
     _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
     _weighted = False
     _row: tuple[int, ...] | None = None  # the shape of a row of the targets
+
+    def _predict(self, X: Arrays) -> tuple[np.ndarray, Metric | None]:
+        """Return what the model computes for the rows, and the metric that compares it with targets, if it is known."""
+        executor = self._running()
+        known = metrics(executor.inputs).get(TARGET)
+        inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
+        parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
+        output = known[0] if known else next(iter(parts[0]))  # a loss of the model's own does not tell
+        return np.concatenate([part[output] for part in parts]), known and known[1]
 
     def _fit(
         self,

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from skl2onnx import to_onnx
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, make_regression
-from sklearn.linear_model import SGDRegressor
+from sklearn.linear_model import LogisticRegression, SGDRegressor
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from sklearn.neural_network import MLPClassifier
@@ -288,6 +288,27 @@ def test_scikit_learns_scoring_of_classifiers(kind):
     assert scores.min() > 0.7
     np.testing.assert_array_equal(fitted.classes_, np.unique(labels))
     assert (cross_val_score(trainer, X, labels, cv=folds, scoring="f1_macro") > 0.6).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_probabilities_are_scikit_learns(classes):
+    labels = np.arange(len(X)) % classes
+    weights = LogisticRegression().fit(X, labels)
+    logits = linear(3, 1 if classes == 2 else 3)
+    for initializer, array in zip(
+        logits.graph.initializer, (weights.coef_.T, weights.intercept_), strict=True
+    ):
+        initializer.CopyFrom(onnx.numpy_helper.from_array(array.astype(np.float32), initializer.name))
+    loss = passes.BinaryCrossEntropy() if classes == 2 else passes.CrossEntropy()
+    trainer = graphopt.Trainer(logits, loss=loss, optimizer=passes.SGD(0.1), max_iter=2)
+    np.testing.assert_allclose(trainer.predict_proba(X), weights.predict_proba(X), atol=1e-6)
+    found = cross_val_score(trainer, X, labels, cv=3, scoring="neg_log_loss")
+    assert np.isfinite(found).all() and found.min() > -2
+
+
+def test_a_loss_without_probabilities_says_so():
+    with pytest.raises(graphopt.GraphoptError, match=r"predict_proba: expected CrossEntropy .*found Hinge"):
+        CLASSIFIERS["hinge"]()[0].predict_proba(X)
 
 
 @pytest.mark.parametrize(

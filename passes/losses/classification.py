@@ -55,6 +55,10 @@ class BinaryCrossEntropy(Loss):
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
         return {"threshold": 0.0 if self.from_logits else 0.5, "labels": [0, 1]}
 
+    def probabilities(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the probability of the label 1."""
+        return 0.5 * (1 + np.tanh(0.5 * prediction)) if self.from_logits else prediction  # a sigmoid
+
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
@@ -90,6 +94,13 @@ class CrossEntropy(Loss):
         if self.class_weights is not None:
             q = q * self._weights(op, prediction)
         return -op.ReduceSum(q * log_p, [self.axis], keepdims=0)
+
+    def probabilities(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the probability of each class, along `axis`."""
+        if not self.from_logits:
+            return prediction
+        powers = np.exp(prediction - prediction.max(self.axis, keepdims=True))
+        return powers / powers.sum(self.axis, keepdims=True)
 
     def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
         if self.target_probabilities or (self.class_weights is None and self.ignore_index is None):
