@@ -239,7 +239,7 @@ def test_what_is_wrong_is_said():
         regression().fit(X, Y[:5])
     with pytest.raises(graphopt.GraphoptError, match=r"expected rows of shape \[3\], found \[2\]"):
         regression().predict(X[:, :2])
-    with pytest.raises(graphopt.GraphoptError, match="expected true, false or 'consecutive', found 'rows'"):
+    with pytest.raises(graphopt.GraphoptError, match="expected True, False or 'consecutive', found 'rows'"):
         regression(shuffle="rows").fit(X, Y)
     with pytest.raises(graphopt.GraphoptError, match="reduction to 'mean' or 'sum'"):
         graphopt.compile(linear(), loss=passes.MeanSquaredError(reduction="none"))
