@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ EXTERNAL = onnx.TensorProto.EXTERNAL
 def check_proto(proto: onnx.ModelProto) -> None:
     """Raise an error unless text is UTF-8, shapes are possible, and tensors have the bytes that their shape asks for.
 
+    Attributes refer to those of the function around them, and to none outside of functions.
+
     Raises:
         GraphoptError: names the field, or the tensor and both numbers of bytes.
     """
@@ -34,6 +36,10 @@ def check_proto(proto: onnx.ModelProto) -> None:
             dims = [dim.dim_value for dim in message.dim if dim.HasField("dim_value")]
             if math.prod(max(dim, 1) for dim in dims) > MANY:
                 raise GraphoptError(f"expected shapes of at most {MANY:,} elements, found {dims}")
+    _check_references(proto.graph, "the graph", ())
+    for function in proto.functions:
+        own = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
+        _check_references(function, f"function {function.domain}::{function.name}", own)
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -80,7 +86,16 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
         )
 
 
-def _messages(proto: onnx.ModelProto) -> Iterator[Message]:
+def _check_references(whole: Message, title: str, names: Collection[str]) -> None:
+    for message in _messages(whole):
+        if isinstance(message, onnx.AttributeProto) and message.ref_attr_name not in ("", *names):
+            raise GraphoptError(
+                f"attribute {message.name!r}: expected a reference to an attribute of {title} "
+                f"({', '.join(names) or 'which has none'}), found {message.ref_attr_name!r}"
+            )
+
+
+def _messages(proto: Message) -> Iterator[Message]:
     """Yield all messages of a model, parents first; without recursion, as they may nest to any depth."""
     waiting: list[Message] = [proto]
     while waiting:

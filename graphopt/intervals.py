@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
@@ -53,10 +52,13 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _lies_in(number: Any, interval: str) -> bool:
-    if not isinstance(number, Real) or math.isnan(number):
+    if not isinstance(number, Real):
+        return False
+    try:
+        number = float(number)
+    except OverflowError:
         return False
     low, high = map(float, interval[1:-1].split(","))
-    number = float(number)
     above = low <= number if interval[0] == "[" else low < number
     below = number <= high if interval[-1] == "]" else number < high
     return above and below

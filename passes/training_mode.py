@@ -97,7 +97,12 @@ def _is_stored(value: ir.Value) -> bool:
 def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
     """Give a node of the inference form the batch's statistics."""
     x = node.inputs[0]
-    assert x is not None and x.shape is not None
+    assert x is not None
+    if x.shape is None:
+        raise GraphoptError(
+            f"BatchNormalization node {node.name!r}: expected an input of known rank, found {x.name!r}, whose rank no "
+            f"inference could tell"
+        )
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
     with Emitter(model) as op:
@@ -156,6 +161,8 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     if given is not None and tensor is None:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {given.name!r}")
     ratio = 0.5 if tensor is None else float(tensor.numpy().item())
+    if not 0 <= ratio < 1:
+        raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
     with Emitter(model) as op:
         if ratio == 0 and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:]):
             dropped = op.Identity(x)

@@ -125,6 +125,28 @@ def _reference(proto: onnx.ModelProto) -> None:
     attribute.type = onnx.AttributeProto.INT
 
 
+def _reference_of_a_call(proto: onnx.ModelProto) -> None:
+    """Let a call pass on an attribute that nothing around it has."""
+    _function(proto, onnx.helper.make_node("LeakyRelu", ["a"], ["c"]))
+    call = proto.graph.node[0].attribute.add(name="alpha", ref_attr_name="beta")
+    call.type = onnx.AttributeProto.FLOAT
+
+
+def _reference_in_a_function(proto: onnx.ModelProto) -> None:
+    node = onnx.helper.make_node("LeakyRelu", ["a"], ["c"])
+    node.attribute.add(name="alpha", ref_attr_name="beta", type=onnx.AttributeProto.FLOAT)
+    _function(proto, node)
+
+
+def _function(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    """Make the first node a call of a function of one node, with an attribute `alpha`."""
+    proto.opset_import.add(domain="own", version=1)
+    proto.graph.node[0].domain, proto.graph.node[0].op_type = "own", "f"
+    opsets = [onnx.helper.make_opsetid("", 21)]
+    made = onnx.helper.make_function("own", "f", ["a", "b"], ["c"], [node], opsets, attributes=["alpha"])
+    proto.functions.add().CopyFrom(made)
+
+
 def _recursive(proto: onnx.ModelProto) -> None:
     proto.opset_import.add(domain="own", version=1)
     proto.graph.node[0].domain, proto.graph.node[0].op_type = "own", "f"
@@ -145,6 +167,8 @@ def _recursive(proto: onnx.ModelProto) -> None:
         (_not_utf8(b"MatMul"), "expected UTF-8 text"),
         (_not_utf8(b"w"), "expected UTF-8 text"),
         (_reference, "axis"),
+        (_reference_of_a_call, r"attribute 'alpha': .* of the graph \(which has none\), found 'beta'"),
+        (_reference_in_a_function, r"attribute 'alpha': .* of function own::f \(alpha\), found 'beta'"),
         (_recursive, "function own::f: expected one that ends, found one that calls itself|recurs"),
         (_claimed("x", "role", "king"), "'x': unknown role 'king'; known: counter"),
         (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
@@ -283,6 +307,12 @@ EXPANDING = {
         f"g (float[{2**40}] x) => (float[M] y) {{ s = Shape(x) c = ConstantOfShape(s) m = Mul(x, w) y = Add(m, c) }}",
         w=W[:1, 0],
     ),
+    "a product of a static input's shape": model(
+        "g (float[8,4] x) => (float[8,3] y) { s = Shape(x) n = Mul(s, sizes) c = ConstantOfShape(n) "
+        "r = ReduceSum<keepdims=0>(c) m = MatMul(x, w) y = Add(m, r) }",
+        w=W,
+        sizes=np.array([2**20, 2**20]),
+    ),
     "24 functions that call one another twice": onnx.parser.parse_model(nested_functions(23)),
     "40 functions that call one another": onnx.parser.parse_model(nested_functions(40)),
 }
@@ -309,6 +339,21 @@ def test_limits_can_be_raised_and_lowered() -> None:
     lowered = graphopt.load(proto, limits=Limits(constant_bytes=0))
     refused(lowered, r"ConstantOfShape node .*, found 4,004, .*limits\.constant_bytes=4004 allows it")
     compiled(proto)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "g (float[N,4] x) => (float[N,3] y) { s = Shape(x) n = Mul(s, sizes) c = ConstantOfShape(n)",
+        "g (float[8,4] x) => (float[8,3] y) { s = Shape(x) p = Pow(s, sizes) n = Div(p, p) c = ConstantOfShape(n)",
+        "g (float[8,4] x) => (float[8,3] y) { c = Expand(x, row)",
+    ],
+)
+def test_sizes_that_only_the_runtime_computes_are_not_counted(text: str) -> None:
+    """The step compiles, and takes what it takes where it runs."""
+    rest = "r = ReduceSum<keepdims=0>(c) m = MatMul(x, w) y = Add(m, r) }"
+    sizes = np.array([2**20, 2**20])
+    compiled(model(f"{text} {rest}", w=W, sizes=sizes, row=np.array([2**40, 1, 1])))
 
 
 def test_bodies_that_nest_too_deeply_are_told() -> None:

@@ -438,6 +438,21 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         NAMED,
         f"data.expansion: {TRUST}",
     ),
+    "a limit that a model of theirs needs": (
+        experiment("limits: {constant_bytes: 1000000000000}"),
+        NAMED,
+        f"limits.constant_bytes: {TRUST}",
+    ),
+    "a sweep of a billion runs": (
+        experiment("hydra: {sweeper: {params: {fit.seed: 'range(0,1000000000)'}}}"),
+        [*NAMED, "-m"],
+        "hydra.sweeper.params: expected at most 10,000 runs, found more",
+    ),
+    "a sweep of many runs by few": (
+        experiment("hydra: {sweeper: {params: {fit.seed: 'range(200)', fit.epochs: 'range(1,101)'}}}"),
+        [*NAMED, "-m"],
+        "hydra.sweeper.params: expected at most 10,000 runs, found more",
+    ),
     # trusted code is what its packages hold, not what they import
     "an import of a trusted module": (
         experiment("loss: {_target_: own_losses.os.mkdir, path: pwned}"),

@@ -309,6 +309,25 @@ def test_equal_statistics_of_two_nodes_stay_apart():
     np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("ratio", [1.0, -0.5, 2.0, np.nan, np.inf, 1e38])
+def test_a_ratio_that_is_none_is_refused(ratio):
+    text = "g (float[N,4] x) => (float[N,4] y) { h = Mul(x, w)\n y = Dropout(h, ratio) }"
+    with pytest.raises(graphopt.GraphoptError, match=r"Dropout node .*: expected a ratio in \[0, 1\), found"):
+        graphopt.Pipeline(a=passes.Normalize(), b=passes.TrainingMode())(
+            model(text, w=np.ones(4), ratio=np.array(ratio))
+        )
+
+
+def test_a_batch_of_unknown_rank_is_not_normalized():
+    text = """g (float[N,4] x, int64[K] s) => (float[M] y) {
+        h = Reshape(x, s) b = BatchNormalization(h, one, zero, zero, one) y = Flatten(b) }"""
+    given = {"one": np.ones(4), "zero": np.zeros(4)}
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"BatchNormalization node .*: expected an input of known rank"
+    ):
+        graphopt.Pipeline(a=passes.Normalize(), b=passes.TrainingMode())(model(text, **given))
+
+
 def test_a_ratio_that_is_no_constant_is_refused():
     proto = model(
         "g (float[N,4] x, float r) => (float[N,4] y) { h = Mul(x, w)\n y = Dropout(h, r) }", w=np.ones(4)

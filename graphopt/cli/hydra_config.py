@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ RECIPES = (
     Path(graphopt.__file__).parents[1] / "recipes"
 )  # not by name: a `recipes` in the working directory is another
 PRIMARY = "graphopt"
+RUNS = 10_000  # of a sweep that a recipe asks for
 SEARCH_PATH = "hydra.searchpath"
 POPULATED = ("job.override_dirname", "runtime.choices", "runtime.config_sources")  # what Hydra sets itself
 REFUSED_RESOLVERS: dict[str, Any] = {
@@ -191,6 +193,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise GraphoptError(
                     f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
                 )
+        self._check_runs(values or {})
         ours, theirs = dict(_leaves(ours)), dict(_leaves(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
             populated = any(field == one or field.startswith(f"{one}.") for one in POPULATED)
@@ -203,6 +206,16 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise _on_the_command_line("folder")
             if plain.get("trust") and not self._command_line.names("trust"):
                 raise _on_the_command_line("trust")
+
+    def _check_runs(self, swept: Mapping[str, Any]) -> None:
+        """Refuse more runs than anyone waits for, before Hydra lists them: `range(0,1e9)` is as short as `1,2`."""
+        lines = [f"{name}={value}" for name, value in swept.items()]
+        runs = 1
+        for override in OverridesParser.create(config_loader=self).parse_overrides(lines):
+            if override.is_sweep_override():
+                runs *= sum(1 for _ in itertools.islice(override.sweep_iterator(), RUNS + 1))
+            if runs > RUNS:
+                raise GraphoptError(f"hydra.sweeper.params: expected at most {RUNS:,} runs, found more")
 
 
 @contextlib.contextmanager

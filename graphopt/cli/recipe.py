@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -29,7 +30,10 @@ HOST = (
     "executor.provider_options",
     "executor.session_options",
 )  # may name libraries to load and files to write
-LIMITS = {"data.expansion": EXPANSION}  # which keep a file from filling the memory
+LIMITS = {  # which keep a file from filling the memory
+    "data.expansion": EXPANSION,
+    **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
+}
 
 
 class Recipe:
@@ -176,7 +180,9 @@ class Recipe:
 
     def _check_host(self, fields: Mapping[str, Any]) -> None:
         """Refuse options of the machine that a recipe sets, and limits that it raises."""
-        for path, value in [*_values(fields["executor"], "executor"), *_values(fields["data"], "data")]:
+        for path, value in (
+            pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
+        ):
             default = LIMITS.get(path)
             guarded = path.startswith(HOST) or path in LIMITS
             if guarded and value != default and not self._command_line.names(path):
