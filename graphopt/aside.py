@@ -81,7 +81,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
     """Return the values that end the ways back from `outputs`; what is constant on the way belongs to it."""
-    found: dict[ir.Value, None] = {}
+    found = dict.fromkeys(output for output in outputs if output.is_graph_input())
     front, seen = list(outputs), set(outputs)
     while front:
         node = front.pop().producer()

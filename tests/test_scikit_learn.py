@@ -282,3 +282,18 @@ def test_other_kinds_are_refused(signature, message):
     proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> g {signature}')
     with pytest.raises(graphopt.GraphoptError, match=message):
         graphopt.load(proto)
+
+
+def test_an_output_that_is_an_input_passes_through_the_trained_model():
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 1]>
+        g (float[N,2] x, int64[N] id) => (int64[N] label, float[N,2] y, int64[N] id) {
+            label, y = ai.onnx.ml.LinearClassifier<classlabels_ints = [3, 5], coefficients = [1.0, 2.0, 3.0, 4.0],
+                intercepts = [0.0, 0.0], post_transform = "SOFTMAX">(x) }"""
+    )
+    step = graphopt.compile(proto, loss=passes.CrossEntropy(from_logits=False), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    given = {"x": X[:4, :2], "id": np.arange(4)}
+    executor.step(given, target=np.array([0, 1, 0, 1]))
+    found = graphopt.executor.run(executor.trained(), given)
+    assert (list(found), found["id"].tolist()) == (["label", "y", "id"], [0, 1, 2, 3])
