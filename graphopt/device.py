@@ -36,6 +36,8 @@ SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 DENORMALS = "session.set_denormal_as_zero"  # in the threads of the session's pool
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
+# It makes a / b of 1 / b * a, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
+UNSAFE = ["DivMulFusion"]
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
@@ -149,7 +151,7 @@ class Device:
                     content,
                     sess_options=given,
                     providers=self._providers,
-                    disabled_optimizers=UNSAFE_IN_DOUBLE if _is_double(model) else None,
+                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if _is_double(model) else []),
                     enable_fallback=0,  # to another provider, with a line on the terminal
                 )
         except Exception as error:

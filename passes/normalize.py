@@ -29,7 +29,7 @@ from graphopt.state import make_room
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
-from passes.lowering.padding import pad_all_axes, pads_for_output_shapes
+from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
 from passes.lowering.written_out import GELU
 from passes.shapes import check_expanded, fold_shapes, infer
@@ -71,6 +71,7 @@ class Normalize(Pass):
                 GELU.apply_to_model(model)
         infer(model)
         pad_all_axes(model)
+        whole_windows(model)
         if is_classical:
             classical.freeze_scaling(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])

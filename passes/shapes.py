@@ -21,6 +21,7 @@ from graphopt.rewriting import hidden, needed
 
 GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
 REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # what ONNX's inference raises
+POOLS = {"AveragePool", "LpPool", "MaxPool"}
 LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
 
 
@@ -155,12 +156,29 @@ def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=data_prop)
 
 
+def is_ceiled(node: ir.Node) -> bool:
+    """Tell whether a node is a pool with a last, partial window."""
+    return node.domain == "" and node.op_type in POOLS and bool(node.attributes.get_int("ceil_mode", 0))
+
+
 def _infer_all(model: ir.Model, propagate: bool) -> None:
-    """Type values as ONNX's inference does; it is spared the weights."""
+    """Type values as ONNX's inference does; it is spared the weights.
+
+    That of opset 22, which differs in pools alone: before, it counts a window that begins beyond the elements, and
+    may have left such sizes in the model.
+    """
     proto = _without_weights(model)
+    ceiled = any(map(is_ceiled, model.graph.all_nodes()))
+    for opset in proto.opset_import:
+        if ceiled and (opset.domain, opset.version) == ("", 21):
+            opset.version = 22
     try:
         typed = _inferred(proto, data_prop=propagate)
     except REFUSED:
+        if ceiled:
+            del proto.graph.value_info[:]
+            for y in proto.graph.output:
+                y.type.tensor_type.ClearField("shape")
         try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
             typed = _inferred(proto, data_prop=False)
         except REFUSED as error:

@@ -401,6 +401,10 @@ CASES: list[Case] = [
         case(op, (1, 2, 6, 5), kernel_shape=[1, 2], strides=[2, 3], auto_pad="SAME_LOWER", rigid=PADS)
         for op in ("AveragePool", "LpPool", "MaxPool")
     ),
+    *(  # a last window begins beyond the elements, and is none
+        case(op, (1, 2, 6, 6), kernel_shape=[1, 2], strides=[2, 3], ceil_mode=1, rigid=COUNT)
+        for op in ("AveragePool", "LpPool", "MaxPool")
+    ),
     case("MaxUnpool", (1, 1, 2, 2), ints([[[5, 2], [8, 15]]]), kernel_shape=[2, 2], strides=[2, 2]),
     case(
         "MaxUnpool",

@@ -14,6 +14,7 @@ from builders import mlp, model, run
 
 import graphopt
 import passes
+from graphopt.executor import run as execute
 
 RNG = np.random.default_rng(3)
 X = RNG.standard_normal((8, 4)).astype(np.float32)
@@ -29,6 +30,16 @@ def compiled(proto=None, **steps):
 @pytest.fixture
 def executor():
     return graphopt.Executor(compiled(), threads=1)
+
+
+def test_the_runtime_loses_no_value_that_is_multiplied_by_a_reciprocal():
+    """DivMulFusion of ONNX Runtime does, if the node that computes it is removed."""
+    proto = model(
+        "g (float[3] x, float[3] z) => (float[3] y) { a = Identity(x) b = Div(one, z) c = Mul(a, b) y = Add(c, x) }",
+        one=np.ones(()),
+    )
+    x = np.array([1, 2, 4], np.float32)
+    np.testing.assert_allclose(execute(proto, {"x": x, "z": 2 * x})["y"], x + 0.5)
 
 
 def test_steps_equal_the_reference_evaluators():

@@ -180,6 +180,20 @@ def normalized(proto):
     return loaded
 
 
+@pytest.mark.parametrize("declared", [3, 4])
+def test_a_window_that_begins_beyond_the_elements_is_none(declared):
+    """Before opset 22 ONNX counts it in the sizes that it infers."""
+    proto = model(
+        f"""g (float[1, 1, 6] x) => (float[1, 1, {declared}] y) {{
+        m = MaxPool <kernel_shape = [1], strides = [2], ceil_mode = 1> (x) y = Tanh(m) }}"""
+    )
+    proto = onnx.shape_inference.infer_shapes(proto)
+    loaded = graphopt.load(proto)
+    passes.Normalize()(loaded)
+    assert loaded.graph.outputs[0].shape == loaded.graph[0].outputs[0].shape == [1, 1, 3]
+    onnx.checker.check_model(ir.to_proto(loaded), full_check=True)
+
+
 @pytest.mark.parametrize("opset", [9, 11, 13, 17, 20, 21, 22])
 def test_models_of_any_opset_come_to_the_working_one(opset):
     text = (

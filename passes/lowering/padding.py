@@ -1,13 +1,14 @@
-"""Pads written as every other pass, and every runtime, reads them: of all axes, and as pads."""
+"""Pads and windows written as every other pass, and every runtime, reads them: of all axes, as pads, and whole."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
+from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.shape import spread_pads
-from passes.gradients.walk import constant_of
-from passes.shapes import inferred_shape
+from passes.gradients.walk import constant_of, dims_of
+from passes.shapes import inferred_shape, is_ceiled
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:
@@ -60,3 +61,19 @@ def pad_all_axes(model: ir.Model) -> None:
         node.graph.insert_before(node, constant)
         node.replace_input_with(1, constant.outputs[0])
         node.resize_inputs(3)
+
+
+def whole_windows(model: ir.Model) -> None:
+    """Drop the `ceil_mode` of pools to which it adds no window: before opset 22 ONNX infers a size with one more."""
+    for node in filter(is_ceiled, model.graph.all_nodes()):
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        sizes, counts = dims_of(x)[2:], dims_of(y)[2:]
+        if not all(isinstance(size, int) for size in [*sizes, *counts]):
+            continue
+        geometry = {name: node.attributes.get_ints(name, None) for name in ("pads", "strides", "dilations")}
+        auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+        window = window_of(x, node.attributes.get_ints("kernel_shape"), auto_pad, **geometry)
+        room = np.array(sizes) + window.begin + window.end - window.extent
+        if (room // window.strides + 1).tolist() == list(counts):
+            node.attributes.pop("ceil_mode")
