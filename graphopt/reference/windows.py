@@ -41,12 +41,13 @@ class ConvTranspose(OpRun):
         y = np.zeros((len(x), group * w.shape[1], *np.maximum(whole, np.add(begin, out))), x.dtype)
         for tap in np.ndindex(*kernel):
             part = np.einsum("bgc...,gcm->bgm...", grouped, weights[(..., *tap)])
-            at = [
+            at: Any = tuple(
                 slice(first, first + (size - 1) * stride + 1, stride)
                 for first, size, stride in zip(np.multiply(tap, dilations), sizes, strides, strict=True)
-            ]
+            )
             y[(..., *at)] += part.reshape(*y.shape[:2], *sizes)
-        y = y[(..., *(slice(first, first + size) for first, size in zip(begin, out, strict=True)))]
+        kept: Any = tuple(slice(first, first + size) for first, size in zip(begin, out, strict=True))
+        y = y[(..., *kept)]
         return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 
@@ -65,7 +66,8 @@ def windows(
     """
     n, sizes = len(kernel), x.shape[2:]
     pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
-    position, inside, padded = np.zeros((), np.int64), np.ones((), bool), np.ones((), bool)
+    position: np.ndarray = np.zeros((), np.int64)
+    inside, padded = np.ones((), bool), np.ones((), bool)
     for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         extent, begin, end = (kernel[i] - 1) * dilations[i] + 1, pads[i], pads[n + i]
         if auto_pad != "NOTSET":
