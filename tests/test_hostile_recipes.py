@@ -192,7 +192,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         "expected at most 100,000 characters and values with what it refers to",
     ),
     "thirty lists, each twice the one before": (
-        experiment(_doubled("['${b%d}', '${.b%d}']")),
+        experiment(_doubled("['${b%d}', '${..b%d}']")),
         NAMED,
         "expected at most 100,000 characters",
     ),
