@@ -291,7 +291,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
-    return bool(folded) and folded <= _MOVING
+    return bool(folded) and folded <= _MOVING | {"arange"}  # which makes places, as of positions, no weights
 
 
 def _repeats(numbers: np.ndarray) -> bool:
