@@ -286,16 +286,12 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     where the folded calls move numbers alone, and repeat none, whose gradients belong to one parameter.
     """
     folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
-    if folded & _REPEATING and _repeats(array(value)):
+    if folded & _REPEATING and gathers.repeats(array(value)):
         return False
     calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
     return bool(folded) and folded <= _MOVING | {"arange"}  # which makes places, as of positions, no weights
-
-
-def _repeats(numbers: np.ndarray) -> bool:
-    return len(np.unique(numbers)) < numbers.size
 
 
 def _sources(value: ir.Value) -> tuple[str, ...]:

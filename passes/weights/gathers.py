@@ -46,6 +46,11 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
     return table
 
 
+def repeats(numbers: np.ndarray) -> bool:
+    """Tell whether rows repeat along an axis, or all numbers are one."""
+    return _axis(numbers) is not None or len(np.unique(numbers)) < 2 <= numbers.size
+
+
 def _axis(numbers: np.ndarray) -> int | None:
     """Return the axis along which rows lie, which leaves the fewest numbers once equal rows are one; or None."""
     if numbers.ndim < 2 or numbers.size == 0 or np.all(numbers == numbers.flat[0]):
