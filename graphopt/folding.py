@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import onnxscript.optimizer
 
+from graphopt.rewriting import hidden
 from graphopt.roles import UNTRAINED, Role, with_role
 
 # Operators that leave an implementation no choice of a bit. The rest stays in the graph, where the runtime folds it.
@@ -23,6 +24,7 @@ EXACT_INTEGERS = EXACT | {
 }
 GROWING = {"ConstantOfShape", "Expand", "Range", "Tile"}
 SMALL = 100  # elements
+MANY = 4096  # tensors that one Split makes: the time that it takes grows with their square
 
 
 def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) -> None:
@@ -46,7 +48,15 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         return _is_small(y) if node.op_type in GROWING else None
 
-    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=infer_shapes, should_fold=should_fold)
+    with hidden(_splits_of_many(model)):  # for which onnxscript writes out as many tensors
+        onnxscript.optimizer.fold_constants(model, onnx_shape_inference=infer_shapes, should_fold=should_fold)
+
+
+def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:
+    for node in model.graph.all_nodes():
+        x = node.inputs[0] if node.op_type == "SplitToSequence" and node.domain == "" else None
+        if x is not None and any(isinstance(dim, int) and dim > MANY for dim in x.shape or ()):
+            yield node
 
 
 def _weights(model: ir.Model) -> Iterator[ir.Value]:

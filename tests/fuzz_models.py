@@ -15,6 +15,7 @@ import onnx_ir as ir
 from builders import attention, linear, mlp, model
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from gradient_cases import CASES, Case, spaced
 
 import graphopt
 import passes
@@ -221,6 +222,23 @@ def _network_of_scikit_learn() -> onnx.ModelProto:
     return to_onnx(MLPRegressor(hidden_layer_sizes=(5,), max_iter=1).fit(X, X[:, 0]), X[:1])
 
 
+def _sequences() -> onnx.ModelProto:
+    return model(
+        """g (float[N,6] x) => (float[N,3] y, seq(float[N,3]) held) {
+            s = SplitToSequence<axis=1>(x, three)
+            a = SequenceAt(s, zero)
+            t = SequenceInsert(s, a, one)
+            e = SequenceErase(t, one)
+            c = ConcatFromSequence<axis=1>(e)
+            y = MatMul(c, w)
+            held = SequenceConstruct(y, y) }""",
+        three=np.array(3),
+        zero=np.array(0),
+        one=np.array(1),
+        w=np.ones((6, 3)),
+    )
+
+
 def _of_the_runtime() -> onnx.ModelProto:
     return onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
@@ -240,6 +258,41 @@ def _half_compiled(steps: str) -> onnx.ModelProto:
     return ir.to_proto(pipeline.until(steps)(_convolutional()))
 
 
+def _of_case(case: Case) -> onnx.ModelProto | None:
+    """Return a model of one operator; floating inputs are weights, the first of them times an input of the model."""
+    graph = onnx.GraphProto(name="g")
+    names: list[str] = []
+    for i, given in enumerate(case.inputs):
+        name = "" if given is None else f"w{i}"
+        if isinstance(given, tuple):
+            given = spaced(*given)
+        if given is not None:
+            array = given.astype(np.float32) if given.dtype == np.float64 else given
+            graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+            if array.dtype.kind == "f" and not graph.input:
+                shape = ["N", *array.shape[1:]] if array.ndim else []
+                graph.input.append(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape))
+                graph.node.append(onnx.helper.make_node("Mul", ["x", name], ["first"]))
+                name = "first"
+        names.append(name)
+    outputs = [f"y{i}" if i else "y" for i in range(case.outputs)]
+    graph.node.append(onnx.helper.make_node(case.op_type, names, outputs, **case.attributes))
+    proto = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", case.opset)], ir_version=10
+    )
+    inferred = onnx.shape_inference.infer_shapes(proto).graph.value_info
+    found = [value for value in inferred if value.name == "y" and value.type.tensor_type.HasField("shape")]
+    graph.output.extend(found)
+    proto.graph.output.extend(found)
+    return proto if found and graph.input else None
+
+
+@functools.cache
+def operators() -> list[onnx.ModelProto]:
+    """Return a valid model of each case of a gradient rule."""
+    return [proto for case in CASES if (proto := _of_case(case)) is not None]
+
+
 @functools.cache
 def corpus() -> list[onnx.ModelProto]:
     """Return the valid models."""
@@ -256,6 +309,7 @@ def corpus() -> list[onnx.ModelProto]:
         _functions(),
         _classical(),
         _network_of_scikit_learn(),
+        _sequences(),
         _of_the_runtime(),
         _half_compiled("loss"),
         _half_compiled("fuse"),
@@ -438,7 +492,7 @@ def _flip(draw: random.Random, content: bytes) -> bytes:
 def write(draw: random.Random, folder: Path) -> Path:
     """Write a model, mutated, perhaps with its weights in a file beside it."""
     proto = onnx.ModelProto()
-    proto.CopyFrom(draw.choice(corpus()))
+    proto.CopyFrom(draw.choice(corpus() if draw.random() < 0.7 else operators()))
     path = folder / "model.onnx"
     if draw.random() < 0.15:
         onnx.save(

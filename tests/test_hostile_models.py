@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -323,6 +324,88 @@ def test_what_a_small_file_expands_to_is_measured_first(case: str) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused(EXPANDING[case], r"limits\.(constant_bytes|nodes|depth)=\d+ allows it")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000  # KiB
+
+
+B = 2**40
+IMAGE = "g (float[N,1,H,W] x) => (float[N,1,L,M] y) { v = Mul(x, w)"
+LARGE_GRADIENTS = {
+    "a kernel of many taps": (f"{IMAGE} y = AveragePool<kernel_shape=[{B},2]>(v) }}", {}),
+    "many windows": (
+        f"g (float[N,1,{B},4] x) => (float[N,1,L,M] y) {{ v = Mul(x, w) "
+        "y = AveragePool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1>(v) }",
+        {},
+    ),
+    "a sum of powers": (f"{IMAGE} y = LpPool<kernel_shape=[{B},2]>(v) }}", {}),
+    "minors": (f"g (float[N,{2**15},{2**15}] x) => (float[N] y) {{ v = Mul(x, w) y = Det(v) }}", {}),
+    "samples of a bin": (
+        f"{IMAGE} y = RoiAlign<sampling_ratio={B}>(v, rois, batch) }}",
+        {"rois": np.zeros((1, 4)), "batch": np.array([0])},
+    ),
+    "a kernel of many offsets": (
+        f"g (float[N,1,H,W] x, float[1,1,{2**20},{2**20}] k, float[N,C,L,M] o) => (float[N,1,L,M] y) "
+        "{ v = Mul(x, w) y = DeformConv(v, k, o) }",
+        {},
+    ),
+    "blocks of an image": (
+        "g (float[N,C,L] x) => (float[N,D,H,W] y) { v = Mul(x, w) y = Col2Im(v, image, block) }",
+        {"image": np.array([B, B]), "block": np.array([2**20, 2**20])},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LARGE_GRADIENTS)
+def test_constants_that_a_gradient_would_make_are_counted_first(case: str) -> None:
+    text, given = LARGE_GRADIENTS[case]
+    with pytest.raises(GraphoptError, match="it takes a constant of at most 16,777,216 elements, found"):
+        graphopt.compile(
+            model(text, w=np.ones(1), **given), parameters=passes.Parameters(unfreeze="w"), loss=SQUARES
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "g (float[N,4] x) => (float[N,4] y) { v = Mul(x, w) y = InstanceNormalization(v, one, one) }",
+            "expected axes after batch and channels, found 'v'",
+        ),
+        (
+            'g (float[N,1,2,4] x) => (float[N,1,2,2] y) { v = Mul(x, w) y = GridSample<mode="">(v, grid) }',
+            "unknown mode ''; known: cubic",
+        ),
+        (
+            "g (float[T,N,4] x) => (float[T,1,N,1] y) "
+            '{ v = Mul(x, w) y = LSTM<direction="up", hidden_size=1>(v, k, r) }',
+            "unknown direction 'up'; known: forward",
+        ),
+    ],
+)
+def test_attributes_that_inference_leaves_unchecked(text: str, found: str) -> None:
+    given = {"grid": np.zeros((1, 2, 2, 2)), "k": np.ones((1, 4, 4)), "r": np.ones((1, 4, 1))}
+    refused(model(text, w=np.ones(4), one=np.ones(4), **given), found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "g (float[N,4] x) => (float[N,4] y) { v = Mul(x, w) y = GlobalMaxPool(v) }",
+        "g (float[0,4] x) => (float[4] y) { v = Mul(x, w) y = Gather(v, zero) }",
+        "g (float[N,4] x) => (float[M] y) { s = SplitToSequence(x) a = SequenceAt(s, several) y = Mul(a, w) }",
+        "g (float[N,4] x) => (float[M] y) { s = SplitToSequence(x) a = SequenceAt(s, none) y = Mul(a, w) }",
+        f"g (float[{B},4] x) => (float[M,4] y) {{ s = SplitToSequence(x) a = SequenceAt(s, zero) y = Mul(a, w) }}",
+        f"g (float[N,{B}] x) => (float[N,M] y) "
+        "{ s = SplitToSequence<axis=1>(x, four) a = SequenceAt(s, zero) y = Mul(a, w) }",
+    ],
+)
+def test_what_is_odd_and_valid_compiles_at_once(text: str) -> None:
+    given = {
+        "zero": np.array(0),
+        "several": np.array([0, 1]),
+        "none": np.zeros(0, np.int64),
+        "four": np.array(4),
+    }
+    with contextlib.suppress(GraphoptError):  # what has no gradient
+        compiled(model(text, w=np.ones(4), **given))
 
 
 def test_limits_can_be_raised_and_lowered() -> None:

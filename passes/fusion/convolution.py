@@ -16,6 +16,7 @@ from graphopt.inference import stand_in
 
 FEW = 12  # channels
 MANY = 32  # channels
+WIDE = 1024  # taps, or places along an axis
 
 
 def convolution_inputs(model: ir.Model) -> bool:
@@ -76,7 +77,7 @@ def _turned(op: Emitter, node: ir.Node) -> ir.Value | None:
         return None
     if any(node.attributes.get_ints("output_padding", [])) or "output_shape" in node.attributes:
         return None
-    if node.attributes.get_int("group", 1) > 1 or math.prod(taps) == 1:
+    if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= WIDE:
         return None
     backwards = op.constant(np.eye(math.prod(taps))[::-1], like=w)
     turned = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
@@ -97,7 +98,8 @@ def _of_more_columns(op: Emitter, node: ir.Node) -> ir.Value | None:
     if positions >= 2 * many and positions > 16:
         if len(kernel) < 3 and (batch is None or batch >= FEW):
             return _along_batch(op, node, x, w)
-        if len(kernel) == 3 and plain and None not in _sizes(x)[3:] and (batch is None or batch >= FEW):
+        deep = len(kernel) == 3 and plain and None not in _sizes(x)[3:] and places[0] <= WIDE
+        if deep and (batch is None or batch >= FEW):
             return _by_depth(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
     if plain and len(kernel) < 3 and filters is not None and filters > many and positions > 1 and batch != 1:

@@ -100,7 +100,10 @@ def _parts(op: Emitter, query: Value, key: Value | None, value: Value | None) ->
 
 def _unpacked(op: Emitter, packed: Value) -> list[Value]:
     """Return the parts of [B,S,N,parts,H] as [B,N,S,H] each."""
-    parts = (op.Gather(packed, i, axis=3) for i in range(_size(packed, 3)))
+    count = _size(packed, 3)
+    if count not in (2, 3):
+        raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
+    parts = (op.Gather(packed, i, axis=3) for i in range(count))
     return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.emitter import Emitter, like, subgraphs
+from graphopt.folding import MANY
 
 __all__ = ["lower_sequences"]
 
@@ -118,7 +119,7 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
     if given is None:
         return places - 1
     tensor = ir.convenience.get_const_tensor(given)
-    place = None if tensor is None else int(tensor.numpy().item())
+    place = None if tensor is None or tensor.size != 1 else int(tensor.numpy().item())
     return place % places if place is not None and -places <= place < places else None
 
 
@@ -132,7 +133,7 @@ def _split(op: Emitter, node: ir.Node) -> Held | None:
     split = node.inputs[1] if len(node.inputs) > 1 else None
     if split is None:
         alone = not node.attributes.get_int("keepdims", 1)
-        if not isinstance(size, int):
+        if not isinstance(size, int) or size > MANY:
             rows = op.Transpose(x, perm=[axis, *(i for i in range(len(x.shape)) if i != axis)])
             return Stack(rows if alone else op.Unsqueeze(rows, [axis + 1]))
         parts = _parts(op, x, [1] * size, axis)
@@ -141,10 +142,10 @@ def _split(op: Emitter, node: ir.Node) -> Held | None:
     if tensor is None:
         return None
     if tensor.shape.rank():
-        return _parts(op, x, tensor.numpy().tolist(), axis)
-    if not isinstance(size, int):
-        return None
+        return _parts(op, x, tensor.numpy().tolist(), axis) if tensor.size <= MANY else None
     part = int(tensor.numpy().item())
+    if not isinstance(size, int) or size > MANY * part:
+        return None
     return _parts(op, x, [min(part, size - start) for start in range(0, size, part)], axis)
 
 

@@ -15,7 +15,7 @@ from onnx_ir import Value
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 from passes.gradients.walk import constant_of, dims_of
 
 Dims = Sequence[int | ir.SymbolicDim]
@@ -243,7 +243,8 @@ def col2im(
     taps = constant_of(block)
     if taps is None:
         raise GraphoptError(f"the gradient by {x.name!r} needs a known block shape")
-    places = int(taps.prod())
+    places = counted(*taps)
+    counted(places, places)
     kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
     planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
     geometry = {"pads": pads, "strides": strides, "dilations": dilations}

@@ -102,7 +102,7 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
     """Add rows of `dy` to rows of zeros, the gathered axis in front; one known row is only padded."""
     width, size, index = rank(indices), dims_of(x)[axis], constant_of(indices)
     axis %= rank(x)
-    if width < 2 and index is not None and index.size == 1 and isinstance(size, int):
+    if width < 2 and index is not None and index.size == 1 and isinstance(size, int) and size:
         before = index.item() % size
         row = dy if width else op.Unsqueeze(dy, [axis])
         pads = spread_pads(rank(x), np.array([before, size - 1 - before]), np.array([axis]))

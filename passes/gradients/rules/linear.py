@@ -12,7 +12,7 @@ from onnx_ir import Value
 from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 from passes.gradients.walk import dims_of
 
 
@@ -138,6 +138,7 @@ def det(op: Emitter, dy: Value, x: Value) -> Gradients:
     dy = op.Unsqueeze(dy, [-1, -2])
     if n == 1:
         return [like(dy, x)]
+    counted(n, n, n - 1, n - 1)
     others = np.array([[k for k in range(n) if k != i] for i in range(n)])
     rows, columns = others[:, None, :, None], others[None, :, None, :]
     flat = op.Reshape(x, op.Concat(*([sizes_of(op, x, 0, -2)] * (rank(x) > 2)), [n * n], axis=0))

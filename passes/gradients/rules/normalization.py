@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.emitter import Emitter
+from graphopt.errors import GraphoptError
 from graphopt.roles import OF_BATCH
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import nonzero
@@ -64,6 +65,8 @@ def instance_normalization(
     op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, *, epsilon: float
 ) -> Gradients:
     axes = list(range(2, rank(x)))
+    if not axes:
+        raise GraphoptError(f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}")
     z, inverse = standardize(op, x, axes, epsilon)
     return by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
 

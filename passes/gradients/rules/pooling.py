@@ -15,7 +15,7 @@ from passes.gradients.rules.convolution import Window, transposed, window_of
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.indexing import positions, scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
-from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 from passes.gradients.walk import dims_of, further_output
 
 
@@ -95,6 +95,7 @@ def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     """Add each element of `dy` to all elements of `x` in its window."""
     planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
     planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
+    counted(*window.kernel)
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
     return reshape_like(op, transposed(op, window, planes, ones, x), x)
 
@@ -131,9 +132,11 @@ def divisor(
         if not isinstance(size, int) or not isinstance(windows, int):
             return taps * _share_inside(op, window, x, ceil_mode)
         before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
+        counted(windows, window.kernel[i])
         first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
         at = first + np.arange(window.kernel[i]) * window.dilations[i]
         counts.append(((at >= -before) & (at < size + after)).sum(axis=1))
+    counted(*map(len, counts))
     return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
 
 
@@ -185,6 +188,8 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 @rule("GlobalMaxPool")
 def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
+    if rank(x) == 2:
+        return [dy]
     axes = op.constant(list(range(2, rank(x))))
     return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]
 

@@ -111,6 +111,8 @@ def expanded(
     **attributes: Any,
 ) -> list[Value]:
     """Emit what a recurrent operator computes: Y, Y_h and, of an LSTM, Y_c."""
+    if direction not in DIRECTIONS:
+        raise GraphoptError(f"unknown direction {direction!r}; known: {', '.join(DIRECTIONS)}")
     ways = DIRECTIONS[direction]
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)

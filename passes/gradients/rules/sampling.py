@@ -14,11 +14,11 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, known
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 from passes.gradients.walk import dims_of
 
 Number = Value | float
@@ -54,6 +54,8 @@ def sampled(
     """
     axes = [0, *range(2, rank(x)), 1]
     rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], sizes_of(op, x, 1, 2), axis=0))
+    if mode not in TAPS:
+        raise GraphoptError(known("mode", mode, TAPS))
     first, coefficients = TAPS[mode]
     row, weight = batch, None
     for i, position in enumerate(at):
@@ -178,7 +180,7 @@ def roi_align(
         step = op.Unsqueeze(length / bins[i], [2])
         if sampling_ratio:
             count: Number = float(sampling_ratio)
-            sample = op.constant(np.arange(sampling_ratio)[None, None], like=rois)
+            sample = op.constant(np.arange(counted(sampling_ratio))[None, None], like=rois)
             share = None
         else:
             count = op.Ceil(step)
@@ -264,6 +266,7 @@ def deform_conv(
     if len(kernel) != count:
         raise GraphoptError(f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}")
     taps, out = math.prod(kernel), sizes_of(op, offset, 2)
+    counted(count, taps)
     steps = np.indices(kernel).reshape(count, taps, *[1] * count)
     parts = op.Split(
         op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.emitter import Emitter, like
+from graphopt.errors import GraphoptError
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.walk import constant_of, dims_of
+
+MOST = 2**24  # elements of a constant that a rule makes: half a gigabyte while it is a list
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
@@ -25,6 +30,18 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
 def rank(x: Value) -> int:
     """Return the number of axes of `x`."""
     return len(dims_of(x))
+
+
+def counted(*sizes: int) -> int:
+    """Return how many elements a constant of some sizes has, which a model's file may make as large as it likes.
+
+    Raises:
+        GraphoptError: they are more than a gradient may take.
+    """
+    count = math.prod(int(size) for size in sizes)
+    if count > MOST:
+        raise GraphoptError(f"it takes a constant of at most {MOST:,} elements, found {count:,}")
+    return count
 
 
 def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value:
