@@ -295,7 +295,13 @@ CASES: list[Case] = [
     ),
     case("ConvTranspose", (1, 4, 3, 3), (4, 2, 2, 2), (4,), group=2, dilations=[2, 1]),
     case(
-        "ConvTranspose", (1, 2, 3, 4), (2, 2, 2, 2), strides=[1, 2], dilations=[2, 3], output_padding=[1, 2]
+        "ConvTranspose",
+        (1, 2, 3, 4),
+        (2, 2, 2, 2),
+        strides=[1, 2],
+        dilations=[2, 3],
+        output_padding=[1, 2],
+        newer="it mistakes an output padding as large as the stride, which later ones refuse",
     ),
     case(
         "ConvTranspose",
