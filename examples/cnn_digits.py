@@ -9,7 +9,6 @@ import graphopt
 import graphopt.models
 import passes
 from graphopt.data import digits
-from graphopt.fit import fit
 
 
 def main() -> float:
@@ -23,7 +22,7 @@ def main() -> float:
         schedule=passes.Cosine(steps=epochs * len(data) // batch_size, warmup=20),
     )
     executor = graphopt.Executor(step, report=["loss", "penalty", "gradient_norm", "learning_rate"])
-    for record in fit(executor, data, epochs=epochs, batch_size=batch_size):
+    for record in graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size):
         print(
             "  ".join(f"{name} {record[name]:.4g}" for name in ("epoch", "loss", "learning_rate", "accuracy"))
         )

@@ -48,7 +48,7 @@ def main() -> dict[str, float]:
     expected = [executor.step(x=images[rows], target=labels[rows])["loss"] for rows in batches]
     early = slice(20)  # later, rounding has grown
     difference = max(abs(a / b - 1) for a, b in zip(losses[early], expected[early], strict=True))
-    (scores,) = graphopt.executor.run(trained, {"x": images}).values()
+    (scores,) = graphopt.run(trained, {"x": images}).values()
     accuracy = float((scores.argmax(axis=1) == labels).mean())
     print(
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}; 20 steps differ from the executor's by {difference:.1e} at most"

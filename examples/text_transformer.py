@@ -14,7 +14,6 @@ import graphopt.models
 import passes
 from graphopt.data import text
 from graphopt.data.samples import CHARACTERS
-from graphopt.fit import fit
 
 CONTEXT = 32
 
@@ -40,7 +39,7 @@ def main() -> list[float]:
     )
     executor = graphopt.Executor(step, report=["loss"])
     losses = []
-    for record in fit(executor, data, epochs=epochs, batch_size=batch_size, validation=0.1):
+    for record in graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size, validation=0.1):
         losses.append(record["validation_loss"])
         print(f"epoch {record['epoch']}  loss {record['loss']:.3f}  validation {losses[-1]:.3f}")
     print(repr(write(executor, "The ", 60)))

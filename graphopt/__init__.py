@@ -1,14 +1,16 @@
 """graphopt: a compiler from ONNX inference models to self-contained ONNX training graphs."""
 
-from graphopt.artifacts import export_artifacts, from_checkpoint, load_artifacts
+from graphopt.compiler import compile, grad, standard
 from graphopt.errors import GraphoptError
-from graphopt.executor import Executor, NonFiniteLoss
-from graphopt.forward_backward import ForwardBackward
-from graphopt.listing import listing
-from graphopt.loading import load, save
-from graphopt.pipeline import Pipeline, compile, grad, standard
-from graphopt.plot import dot, mermaid, plot
-from graphopt.trainer import Trainer
+from graphopt.graph.listing import listing
+from graphopt.graph.loading import load, save
+from graphopt.inspection.plot import dot, mermaid, plot
+from graphopt.layer import ForwardBackward
+from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
+from graphopt.pipeline import Pipeline
+from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.training.estimator import Trainer
+from graphopt.training.fit import evaluate, fit
 
 __all__ = [
     "Executor",
@@ -19,14 +21,17 @@ __all__ = [
     "Trainer",
     "compile",
     "dot",
+    "evaluate",
     "export_artifacts",
     "from_checkpoint",
+    "fit",
     "grad",
     "listing",
     "load",
     "load_artifacts",
     "mermaid",
     "plot",
+    "run",
     "save",
     "standard",
 ]

@@ -1,9 +1,8 @@
-"""Named steps from an inference model to a training graph."""
+"""Run named passes in order."""
 
 from __future__ import annotations
 
 import logging
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,31 +10,11 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, known
-from graphopt.loading import Source, load
+from graphopt.graph.loading import Source, load
 
 logger = logging.getLogger(__name__)
 
 Step = Callable[[ir.Model], Any]
-
-# The standard pipeline: a step's name, and the pass that stands there unless another is given.
-STANDARD: dict[str, str | None] = {
-    "normalize": "passes.Normalize",
-    "parameters": "passes.Parameters",
-    "sort": "passes.SortInitializers",
-    "training": None,
-    "loss": None,
-    "regularizer": None,
-    "precision": None,
-    "gradient": "passes.Gradient",
-    "recompute": None,
-    "clip": None,
-    "optimizer": None,
-    "schedule": None,
-    "loss_scale": None,
-    "accumulate": None,
-    "simplify": "passes.Simplify",
-    "fuse": "passes.Fuse",
-}
 
 
 class Pipeline(Mapping[str, tuple[Step, ...]]):
@@ -94,60 +73,3 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         if name not in self._steps:
             raise GraphoptError(known("step", name, self._steps))
         return list(self._steps).index(name)
-
-
-def standard(**steps: Step | Sequence[Step] | None) -> Pipeline:
-    """Return the standard pipeline with some steps given; None leaves a step out."""
-    return filled(STANDARD, steps)
-
-
-def filled(declared: Mapping[str, str | None], steps: Mapping[str, Step | Sequence[Step] | None]) -> Pipeline:
-    """Return a pipeline of declared steps, some of them given; None leaves a step out."""
-    for name in steps:
-        if name not in declared:
-            raise GraphoptError(known("step", name, declared))
-    defaults = {name: pkgutil.resolve_name(target)() if target else None for name, target in declared.items()}
-    return Pipeline(**{**defaults, **steps})
-
-
-def grad(
-    model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
-) -> ir.Model:
-    """Return a model with the gradients of one of its outputs by inputs or weights as outputs `OF.grad.X`.
-
-    It is a model like any other, so that `grad` of it gives second derivatives.
-
-    Args:
-        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        wrt: the names of the inputs and weights to differentiate by.
-        of: the output to differentiate, which is summed; the only floating one by default.
-        seeded: add an input `OF.seed` that weighs the output's elements: a vector-Jacobian product.
-        keep: keep the model's own outputs.
-
-    Raises:
-        GraphoptError: the model cannot be read, a name is unknown, or operators on the way have no rule.
-    """
-    names = ("normalize", "differentiate", "simplify")
-    normalize, differentiate, simplify = (pkgutil.resolve_name(f"passes.{name.title()}") for name in names)
-    loaded = load(model)
-    own = {output.name for output in loaded.graph.outputs}
-    normalize()(loaded)
-    differentiate(wrt, of, seeded)(loaded)
-    if not keep:
-        for output in [output for output in loaded.graph.outputs if output.name in own]:
-            loaded.graph.outputs.remove(output)
-    simplify()(loaded)
-    return loaded
-
-
-def compile(model: Source, **steps: Step | Sequence[Step] | None) -> ir.Model:
-    """Compile an inference model to a training graph by the standard pipeline; see `STANDARD` for the steps.
-
-    Args:
-        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        steps: the passes to put in: `loss`, `regularizer`, `clip`, `optimizer`, `schedule`, `parameters`, ...
-
-    Raises:
-        GraphoptError: the model cannot be read, a step is unknown, or a pass refuses the model.
-    """
-    return standard(**steps)(model)

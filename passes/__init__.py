@@ -1,25 +1,105 @@
 """The library of passes: a file is a family, a family has one base class that owns the plumbing."""
 
-from passes.accumulate import *
-from passes.clipping import *
-from passes.diagnostics import *
-from passes.differentiate import *
-from passes.fusion import Fuse as Fuse
-from passes.gradients import Gradient as Gradient
-from passes.gradients import GradientSource as GradientSource
-from passes.gradients.registry import gradient as gradient
-from passes.losses import *
-from passes.mixed_precision import *
-from passes.normalize import *
-from passes.optimizers import *
-from passes.ort_gradient import *
-from passes.parameters import *
-from passes.recompute import *
-from passes.regularizers import *
-from passes.renaming import *
-from passes.schedules import *
-from passes.simplify import *
-from passes.split import *
-from passes.stop_gradient import *
-from passes.training_mode import *
-from passes.unroll import *
+from graphopt.graph.unroll import Unroll
+from passes.accumulate import Accumulate
+from passes.clipping import Clip, ClipGlobalNorm, ClipValue
+from passes.diagnostics import GradientNorm, ReportGradients
+from passes.differentiate import Differentiate
+from passes.fusion import Fuse
+from passes.gradients import Gradient, GradientSource
+from passes.gradients.registry import gradient
+from passes.losses.classification import BinaryCrossEntropy, CrossEntropy, Hinge, KLDivergence
+from passes.losses.combined import CustomLoss, Losses
+from passes.losses.loss import Loss
+from passes.losses.own import OwnLoss
+from passes.losses.regression import Elastic, Huber, MeanAbsoluteError, MeanSquaredError, Poisson, Quantile
+from passes.mixed_precision import DynamicLossScale, MixedPrecision
+from passes.normalize import Normalize
+from passes.optimizers.adaptive import Adagrad, Adam, AdamW, Lion, RMSprop
+from passes.optimizers.descent import SGD
+from passes.optimizers.optimizer import Group, Optimizer
+from passes.ort_gradient import OrtGradient
+from passes.parameters import Parameters, Untie
+from passes.recompute import Recompute
+from passes.regularizers import L1, L2, ElasticPenalty, Regularizer
+from passes.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    InverseScaling,
+    Linear,
+    OneCycle,
+    Optimal,
+    Polynomial,
+    Schedule,
+    StepDecay,
+)
+from passes.simplify import Simplify
+from passes.sort_initializers import SortInitializers
+from passes.stop_gradient import StopGradient, stop_gradient
+from passes.training_mode import TrainingMode
+from passes.vector_jacobian import VectorJacobianProduct
+
+__all__ = [
+    "Accumulate",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "BinaryCrossEntropy",
+    "Clip",
+    "ClipGlobalNorm",
+    "ClipValue",
+    "Constant",
+    "Cosine",
+    "CrossEntropy",
+    "CustomLoss",
+    "Differentiate",
+    "DynamicLossScale",
+    "Elastic",
+    "ElasticPenalty",
+    "Exponential",
+    "Fuse",
+    "Gradient",
+    "GradientNorm",
+    "GradientSource",
+    "Group",
+    "Hinge",
+    "Huber",
+    "InverseScaling",
+    "KLDivergence",
+    "L1",
+    "L2",
+    "Linear",
+    "Lion",
+    "Loss",
+    "Losses",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "MixedPrecision",
+    "Normalize",
+    "OneCycle",
+    "Optimal",
+    "Optimizer",
+    "OrtGradient",
+    "OwnLoss",
+    "Parameters",
+    "Poisson",
+    "Polynomial",
+    "Quantile",
+    "RMSprop",
+    "Recompute",
+    "Regularizer",
+    "ReportGradients",
+    "SGD",
+    "Schedule",
+    "Simplify",
+    "SortInitializers",
+    "StepDecay",
+    "StopGradient",
+    "TrainingMode",
+    "Unroll",
+    "Untie",
+    "VectorJacobianProduct",
+    "gradient",
+    "stop_gradient",
+]

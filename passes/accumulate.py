@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import state
-from graphopt.dataflow import ancestors
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import like
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
-from graphopt.roles import GRADIENT_OF, Role, with_role
-
-__all__ = ["Accumulate"]
 
 APPLY = "apply"
 FORWARD = "forward_step"
@@ -43,10 +43,10 @@ class Accumulate(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         gradients = {
-            y: y.metadata_props[GRADIENT_OF]
+            y: gradient_of
             for node in model.graph
             for y in node.outputs
-            if GRADIENT_OF in y.metadata_props
+            if (gradient_of := GRADIENT_OF.read(y)) is not None
         }
         if not gradients or not with_role(model, Role.NEXT):
             raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")

@@ -12,16 +12,14 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt import roles
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph import roles
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, retire
+from graphopt.graph.roles import Role
 from graphopt.intervals import within
-from graphopt.rewriting import Pass, retire
-from graphopt.roles import Role
-from passes import fused
+from passes import ort_kernels as fused
 from passes.diagnostics import report_norm
-
-__all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import Role, set_role, with_role
-
-__all__ = ["GradientNorm", "ReportGradients"]
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import Role, set_role, with_role
 
 
 @dataclass(frozen=True)

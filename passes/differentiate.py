@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError, known
-from graphopt.rewriting import Pass
-from passes.gradients import backward, is_differentiable
-from passes.shapes import ensure_typed
-
-__all__ = ["Differentiate"]
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import is_floating
+from passes.gradients.walk import backward
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Differentiate(Pass):
         ensure_typed(model)
         values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
         for name in self.wrt:
-            if name not in values or not is_differentiable(values[name]):
-                floating = [name for name, value in values.items() if is_differentiable(value)]
+            if name not in values or not is_floating(values[name]):
+                floating = [name for name, value in values.items() if is_floating(value)]
                 raise GraphoptError(known("floating value", name, floating))
         y = self._output(model)
         with Emitter(model) as op:
@@ -56,7 +55,7 @@ class Differentiate(Pass):
                 model.graph.outputs.append(op.Identity(gradients[x], _outputs=[f"{y.name}.grad.{x.name}"]))
 
     def _output(self, model: ir.Model) -> ir.Value:
-        floating = [output for output in model.graph.outputs if is_differentiable(output)]
+        floating = [output for output in model.graph.outputs if is_floating(output)]
         chosen = [output for output in floating if self.of in (None, output.name)]
         if len(chosen) != 1:
             names = [output.name for output in floating]

@@ -12,18 +12,19 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import state
-from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
-from graphopt.inference import in_inference
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import in_inference
+from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.rewriting import Pass, Pattern, matches, retire
+from graphopt.graph.roles import STATE, Role, clear_role, role_of, set_role, with_role
+from graphopt.graph.schemas import takes
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.state import LOSS_SCALE
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import like
 from graphopt.intervals import within
-from graphopt.rewriting import Pass, Pattern, matches, retire
-from graphopt.roles import GRADIENT_OF, STATE, Role, clear_role, role_of, set_role, with_role
-from graphopt.schemas import takes
-from graphopt.state import LOSS_SCALE
-from passes.shapes import ensure_typed
-
-__all__ = ["DynamicLossScale", "MixedPrecision"]
 
 WIDE = ir.DataType.FLOAT
 
@@ -173,7 +174,7 @@ class DynamicLossScale(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         scale = next((x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE), None)
-        gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF in y.metadata_props]
+        gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF.read(y)]
         following = with_role(model, Role.NEXT)
         if scale is None or not following:
             found = "no optimizer" if scale else "no scale"

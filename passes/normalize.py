@@ -17,25 +17,23 @@ import onnxscript.rewriter
 import onnxscript.version_converter
 
 import passes.lowering as lowering
-from graphopt import schemas
-from graphopt.aside import set_aside
 from graphopt.errors import GraphoptError, line
-from graphopt.limits import check_constants
-from graphopt.opsets import note_versions
-from graphopt.origins import Origin, write_left_out
-from graphopt.rewriting import Pass, hidden, needed, outputs_kept
-from graphopt.roles import Role, role_of, set_role
-from graphopt.state import make_room
+from graphopt.graph import schemas
+from graphopt.graph.limits import check_constants
+from graphopt.graph.metadata import LeftOut, Origin
+from graphopt.graph.opsets import note_versions
+from graphopt.graph.postprocessing import set_aside
+from graphopt.graph.rewriting import Pass, hidden, needed, outputs_kept
+from graphopt.graph.roles import Role, role_of, set_role
+from graphopt.graph.shapes import check_expanded, fold_shapes, infer
+from graphopt.graph.state import make_room
+from graphopt.graph.values import is_floating
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
-from passes.gradients.walk import is_differentiable
 from passes.lowering import classical
+from passes.lowering.gelu_pattern import GELU
 from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
-from passes.lowering.written_out import GELU
-from passes.shapes import check_expanded, fold_shapes, infer
 from passes.weights import exporters
-
-__all__ = ["Normalize"]
 
 OPSET = 21
 IR_VERSION = 10
@@ -77,9 +75,9 @@ class Normalize(Pass):
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         set_labels_aside(model, is_classical)
         if left_out:
-            write_left_out(model, left_out)
+            LeftOut(tuple(left_out)).write(model)
         for value in model.graph.initializers.values():
-            if str(value.name) in origins and is_differentiable(value) and Origin.read(value) is None:
+            if str(value.name) in origins and is_floating(value) and Origin.read(value) is None:
                 origins[str(value.name)].write(value)
         check_constants(model)
         make_room(model)
@@ -192,11 +190,11 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     labels = [
         output
         for output in outputs
-        if output.dtype == ir.DataType.STRING or (is_classical and not is_differentiable(output))
+        if output.dtype == ir.DataType.STRING or (is_classical and not is_floating(output))
     ]
     if labels:
-        role = Role.SOURCE if any(map(is_differentiable, outputs)) else None
-        set_aside(model, labels, is_differentiable, role)
+        role = Role.SOURCE if any(map(is_floating, outputs)) else None
+        set_aside(model, labels, is_floating, role)
 
 
 def upgrade(model: ir.Model) -> None:

@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graphopt import state
 from graphopt.errors import GraphoptError
-from graphopt.origins import EXPORT_ANEW, Kind, Origin, left_out
-from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import FROZEN, STATE, UNTRAINED, Role, role_of
-from passes.gradients.walk import dead_ends, is_differentiable
+from graphopt.graph import metadata, state
+from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import is_floating
+from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
-from passes.shapes import ensure_typed
 from passes.weights import evidence, ties
 from passes.weights.initializers import duplicate
-
-__all__ = ["Parameters", "Untie"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Untie(Pass):
         for value in floating:
             if matches(value.name, self.weights):
                 for copy in ties.untie(model, value):
-                    copy.metadata_props.update(value.metadata_props)
+                    metadata.copy(value, copy)
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class Parameters(Pass):
             raise GraphoptError(_nothing_to_train(model, list(origins)))
         for value, origin in origins.items():
             if origin.trains and value in reached and value not in chosen:
-                value.metadata_props[UNTRAINED] = "true"
+                UNTRAINED.set(value)
         kept = self._tie(model, chosen)
-        if missing := left_out(model):
+        if missing := (LeftOut.read(model) or LeftOut()).names:
             some = ", ".join(map(repr, missing[:4])) + (
                 f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             )
@@ -181,7 +180,7 @@ class Parameters(Pass):
 
 
 def _floating(model: ir.Model) -> list[ir.Value]:
-    return [value for value in model.graph.initializers.values() if is_differentiable(value)]
+    return [value for value in model.graph.initializers.values() if is_floating(value)]
 
 
 def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
@@ -206,7 +205,7 @@ def _is_open(value: ir.Value) -> bool:
 
 def _origin(value: ir.Value) -> Origin:
     """Return what an initializer is, by what the exporter says, by its uses and by its numbers."""
-    if FROZEN in value.metadata_props:
+    if FROZEN.is_set(value):
         return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):

@@ -8,23 +8,18 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt import memory
-from graphopt.dataflow import ancestors, forward_nodes, reads
-from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
+from graphopt.graph import memory
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.memory import base_of, bytes_of
+from graphopt.graph.operators import RANDOM, VIEWS
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
+from graphopt.graph.values import is_floating, like
 from graphopt.intervals import within
-from graphopt.memory import base_of, bytes_of
-from graphopt.rewriting import Pass
-from graphopt.roles import Role, with_role
-from passes.gradients.walk import is_differentiable
 from passes.simplify import simplify
 
-__all__ = ["Recompute"]
-
-# Operators that need not give the same numbers again.
-RANDOM = {"Bernoulli", "Dropout", "Multinomial"} | {
-    f"Random{kind}{form}" for kind in ("Normal", "Uniform") for form in ("", "Like")
-}
 ELEMENT = 20  # what an element of an elementwise operator costs, in additions of a matrix product
 CAPS = 24  # how many sizes of segments are tried, each a fifth smaller than the one before
 NEGLIGIBLE = 1e-3  # the share of what is saved below which a value stays
@@ -100,7 +95,7 @@ class _Forward:
         start: dict[ir.Node, int] = {}
         fixed = {node for node in self.nodes if not _repeatable(node)}
         for i, node in enumerate(self.backward):
-            for x in reads(node):
+            for x in values_read(node):
                 producer = base_of(x).producer()
                 if x.producer() in self.nodes and producer in self.nodes and producer not in outputs:
                     saved.setdefault(producer, set()).add(base_of(x))
@@ -129,7 +124,7 @@ class _Forward:
         sources: set[ir.Node] = set()
         waiting = [node]
         while waiting:
-            for x in reads(waiting.pop()):
+            for x in values_read(waiting.pop()):
                 before = x.producer()
                 if before not in self.nodes or before is None or before in inner:
                     continue
@@ -188,7 +183,7 @@ def _repeatable(node: ir.Node) -> bool:
 
 def _cost(node: ir.Node) -> float:
     """Return what a node costs, in additions of a matrix product; its shapes are known."""
-    if node.op_type in memory.VIEWS:
+    if node.op_type in VIEWS:
         return 0
     shapes = [_dims(x) for x in node.inputs]
     contracted = 0
@@ -211,14 +206,14 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
     """Let the backward pass read copies of segments, each of which waits for the gradients before it."""
     position = {node: i for i, node in enumerate(model.graph)}
     order = forward.backward
-    ahead = memory.dependencies(order)
+    ahead = dependencies(order)
     needed = ancestors(model.graph.outputs)
     before, awaited, zero = 0, 0, None
     for segment in choice.segments:
         start = forward.start(segment)
         tokens = []
         for node in reversed(order[before:start]):
-            if node in needed and is_differentiable(node.outputs[0]) and ahead[node] & ~awaited:
+            if node in needed and is_floating(node.outputs[0]) and ahead[node] & ~awaited:
                 tokens.append(node.outputs[0])
                 awaited |= ahead[node]
         before = start

@@ -12,14 +12,12 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt import roles
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph import roles
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, matches, retire
+from graphopt.graph.roles import Role
 from graphopt.intervals import within
-from graphopt.rewriting import Pass, Pattern, matches, retire
-from graphopt.roles import Role
-
-__all__ = ["Regularizer", "L1", "L2", "ElasticPenalty"]
 
 
 @dataclass(frozen=True)

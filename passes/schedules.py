@@ -13,26 +13,13 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt import roles, state
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph import roles, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role
+from graphopt.graph.state import LEARNING_RATE
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
-from graphopt.roles import Role
-from graphopt.state import LEARNING_RATE
-
-__all__ = [
-    "Schedule",
-    "Constant",
-    "Linear",
-    "Cosine",
-    "Polynomial",
-    "StepDecay",
-    "Exponential",
-    "OneCycle",
-    "InverseScaling",
-    "Optimal",
-]
 
 
 @dataclass(frozen=True)

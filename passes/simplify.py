@@ -22,11 +22,9 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
-from graphopt.folding import fold
-from graphopt.memory import results_when_ready
-from graphopt.rewriting import Pass, hidden, needed, outputs_kept
-
-__all__ = ["Simplify"]
+from graphopt.graph.folding import fold
+from graphopt.graph.rewriting import Pass, hidden, needed, outputs_kept
+from graphopt.graph.traversal import results_when_ready
 
 
 class ReciprocalOf(RewriteRuleClassBase):
@@ -86,8 +84,8 @@ def _outputs_aside(model: ir.Model) -> Iterator[None]:
     Each output has a node of its own between, as replacing an input goes through the inputs of its node.
     """
     outputs = model.graph.outputs
-    readers = [ir.Node("graphopt.aside", "Output", [output]) for output in outputs]
-    whole = ir.Node("graphopt.aside", "Outputs", [reader.outputs[0] for reader in readers])
+    readers = [ir.Node("graphopt.graph.postprocessing", "Output", [output]) for output in outputs]
+    whole = ir.Node("graphopt.graph.postprocessing", "Outputs", [reader.outputs[0] for reader in readers])
     model.graph.extend([*readers, whole])
     outputs[:] = whole.outputs
     yield

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import held
-
-__all__ = ["StopGradient", "stop_gradient"]
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import held
+from graphopt.graph.values import like
 
 
 def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:

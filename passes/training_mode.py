@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import state
-from graphopt.emitter import Emitter, like, subgraphs
 from graphopt.errors import GraphoptError
-from graphopt.inference import in_inference
+from graphopt.graph import metadata, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import in_inference
+from graphopt.graph.metadata import OF_BATCH
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import like
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
-from graphopt.roles import OF_BATCH, Role
-from passes.shapes import ensure_typed
-
-__all__ = ["TrainingMode"]
 
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
@@ -126,7 +127,7 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
             )
     node.resize_outputs(1)
     node.attributes.pop("training_mode", None)
-    node.metadata_props[OF_BATCH] = "true"
+    OF_BATCH.set(node)
     in_inference(node, inputs={3: running[0], 4: running[1]})
 
 
@@ -178,7 +179,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     y.name = f"{name}/replaced"
     ir.convenience.replace_all_uses_with(y, dropped, replace_graph_outputs=True)
     dropped.name = name
-    dropped.metadata_props.update(y.metadata_props)
+    metadata.copy(y, dropped)
     model.graph.remove(node, safe=True)
     producer = dropped.producer()
     assert producer is not None

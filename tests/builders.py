@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.reference import evaluator
+from graphopt.testing.reference import evaluator
 
 
 def model(text: str, opset: int = 21, dtype: type = np.float32, **weights: np.ndarray) -> onnx.ModelProto:

@@ -19,7 +19,7 @@ from gradient_cases import CASES, Case, spaced
 
 import graphopt
 import passes
-from graphopt.roles import FED, Role, role_of
+from graphopt.graph.roles import FED, Role, role_of
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 16, 255, 2**20, 2**31 - 1, -(2**31), 2**33, 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -1.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan")]
@@ -59,9 +59,9 @@ OWN_KEYS = [
     "graphopt.gradient_of",
     "graphopt.of_batch",
     "graphopt.stop_gradient",
-    "graphopt.inference",
+    "graphopt.graph.inference",
     "graphopt.runtime",
-    "graphopt.aside",
+    "graphopt.graph.postprocessing",
     "graphopt.origin",
     "graphopt.left_out",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from builders import mlp, model, run
 
@@ -71,7 +72,7 @@ def test_a_sum_of_gradients_is_as_many_times_the_mean():
 
 def test_the_reference_evaluator_agrees_and_the_graph_is_valid():
     step = graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(3))
-    onnx.checker.check_model(graphopt.loading.ir.to_proto(step), full_check=True)
+    onnx.checker.check_model(ir.to_proto(step), full_check=True)
     executor = graphopt.Executor(step)
     for expected in run(step, 7, {"x": X, "target": T}):
         assert executor.step(x=X, target=T)["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -46,10 +46,17 @@ def test_imports_go_one_way(path):
 @pytest.mark.parametrize(
     ("package", "rooms"),
     [
-        ("onnxruntime", {"graphopt/artifacts.py", "graphopt/device.py", "passes/ort_gradient/builder.py"}),
+        (
+            "onnxruntime",
+            {
+                "graphopt/on_device/artifacts.py",
+                "graphopt/runtime/device.py",
+                "passes/ort_gradient/builder.py",
+            },
+        ),
         ("hydra", COMMAND),
         ("omegaconf", COMMAND),
-        ("pygraphviz", {"graphopt/plot/__init__.py"}),
+        ("pygraphviz", {"graphopt/inspection/plot/__init__.py"}),
     ],
 )
 def test_a_package_is_imported_in_its_room_alone(package, rooms):

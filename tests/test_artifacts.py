@@ -16,9 +16,9 @@ from test_losses import CASES as LOSSES
 
 import graphopt
 import passes
-from graphopt import artifacts
-from graphopt.artifacts import FILES
 from graphopt.errors import GraphoptError
+from graphopt.on_device import artifacts
+from graphopt.on_device.artifacts import FILES
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
 training = pytest.mark.skipif(not TRAINS, reason="onnxruntime-training is not installed")

@@ -13,7 +13,7 @@ from builders import model
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
-from graphopt.report import report
+from graphopt.inspection.report import report
 
 WEIGHT = np.ones((4, 3), np.float32)
 

@@ -95,7 +95,7 @@ def test_artifacts_have_the_recipe_s_optimizer(capsys: pytest.CaptureFixture[str
     assert "optimizer_model.onnx, checkpoint" in capsys.readouterr().out
     operators = {node.op_type for node in onnx.load("out/optimizer_model.onnx").graph.node}
     assert {"InplaceClipGradNorm", "SGDOptimizerV2"} <= operators
-    assert sorted(graphopt.artifacts.parameters("out")) == [
+    assert sorted(graphopt.on_device.artifacts.parameters("out")) == [
         "fc0.bias",
         "fc0.weight",
         "fc1.bias",
@@ -255,8 +255,8 @@ REFUSED = {
         "loss._target_: expected graphopt's own or trusted code, found 'os.system'",
     ),
     "code behind ours": (
-        ["loss._target_=graphopt.loading.os.unlink"],
-        "loss._target_: unknown name 'graphopt.loading.os.unlink'; known: passes.Accumulate",
+        ["loss._target_=graphopt.graph.loading.os.unlink"],
+        "loss._target_: unknown name 'graphopt.graph.loading.os.unlink'; known: passes.Accumulate",
     ),
     "function": (
         ["loss=custom", "loss.function=os:system"],

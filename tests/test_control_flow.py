@@ -13,7 +13,8 @@ from builders import model as parsed
 
 import graphopt
 import passes
-from graphopt import inference, roles, testing
+from graphopt.graph import inference, roles
+from graphopt.testing import gradients as testing
 
 BOTH = "(T[3] x, T[3] w, bool c) => (T[3] y)"
 BRANCHES = """{ a = Tanh(x) y = If(c) <

@@ -8,8 +8,17 @@ import onnxruntime
 import pytest
 from torch_oracle import pytorch
 
-from graphopt.coverage import Case, Tally, attempt, cases, proved, refusal, report, runtime_refusal
-from graphopt.testing import DIFFERENCES, Proof
+from graphopt.testing.coverage import (
+    Case,
+    Tally,
+    attempt,
+    cases,
+    proved,
+    refusal,
+    report,
+    runtime_refusal,
+)
+from graphopt.testing.gradients import DIFFERENCES, Proof
 
 TOTAL, PASSED, IN_RUNTIME = 896, 895, 852
 ELEMENTS, BY_PYTORCH, VACUOUS = 873_000, 820, 39

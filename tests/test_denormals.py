@@ -14,7 +14,7 @@ from builders import mlp, model
 
 import graphopt
 import passes
-from graphopt.denormals import supported
+from graphopt.runtime.denormals import supported
 
 pytestmark = pytest.mark.skipif(not supported(), reason="Linux on x86-64 alone")
 TINY = np.finfo(np.float32).tiny

@@ -14,7 +14,7 @@ from builders import mlp, model, run
 
 import graphopt
 import passes
-from graphopt.executor import run as execute
+from graphopt.runtime.executor import run as execute
 
 RNG = np.random.default_rng(3)
 X = RNG.standard_normal((8, 4)).astype(np.float32)

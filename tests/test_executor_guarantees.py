@@ -14,7 +14,7 @@ from builders import linear, mlp, model
 
 import graphopt
 import passes
-from graphopt.buffers import Total, _summed
+from graphopt.runtime.state_buffers import Total, _summed
 
 ONES = np.ones((3, 2), np.float32)
 

@@ -15,8 +15,8 @@ from sklearn import metrics as sk
 import graphopt
 import passes
 from graphopt.data import npy
-from graphopt.fit import evaluate, fit
-from graphopt.metrics import Accuracy, Regression
+from graphopt.training.fit import evaluate, fit
+from graphopt.training.metrics import Accuracy, Regression
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((50, 3)).astype(np.float32)

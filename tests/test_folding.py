@@ -12,8 +12,8 @@ from onnx import helper
 
 import graphopt
 import passes
-from graphopt.executor import run
-from graphopt.folding import EXACT, EXACT_INTEGERS, SMALL, fold
+from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL, fold
+from graphopt.runtime.executor import run
 
 FLOATS = np.array(
     [

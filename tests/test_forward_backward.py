@@ -19,7 +19,7 @@ from torch import nn
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.executor import run
+from graphopt.runtime.executor import run
 
 AGENT = hasattr(onnxruntime.capi._pybind_state, "TrainingAgent")
 ENGINES = [

@@ -18,10 +18,10 @@ from test_gradient import model_of
 import graphopt
 import passes
 from graphopt import cli, models
-from graphopt.fit import fit
-from graphopt.roles import Role, with_role
-from graphopt.testing import gradient_model
-from passes.cuda_kernels import without_cuda_kernel
+from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.cuda_kernels import without_cuda_kernel
+from graphopt.testing.gradients import gradient_model
+from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((32, 1, 8, 8)).astype(np.float32)

@@ -10,7 +10,7 @@ from builders import attention, mlp, model
 
 import graphopt
 import passes
-from graphopt.reference import evaluator
+from graphopt.testing.reference import evaluator
 
 RNG = np.random.default_rng(5)
 

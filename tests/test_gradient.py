@@ -15,7 +15,7 @@ from onnx import helper
 from torch_oracle import pytorch, second
 
 from graphopt import GraphoptError
-from graphopt.testing import (
+from graphopt.testing.gradients import (
     ORACLE_TOLERANCE,
     Arrays,
     NoOracle,

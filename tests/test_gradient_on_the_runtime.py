@@ -12,7 +12,7 @@ import pytest
 from builders import model
 from onnx import helper
 
-from graphopt.testing import distance, gradient_model
+from graphopt.testing.gradients import distance, gradient_model
 
 FLOAT = onnx.TensorProto.FLOAT
 

@@ -58,9 +58,9 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     # names that are not listed
     "foreign code": (experiment(f"loss: {MKDIR}"), NAMED, "loss._target_"),
     "a writer of ours": (
-        experiment("loss: {_target_: graphopt.runs.write, path: pwned, text: x}"),
+        experiment("loss: {_target_: graphopt.cli.run_folder.write, path: pwned, text: x}"),
         NAMED,
-        "loss._target_: unknown name 'graphopt.runs.write'",
+        "loss._target_: unknown name 'graphopt.cli.run_folder.write'",
     ),
     "our own command": (
         experiment("loss: {_target_: graphopt.cli.main, arguments: [--experimental-rerun, x.pickle]}"),
@@ -68,7 +68,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         "loss._target_",
     ),
     "a function that calls what it is given": (
-        experiment("loss: {_target_: graphopt.pipeline.filled, declared: {x: os.getcwd}, steps: {}}"),
+        experiment("loss: {_target_: graphopt.compiler.grad, model: x, wrt: []}"),
         NAMED,
         "loss._target_",
     ),
@@ -142,7 +142,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         "loss.function",
     ),
     "a function of ours by name": (
-        experiment("defaults: [override /loss: custom]\nloss: {function: 'graphopt.runs:write'}"),
+        experiment("defaults: [override /loss: custom]\nloss: {function: 'graphopt.cli.run_folder:write'}"),
         NAMED,
         "loss.function",
     ),

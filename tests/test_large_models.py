@@ -9,7 +9,7 @@ from builders import mlp, model
 
 import graphopt
 import passes
-from graphopt import large
+from graphopt.graph import large_models as large
 
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
 FEEDS = {
@@ -32,7 +32,7 @@ def run(source, folder):
     losses = [executor.step(FEEDS)["loss"] for _ in range(3)]
     losses.append(executor.evaluate(FEEDS)["loss"])
     graphopt.save(executor.trained(), folder / "trained.onnx")
-    predicted = graphopt.executor.run(graphopt.load(folder / "trained.onnx"), {"x": FEEDS["x"]})["out"]
+    predicted = graphopt.run(graphopt.load(folder / "trained.onnx"), {"x": FEEDS["x"]})["out"]
     return losses, predicted
 
 
@@ -89,5 +89,5 @@ def test_a_model_of_more_than_2_gb_trains(tmp_path, freeze):
     predicted = executor.predict(feeds)["y"]
     graphopt.save(executor.trained(), tmp_path / "trained.onnx")
     del executor
-    found = graphopt.executor.run(tmp_path / "trained.onnx", {"x": feeds["x"]})["y"]
+    found = graphopt.run(tmp_path / "trained.onnx", {"x": feeds["x"]})["y"]
     np.testing.assert_allclose(found, predicted, rtol=1e-6)

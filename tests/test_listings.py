@@ -12,7 +12,7 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt import models
-from graphopt.listing import size
+from graphopt.graph.listing import size
 
 FOLDER = Path(__file__).parent / "listings"
 RNG = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from builders import model
 
 import graphopt
 import passes
-from graphopt.testing import check_gradient
+from graphopt.testing.gradients import check_gradient
 from passes.lowering.registry import LOWERINGS
 
 RANDOM = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from sklearn.neural_network._stochastic_optimizers import SGDOptimizer
 import graphopt
 import passes
 from graphopt.data import Dataset
-from graphopt.fit import Adaptive, fit
+from graphopt.training.fit import Adaptive, fit
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
 X = np.random.default_rng(1).standard_normal((16, 4))

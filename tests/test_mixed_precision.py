@@ -18,9 +18,10 @@ from test_gradient import model_of, run_in_onnxruntime, seeded
 
 import graphopt
 import passes
-from graphopt import models, testing
-from graphopt.roles import Role, with_role
-from graphopt.testing import distance, gradient_model
+from graphopt import models
+from graphopt.graph.roles import Role, with_role
+from graphopt.testing import gradients as testing
+from graphopt.testing.gradients import distance, gradient_model
 from passes.mixed_precision import NARROW
 
 RNG = np.random.default_rng(0)

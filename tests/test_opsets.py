@@ -18,7 +18,7 @@ from sklearn.neural_network import MLPClassifier
 
 import graphopt
 import passes
-from graphopt.opsets import rewrite_in
+from graphopt.graph.opsets import rewrite_in
 
 
 def trained(proto, feeds, target, loss=None, **steps):
@@ -36,7 +36,7 @@ def check(found, proto, predicted, feeds, opset=None):
     assert {x.domain: x.version for x in found.opset_import}[""] == (opset or proto.opset_import[0].version)
     assert found.ir_version == proto.ir_version
     onnx.checker.check_model(found, full_check=True)
-    outputs = graphopt.executor.run(onnx.ModelProto.FromString(found.SerializeToString()), feeds)
+    outputs = graphopt.run(onnx.ModelProto.FromString(found.SerializeToString()), feeds)
     for name, y in predicted.items():
         np.testing.assert_allclose(outputs[name], y, rtol=1e-4, atol=1e-5)
 
@@ -142,7 +142,7 @@ def test_a_classical_model_comes_back_with_its_labels():
             wanted = next((o.version for o in proto.opset_import if o.domain == ""), None)
             if wanted is not None:
                 assert {o.domain: o.version for o in found.opset_import}[""] == wanted
-            outputs = graphopt.executor.run(found, {"X": x})
+            outputs = graphopt.run(found, {"X": x})
             np.testing.assert_array_equal(outputs["label"], estimator.predict(x))
 
 
@@ -176,7 +176,7 @@ def test_an_operator_without_an_older_form_keeps_the_lowest_opset_that_has_it(na
     found = executor.trained()
     assert found.opset_import[0].version == expected
     np.testing.assert_allclose(
-        graphopt.executor.run(found, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6
+        graphopt.run(found, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6
     )
 
 
@@ -202,7 +202,7 @@ def test_whatever_opset_is_asked_for_the_numbers_stay(text, dims, opset):
     after = ir.to_proto(rewritten)
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     before = ReferenceEvaluator(proto).run(None, {"x": x})[0]
-    np.testing.assert_allclose(graphopt.executor.run(after, {"x": x})["y"], before, rtol=1e-6)
+    np.testing.assert_allclose(graphopt.run(after, {"x": x})["y"], before, rtol=1e-6)
     assert version == {"Softmax": max(opset, 13), "Resize": max(opset, 13)}.get(
         text.split()[2].split("<")[0], opset
     )

@@ -12,8 +12,9 @@ from builders import mlp, run
 
 import graphopt
 import passes
-from graphopt.roles import RUNTIME, TRAINING_RUNTIME, Role, with_role
-from graphopt.testing import distance
+from graphopt.graph.metadata import RUNTIME
+from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
+from graphopt.testing.gradients import distance
 
 X = np.random.default_rng(1).standard_normal((16, 4))
 T = np.tanh(X[:, :3])

@@ -15,9 +15,9 @@ from builders import linear, mlp
 import graphopt
 import passes
 from graphopt.data import Batches
-from graphopt.fit import fit
+from graphopt.graph.rewriting import Pass
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
+from graphopt.training.fit import fit
 
 NAN, INF = math.nan, math.inf
 REFUSED = [

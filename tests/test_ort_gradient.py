@@ -19,13 +19,16 @@ from test_gradient import model_of, proved, seeded
 
 import graphopt
 import passes
-from graphopt import coverage, models, roles
-from graphopt.coverage import SOURCE_TOLERANCE, Case, cases, source_refusal
-from graphopt.executor import run as execute
-from graphopt.report import report
-from graphopt.roles import RUNTIME, TRAINING_RUNTIME, Role
-from graphopt.testing import FATAL, distance, finite, gradient_model
-from passes.ort_gradient import forms
+from graphopt import models
+from graphopt.graph import roles
+from graphopt.graph.metadata import RUNTIME
+from graphopt.graph.roles import TRAINING_RUNTIME, Role
+from graphopt.inspection.report import report
+from graphopt.runtime.executor import run as execute
+from graphopt.testing import coverage
+from graphopt.testing.coverage import SOURCE_TOLERANCE, Case, cases, source_refusal
+from graphopt.testing.gradients import FATAL, distance, finite, gradient_model
+from passes.ort_gradient import limits as forms
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
 training = pytest.mark.skipif(not TRAINS, reason="onnxruntime-training is not installed")
@@ -149,7 +152,14 @@ def test_node_tests_agree() -> None:
 def test_the_command_prints_who_refuses_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["graphopt.coverage", "--gradient", "onnxruntime", "Tanh", "Softplus", "ConvTranspose"]
+    arguments = [
+        "graphopt.testing.coverage",
+        "--gradient",
+        "onnxruntime",
+        "Tanh",
+        "Softplus",
+        "ConvTranspose",
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     coverage.main()
     _, transposed, softplus, tanh, total = capsys.readouterr().out.splitlines()

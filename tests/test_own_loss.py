@@ -13,7 +13,7 @@ from torch import nn
 
 import graphopt
 import passes
-from graphopt.fit import fit
+from graphopt.training.fit import fit
 
 X, T = (np.random.default_rng(4).standard_normal((12, n)).astype(np.float32) for n in (3, 1))
 WEIGHTS = {"coef": np.array([[0.5], [-1.0], [2.0]]), "intercept": np.zeros((1, 1))}
@@ -82,7 +82,7 @@ def test_the_form_of_add_loss_output_trains(loss):
     trained = executor.trained()
     assert [x.name for x in trained.graph.input] == ["X"]
     assert {x.name for x in trained.graph.initializer} == set(WEIGHTS)
-    found = graphopt.executor.run(trained, {"X": X})["variable"]
+    found = graphopt.run(trained, {"X": X})["variable"]
     np.testing.assert_allclose(found, predicted, rtol=1e-5, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_fit_and_the_trainer_call_targets_and_weights_by_their_own_names():
     )
     trainer.fit(X, T, weight)
     assert trainer.train_losses_[-1] < trainer.train_losses_[0]
-    found = graphopt.executor.run(trainer.get_trained_onnx(), {"X": X})["variable"]
+    found = graphopt.run(trainer.get_trained_onnx(), {"X": X})["variable"]
     np.testing.assert_allclose(trainer.predict(X), found, rtol=1e-5, atol=1e-6)
     with pytest.raises(graphopt.GraphoptError, match="expected a loss of each row"):
         trainer.losses(X, T, weight)
@@ -174,11 +174,11 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
         expected = network(torch.from_numpy(ids), torch.from_numpy(labels))[1].detach()
         np.testing.assert_allclose(executor.predict(input_ids=ids)["logits"], expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(
-            graphopt.executor.run(trained, {"input_ids": ids})["logits"], expected, rtol=1e-4, atol=1e-6
+            graphopt.run(trained, {"input_ids": ids})["logits"], expected, rtol=1e-4, atol=1e-6
         )
     else:
         feeds = {"input_ids": ids, "labels": labels}
-        (found,) = graphopt.executor.run(trained, feeds).values()
+        (found,) = graphopt.run(trained, feeds).values()
         np.testing.assert_allclose(found, executor.evaluate(feeds)["loss"], rtol=1e-6)
         with pytest.raises(graphopt.GraphoptError, match=r"beside the model's own loss.*use evaluate"):
             executor.predict(feeds)

@@ -10,9 +10,9 @@ from builders import linear, mlp, model, run
 
 import graphopt
 import passes
-from graphopt import roles
-from graphopt.pipeline import STANDARD, standard
-from graphopt.roles import Role
+from graphopt.compiler import STANDARD, standard
+from graphopt.graph import roles
+from graphopt.graph.roles import Role
 from passes import gradients
 
 X = np.random.default_rng(4).standard_normal((8, 4)).astype(np.float32)

@@ -12,8 +12,8 @@ from builders import linear, mlp, model
 
 import graphopt
 import passes
-from graphopt.listing import size
-from graphopt.plot.kinds import (
+from graphopt.graph.listing import size
+from graphopt.inspection.plot.kinds import (
     DATA,
     GRADIENT_NODE,
     HYPERPARAMETER,
@@ -28,7 +28,7 @@ from graphopt.plot.kinds import (
     UPDATE_NODE,
     kinds_of_nodes,
 )
-from graphopt.report import report
+from graphopt.inspection.report import report
 
 plotting = importlib.import_module("graphopt.plot")  # the name in graphopt is the function's
 

@@ -11,7 +11,7 @@ from onnx import helper
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.testing import gradient_model, run
+from graphopt.testing.gradients import gradient_model, run
 
 RANGES = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7)}
 X = np.random.default_rng(0).uniform(-3, 3, (4, 6)).astype(np.float32)

@@ -17,8 +17,8 @@ from random_graphs import FLOAT32_ALONE, MAKERS, grown
 from torch_oracle import pytorch, second
 
 from graphopt import GraphoptError
-from graphopt.executor import run as execute
-from graphopt.testing import (
+from graphopt.runtime.executor import run as execute
+from graphopt.testing.gradients import (
     Arrays,
     NoOracle,
     OtherForward,

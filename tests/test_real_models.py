@@ -21,9 +21,9 @@ from onnx.reference import ReferenceEvaluator
 
 import graphopt
 import passes
-from graphopt.reference import evaluator
-from graphopt.roles import Role, with_role
-from graphopt.testing import as_precision, in_precision
+from graphopt.graph.roles import Role, with_role
+from graphopt.testing.gradients import as_precision, in_precision
+from graphopt.testing.reference import evaluator
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 SAMPLE = ("shufflenet", "squeezenet")

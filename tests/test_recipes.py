@@ -19,7 +19,7 @@ import passes
 import recipes
 from graphopt.cli import validation
 from graphopt.cli.help import fields
-from graphopt.pipeline import STANDARD
+from graphopt.compiler import STANDARD
 
 FOLDER = Path(recipes.__file__).parent
 FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "experiment")

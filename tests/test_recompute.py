@@ -16,9 +16,11 @@ from builders import mlp, model, run
 
 import graphopt
 import passes
-from graphopt import dataflow, memory, models
-from graphopt.report import report
-from graphopt.roles import Role, with_role
+from graphopt import models
+from graphopt.graph import memory
+from graphopt.graph import traversal as dataflow
+from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
 
 RNG = np.random.default_rng(0)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import graphopt
 import passes
-from graphopt import testing
+from graphopt.testing import gradients as testing
 from passes.gradients.rules import recurrent
 
 STEPS, ROWS, FEATURES, HIDDEN = 3, 2, 2, 2

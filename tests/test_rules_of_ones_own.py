@@ -15,7 +15,7 @@ from onnxscript import opset21
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
-from graphopt.testing import run
+from graphopt.testing.gradients import run
 from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(3)

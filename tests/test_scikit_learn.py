@@ -34,7 +34,7 @@ from sklearn.tree import DecisionTreeClassifier
 
 import graphopt
 import passes
-from graphopt.roles import Role, with_role
+from graphopt.graph.roles import Role, with_role
 
 IRIS, SPECIES = load_iris(return_X_y=True)
 X = scale(IRIS).astype(np.float32)
@@ -295,5 +295,5 @@ def test_an_output_that_is_an_input_passes_through_the_trained_model():
     executor = graphopt.Executor(step, threads=1)
     given = {"x": X[:4, :2], "id": np.arange(4)}
     executor.step(given, target=np.array([0, 1, 0, 1]))
-    found = graphopt.executor.run(executor.trained(), given)
+    found = graphopt.run(executor.trained(), given)
     assert (list(found), found["id"].tolist()) == (["label", "y", "id"], [0, 1, 2, 3])

@@ -183,7 +183,7 @@ def test_a_sequence_is_the_tensors_that_it_holds(case):
         w=rng.standard_normal(3),
     )
     x = rng.standard_normal((4, 3)).astype(np.float32)
-    before = graphopt.executor.run(proto, {"x": x})["y"]
+    before = graphopt.run(proto, {"x": x})["y"]
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(1.0))
     assert not any("Sequence" in node.op_type for node in step.graph.all_nodes())
     executor = graphopt.Executor(step)
@@ -195,7 +195,7 @@ def test_a_sequence_is_the_tensors_that_it_holds(case):
     def loss(values):
         graph = onnx.ModelProto.FromString(proto.SerializeToString())
         graph.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float32), "w"))
-        return ((graphopt.executor.run(graph, {"x": x})["y"].astype(np.float64) - target) ** 2).mean()
+        return ((graphopt.run(graph, {"x": x})["y"].astype(np.float64) - target) ** 2).mean()
 
     expected = [
         (loss(w + d) - loss(w - d)) / 2e-2 for d in 1e-2 * np.eye(3)

@@ -15,9 +15,9 @@ import torch_models
 
 import graphopt
 import passes
-from graphopt import roles
-from graphopt.reference import evaluator
-from graphopt.roles import Role
+from graphopt.graph import roles
+from graphopt.graph.roles import Role
+from graphopt.testing.reference import evaluator
 
 OPTIMIZERS = {
     "momentum": (

@@ -22,7 +22,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.data import Loader
-from graphopt.fit import fit
+from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((103, 3))

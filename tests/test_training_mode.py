@@ -14,10 +14,11 @@ from torch import nn
 
 import graphopt
 import passes
-from graphopt import roles, testing
-from graphopt.emitter import Emitter
-from graphopt.reference import evaluator
-from graphopt.roles import Role
+from graphopt.graph import roles
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import Role
+from graphopt.testing import gradients as testing
+from graphopt.testing.reference import evaluator
 from passes.training_mode import uniform
 
 RNG = np.random.default_rng(6)
@@ -121,7 +122,7 @@ def test_the_running_variance_of_a_pytorch_model_is_pytorchs(exporter, rows):
     for expected in (network[1].running_mean, network[1].running_var):
         assert any(np.allclose(found, expected, rtol=1e-4, atol=1e-5) for found in statistics)
     x = torch.randn(20, 5)
-    (found,) = graphopt.executor.run(executor.trained(), {"x": x.numpy()}).values()
+    (found,) = graphopt.run(executor.trained(), {"x": x.numpy()}).values()
     np.testing.assert_allclose(found, network.eval()(x).detach(), rtol=1e-3, atol=1e-4)
 
 
@@ -276,7 +277,7 @@ def test_a_normalization_without_running_statistics_trains_as_pytorchs():
         optimizer.step()
         found = executor.step(x=x.numpy(), target=labels.numpy())["loss"]
         np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
-    predicted = graphopt.executor.run(executor.trained(), {"x": x.numpy()})["y"]
+    predicted = graphopt.run(executor.trained(), {"x": x.numpy()})["y"]
     np.testing.assert_allclose(predicted, trained.eval()(x).detach().numpy(), rtol=1e-4, atol=1e-5)
 
 

@@ -10,8 +10,8 @@ from builders import linear, mlp, model, run
 
 import graphopt
 import passes
-from graphopt.fit import fit
-from graphopt.roles import Role, with_role
+from graphopt.graph.roles import Role, with_role
+from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((50, 8, 4)).astype(np.float32)

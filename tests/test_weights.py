@@ -20,10 +20,10 @@ from torch import nn
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.origins import Kind, Origin
-from graphopt.report import report
-from graphopt.roles import Role, role_of, with_role
-from graphopt.testing import gradient_model
+from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.inspection.report import report
+from graphopt.testing.gradients import gradient_model
 from passes.gradients.registry import WITHOUT_FLOW
 
 EXPORTERS = ("dynamo", "torchscript")

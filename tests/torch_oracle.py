@@ -1,6 +1,6 @@
 """PyTorch's autograd as an oracle of gradients: ONNX's operators as PyTorch computes them, in float64.
 
-`python tests/torch_oracle.py [OPERATOR ...]` is `python -m graphopt.coverage` with PyTorch as the first oracle.
+`python tests/torch_oracle.py [OPERATOR ...]` is `python -m graphopt.testing.coverage` with PyTorch as the first oracle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from graphopt import coverage
-from graphopt.schemas import defaults
-from graphopt.testing import NoOracle
+from graphopt.graph.schemas import defaults
+from graphopt.testing import coverage
+from graphopt.testing.gradients import NoOracle
 
 Arrays = dict[str, np.ndarray]
 Values = dict[str, "Tensor | None"]

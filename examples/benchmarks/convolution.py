@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 import graphopt
 import passes
-from graphopt.device import Device
+from graphopt.runtime.device import Device
 
 
 class Shape(NamedTuple):

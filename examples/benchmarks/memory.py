@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 import graphopt
 import passes
-from graphopt.memory import estimate
+from graphopt.graph.memory import estimate
 from graphopt.models import transformer
 
 BUDGETS = (1.0, 0.7, 0.5, 0.35, None)  # all kept to as little as there can be

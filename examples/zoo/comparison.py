@@ -15,9 +15,8 @@ import onnx
 
 import graphopt
 import passes
-from graphopt.executor import run
-from graphopt.origins import Kind, Origin, left_out
-from graphopt.roles import Role, with_role
+from graphopt.graph.metadata import Kind, LeftOut, Origin
+from graphopt.graph.roles import Role, with_role
 
 Arrays = Mapping[str, np.ndarray]
 Move = Callable[[np.ndarray], np.ndarray]
@@ -226,14 +225,14 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
     executor = graphopt.Executor(step, threads=1)
     losses = [executor.step({**batch.inputs, "target": batch.target})["loss"] for batch in batches[:-1]]
     trained = executor.trained()
-    predicted = run(trained, batches[-1].inputs)
+    predicted = graphopt.run(trained, batches[-1].inputs)
     prediction = next(array for array in predicted.values() if np.issubdtype(array.dtype, np.floating))
     return Training(losses, dict(constants(trained)), prediction, numbers, said(step, weights), initial)
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
     """Return what the report says of weights that the exporter computed or left out, or that a rule decided."""
-    found = {name: f"{name}: left out by the exporter" for name in left_out(step)}
+    found = {name: f"{name}: left out by the exporter" for name in LeftOut(step)}
     for value in weights:
         origin = Origin.read(value)
         if not origin.certain or origin.kind is Kind.COMPUTED:

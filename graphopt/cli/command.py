@@ -23,19 +23,19 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from graphopt.artifacts import FILES, export_artifacts
+from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import fields, page
 from graphopt.cli.hydra_config import ODD, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.display import Display, Header, counted, measures, say
+from graphopt.cli.run_folder import RunFolder, write
 from graphopt.errors import GraphoptError, cause, known
-from graphopt.executor import NonFiniteLoss
-from graphopt.fit import fit
-from graphopt.listing import size
-from graphopt.loading import save
-from graphopt.report import report
-from graphopt.roles import Role, with_role
-from graphopt.runs import RunFolder, write
+from graphopt.graph.listing import size
+from graphopt.graph.loading import save
+from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
+from graphopt.on_device.artifacts import FILES, export_artifacts
+from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.training.fit import fit
 
 INTERRUPTED = 130
 RUNS = ("train", "compile", "artifacts", "report")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.cli.validation import TARGET, resolve
-from graphopt.fit import fit
+from graphopt.training.fit import fit
 
 USAGE = """\
 Train an ONNX model by a recipe.

@@ -18,12 +18,12 @@ from graphopt.cli.validation import MISSING, build, check, check_fields, mapping
 from graphopt.data import Dataset
 from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
-from graphopt.executor import Executor
-from graphopt.fit import fit, held_out_rows, reported
-from graphopt.limits import Limits
-from graphopt.loading import load
+from graphopt.graph.limits import Limits
+from graphopt.graph.loading import load
+from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
-from graphopt.roles import Role, with_role
+from graphopt.runtime.executor import Executor
+from graphopt.training.fit import fit, held_out_rows, reported
 
 FILES = ("path",)  # fields of what recipes may name whose values are files
 HOST = (

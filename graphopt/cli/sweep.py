@@ -8,7 +8,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
 
-from graphopt.runs import sweep_table
+from graphopt.cli.run_folder import sweep_table
 
 PLAIN_WIDTH = 10_000  # no column of a file or a pipe is cut
 

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from graphopt.data.dataset import Dataset, as_dataset
 from graphopt.errors import GraphoptError
-from graphopt.labels import labels_of
-from graphopt.roles import Role, role_of
+from graphopt.graph.labels import labels_of
+from graphopt.graph.roles import Role, role_of
 
 Rows = range | np.ndarray
 CHUNK = 4096

@@ -9,18 +9,16 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, known
-from graphopt.rewriting import Pass, outputs_kept
+from graphopt.graph.rewriting import Pass, outputs_kept
 from passes.fusion.arithmetic import Factors, Square
-from passes.fusion.columns import column_sums
+from passes.fusion.column_sums import column_sums
 from passes.fusion.convolution import convolution_columns, convolution_inputs
-from passes.fusion.descent import scaled_gradients
+from passes.fusion.gemm_updates import Descent, Momentum, Sum, Transposed
 from passes.fusion.pooling import MaskedPool, pooled_planes
+from passes.fusion.scaled_gradients import scaled_gradients
 from passes.fusion.scan import scan_fission, scan_products
-from passes.fusion.sharing import gelu
-from passes.fusion.update import Descent, Momentum, Sum, Transposed
+from passes.fusion.shared_gelu import gelu
 from passes.simplify import Simplify
-
-__all__ = ["Fuse"]
 
 
 def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:

@@ -7,8 +7,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from graphopt.emitter import like
-from passes.fusion.descent import is_number
+from graphopt.graph.values import like
+from passes.fusion.scaled_gradients import is_number
 
 
 class Factors(RewriteRuleClassBase):

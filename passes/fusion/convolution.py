@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
-from graphopt.inference import stand_in
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import stand_in
 
 FEW = 12  # channels
 MANY = 32  # channels

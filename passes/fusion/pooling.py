@@ -7,8 +7,9 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from graphopt.emitter import Emitter, like
-from graphopt.inference import stand_in
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import stand_in
+from graphopt.graph.values import like
 
 BLOCK = 8  # channels, or a multiple of it, in a block of ONNX Runtime's layout
 

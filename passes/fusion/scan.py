@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graphopt.emitter import Emitter, like
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import like
 from passes.gradients.registry import ELEMENTWISE
 
 # Each element or row of their outputs depends on that of their inputs: beside those with a row of local derivatives.

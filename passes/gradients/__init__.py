@@ -10,28 +10,17 @@ from typing import final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import roles, state
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph import roles, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role
+from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
+from graphopt.graph.state import LOSS_SCALE
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
-from graphopt.roles import Role
-from graphopt.state import LOSS_SCALE
 from passes.gradients import rules as rules
-from passes.gradients.registry import elementwise, has_rule, no_gradient, rule
-from passes.gradients.walk import backward, is_differentiable, lost
-from passes.shapes import ensure_typed, sizes_of_inputs
-
-__all__ = [
-    "Gradient",
-    "GradientSource",
-    "backward",
-    "elementwise",
-    "has_rule",
-    "is_differentiable",
-    "no_gradient",
-    "rule",
-]
+from passes.gradients.walk import backward, lost
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ class GradientSource(Pass):
                 if inverse is not None:
                     gradient = gradient * op.Cast(inverse, to=gradient.dtype)
                 gradient = op.Identity(gradient, _outputs=[f"{parameter.name}.grad"])
-                gradient.metadata_props[roles.GRADIENT_OF] = str(parameter.name)
+                GRADIENT_OF.write(gradient, str(parameter.name))
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)
 

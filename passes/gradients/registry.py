@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import onnx_ir as ir
 from onnxscript import OnnxFunction
 
-from graphopt.emitter import Emitter
+from graphopt.graph.emitter import Emitter
 
 Gradients = Sequence[ir.Value | None]
 Rule = Callable[..., Gradients]

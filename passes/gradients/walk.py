@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from graphopt.dataflow import ancestors
-from graphopt.emitter import Emitter, captured, like
 from graphopt.errors import GraphoptError, Lacking, NoGradient
-from graphopt.roles import STOP
-from graphopt.schemas import defaults
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import STOP_GRADIENT
+from graphopt.graph.schemas import attributes_of
+from graphopt.graph.traversal import ancestors, captured
+from graphopt.graph.values import dims_of, is_floating, like
 from passes.gradients.registry import (
     ELEMENTWISE,
     NO_GRADIENT,
@@ -52,7 +51,7 @@ def backward(
         if not _takes_uniform(node):
             dys = [dy and full(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
         try:
-            for x, gradient in zip(reads(node), _apply(op, node, dys, active), strict=False):
+            for x, gradient in zip(inputs_of(node), _apply(op, node, dys, active), strict=False):
                 if x is not None and gradient is not None and x in active:
                     _add(op, gradients, x, sum_to(op, gradient, x))
         except NoGradient:
@@ -107,30 +106,23 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
             f"its rule differentiates the first output alone, and the "
             f"objective depends on {unused!r}: freeze what is before it"
         )
-    return rule(op, dys[0], *reads(node), **accepted(rule, named))
+    return rule(op, dys[0], *inputs_of(node), **accepted(rule, named))
 
 
-def reads(node: ir.Node) -> list[ir.Value | None]:
+def inputs_of(node: ir.Node) -> list[ir.Value | None]:
     """Return a node's inputs, and then the outer values that its bodies use."""
     return [*node.inputs, *captured(node)]
-
-
-def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
-    left_out = not y.name  # an optional output
-    return dy if dy is not None or left_out or not is_differentiable(y) else zeros(op, y)
-
-
-def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
-    """Return the dimensions of `x`, numbers or symbols."""
-    if x.shape is None:
-        raise GraphoptError(f"the gradient by {x.name!r} needs its rank, which no inference could tell")
-    return tuple(x.shape)
 
 
 def zeros(op: Emitter, x: ir.Value) -> ir.Value:
     """Return zeros of the shape and element type of `x`."""
     assert x.dtype is not None
     return like(op.ConstantOfShape(op.shape_of(x), value=ir.tensor([0], dtype=x.dtype)), x)
+
+
+def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
+    left_out = not y.name  # an optional output
+    return dy if dy is not None or left_out or not is_floating(y) else zeros(op, y)
 
 
 def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
@@ -144,33 +136,16 @@ def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shap
     return output
 
 
-def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """Return the numbers of a value that is known when the graph is built, or None."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
-
-
-def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
-    """Return the values of a node's attributes, the schema's defaults included."""
-    given = {name: attribute.value for name, attribute in node.attributes.items()}
-    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | given
-
-
-def is_differentiable(value: ir.Value | None) -> bool:
-    """Tell whether a value is of a floating type."""
-    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
-
-
 def carries_gradient(value: ir.Value | None) -> bool:
     """Tell whether a value is of a floating type, or of integers in the place of floating numbers."""
     node = None if value is None else value.producer()
     integral = node is not None and (node.domain, node.op_type) in QUANTIZING | REFUSED.keys()
-    return integral or is_differentiable(value)
+    return integral or is_floating(value)
 
 
 def passes_gradient(node: ir.Node) -> bool:
     """Tell whether any output of `node` may depend differentiably on an input, rule or no rule."""
-    stopped = (node.domain, node.op_type) in NO_GRADIENT or STOP in node.metadata_props
+    stopped = (node.domain, node.op_type) in NO_GRADIENT or STOP_GRADIENT.is_set(node)
     return not stopped and any(map(carries_gradient, node.outputs))
 
 
@@ -217,7 +192,7 @@ def lost(x: ir.Value) -> str:
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
-    if gradient.dtype != x.dtype and is_differentiable(x):
+    if gradient.dtype != x.dtype and is_floating(x):
         gradient = op.Cast(gradient, to=x.dtype)
     if is_uniform(gradient):
         return gradient
@@ -266,7 +241,7 @@ def between(
     forward = set(wrt)
     ahead = []
     for node in graph:
-        if passes_gradient(node) and any(x in forward and carries_gradient(x) for x in reads(node)):
+        if passes_gradient(node) and any(x in forward and carries_gradient(x) for x in inputs_of(node)):
             ahead.append(node)
             forward.update(output for output in node.outputs if carries_gradient(output))
     behind = set(seeds)
@@ -274,12 +249,12 @@ def between(
     for node in reversed(ahead):
         if any(output in behind for output in node.outputs):
             path.append(node)
-            behind.update(x for x in reads(node) if x is not None)
+            behind.update(x for x in inputs_of(node) if x is not None)
     return path[::-1]
 
 
 def reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
     """Tell whether any of `nodes` depends on `x`, through bodies too."""
     nodes = list(nodes)
-    before = ancestors(y for node in nodes for y in reads(node) if y is not None)
-    return any(x in reads(node) for node in before.union(nodes))
+    before = ancestors(y for node in nodes for y in inputs_of(node) if y is not None)
+    return any(x in inputs_of(node) for node in before.union(nodes))

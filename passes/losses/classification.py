@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.losses.loss import Loss, epsilon, positive
-
-__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Hinge", "KLDivergence"]
 
 MANY = 2**20  # classes, whose numbers the graph computes rather than holds
 

@@ -10,14 +10,12 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import OnnxFunction
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, set_role
 from graphopt.intervals import within
-from graphopt.rewriting import Pass
-from graphopt.roles import Role, set_role
 from passes.losses.loss import Loss, report_loss
-
-__all__ = ["CustomLoss", "Losses"]
 
 
 @dataclass(frozen=True)

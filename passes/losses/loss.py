@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -11,12 +10,13 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import state
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass
-from graphopt.roles import METRIC, Role, role_of, set_role, with_role
-from passes.gradients.walk import is_differentiable
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.values import is_floating
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Loss(Pass):
 
     def _prediction(self, model: ir.Model) -> ir.Value:
         own = (v for v in model.graph.outputs if role_of(v) in (None, Role.PREDICTION))
-        floating = [value for value in own if is_differentiable(value)]
+        floating = [value for value in own if is_floating(value)]
         outputs = floating
         if self.output is not None:
             outputs = [value for value in outputs if value.name == self.output]
@@ -121,9 +121,7 @@ class Loss(Pass):
         state.check_free(model, name)
         dtype, shape = self.target_type(prediction)
         target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-        target.metadata_props[METRIC] = json.dumps(
-            {"task": self.task, "output": prediction.name, **self.metric(prediction)}
-        )
+        TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
         model.graph.inputs.append(set_role(target, Role.TARGET))
         return target
 

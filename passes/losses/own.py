@@ -7,15 +7,13 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from graphopt.dataflow import ancestors, reads
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.rewriting import Pass, retire
-from graphopt.roles import Role, role_of, set_role, with_role
-from passes.gradients.walk import is_differentiable
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, retire
+from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.values import is_floating
 from passes.losses.loss import report_loss
-
-__all__ = ["OwnLoss"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class OwnLoss(Pass):
                 f"{', '.join(inputs)}"
             )
         results = with_role(model, Role.PREDICTION, Role.SOURCE)
-        needed = {*results, *(x for node in ancestors(results) for x in reads(node))}
+        needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
         for name, x in inputs.items():
             if name == self.sample_weight:
                 set_role(x, Role.SAMPLE_WEIGHT)
@@ -81,4 +79,4 @@ class OwnLoss(Pass):
 
 
 def _is_number(y: ir.Value) -> bool:
-    return is_differentiable(y) and y.shape is not None and all(dim == 1 for dim in y.shape)
+    return is_floating(y) and y.shape is not None and all(dim == 1 for dim in y.shape)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
+from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.losses.loss import Loss, positive
-
-__all__ = ["Elastic", "Huber", "MeanAbsoluteError", "MeanSquaredError", "Poisson", "Quantile"]
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, subgraphs
 from graphopt.errors import GraphoptError, line
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.traversal import subgraphs
 from passes.gradients.registry import has_rule
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
 from passes.lowering import quantized as quantized
-from passes.lowering.registry import LOWERINGS, Lowering, lowers
-
-__all__ = ["is_lowered", "lower", "lowers"]
+from passes.lowering.registry import LOWERINGS, Lowering
 
 
 def is_lowered(node: ir.Node) -> bool:

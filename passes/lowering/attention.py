@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from passes.lowering.contrib import DOMAIN, plus, rank
 from passes.lowering.registry import freeze, lowers, off
 

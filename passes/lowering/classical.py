@@ -13,8 +13,8 @@ import onnx_ir as ir
 from onnx_ir import Value
 from onnxscript.rewriter.pattern import RewriteRule
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from passes.gradients.registry import no_gradient
 from passes.lowering.contrib import rank
 from passes.lowering.registry import freeze, frozen, lowers, weight

@@ -12,8 +12,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from passes.lowering.registry import lowers
 
 DOMAIN = "com.microsoft"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.shapes import inferred_shape, is_ceiled
+from graphopt.graph.values import constant_of, dims_of
 from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.shape import spread_pads
-from passes.gradients.walk import constant_of, dims_of
-from passes.shapes import inferred_shape, is_ceiled
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
 

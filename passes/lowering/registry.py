@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.roles import FROZEN
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import FROZEN
 
 Lowering = Callable[..., ir.Value | Sequence[ir.Value | None]]
 
@@ -59,5 +59,5 @@ def frozen(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Valu
 def freeze(x: ir.Value) -> ir.Value:
     """Mark an initializer as one that trains only when it is asked for by name."""
     if x.is_initializer():
-        x.metadata_props[FROZEN] = "1"
+        FROZEN.set(x)
     return x

@@ -9,8 +9,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.emitter import Emitter, like, subgraphs
-from graphopt.folding import MANY
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import MANY
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import like
 
 __all__ = ["lower_sequences"]
 

@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
+from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.optimizers.optimizer import Optimizer
-
-__all__ = ["Adam", "AdamW", "Adagrad", "Lion", "RMSprop"]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.optimizers.optimizer import Optimizer
-
-__all__ = ["SGD"]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any, ClassVar, final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import state
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import LEARNING_RATE
 from graphopt.intervals import check_intervals, within
-from graphopt.rewriting import Pass, Pattern, matches
-from graphopt.roles import Role, with_role
-from graphopt.state import LEARNING_RATE
-from passes import fused
+from passes import ort_kernels as fused
 
 SMALL = 4096  # numbers
 

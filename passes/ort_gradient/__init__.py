@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, like
-from graphopt.roles import needs_training_runtime
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import needs_training_runtime
+from graphopt.graph.values import like
 from passes.gradients import GradientSource
 from passes.gradients.walk import between
 from passes.ort_gradient.builder import Builder, seeded
-from passes.ort_gradient.forms import prepare, wrong
-
-__all__ = ["OrtGradient"]
+from passes.ort_gradient.limits import prepare, wrong
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _graft(
 
 
 def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    like(new, old).metadata_props.update(old.metadata_props)
+    metadata.copy(old, like(new, old))
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     node = old.producer()
     if node is not None and node.graph is model.graph:

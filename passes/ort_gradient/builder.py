@@ -13,9 +13,9 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, Lacking, NoGradient
-from graphopt.roles import TRAINING_RUNTIME
-from passes.gradients.walk import reaches, reads
-from passes.ort_gradient.forms import wrong
+from graphopt.graph.roles import TRAINING_RUNTIME
+from passes.gradients.walk import inputs_of, reaches
+from passes.ort_gradient.limits import wrong
 
 OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
 SMALL = 100  # numbers in a constant that the builder is shown: axes, exponents
@@ -48,7 +48,9 @@ class Builder:
     def part(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
         """Return the graph of `nodes`, its `outputs` behind an Identity each; other values are inputs."""
         made = {y for node in nodes for y in node.outputs}
-        needed = dict.fromkeys(x for node in nodes for x in reads(node) if x is not None and x not in made)
+        needed = dict.fromkeys(
+            x for node in nodes for x in inputs_of(node) if x is not None and x not in made
+        )
         inputs = [x for x in needed if not _is_small(x)]
         graph = ir.convenience.extract(self._model.graph, inputs, outputs)
         for x in graph.inputs:
@@ -93,7 +95,7 @@ class Builder:
         """Return what the builder says of one node, or nothing."""
         used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
         try:
-            self.build(self.part([node], used), [x for x in reads(node) if x is not None and x in active])
+            self.build(self.part([node], used), [x for x in inputs_of(node) if x is not None and x in active])
         except RuntimeError as error:
             return _said(error)
         return ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import subgraphs
-from graphopt.origins import Kind, Origin
+from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import is_floating
 from passes.gradients.registry import carries
-from passes.gradients.walk import carries_gradient, is_differentiable, passes_gradient
-from passes.weights.initializers import array, fill, is_floating
+from passes.gradients.walk import carries_gradient, passes_gradient
+from passes.weights.initializers import array, fill, is_weight
 
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
 _PRODUCTS = {"GRU", "Gemm", "LSTM", "MatMul", "RNN"}
@@ -33,7 +34,7 @@ _MASKING = -1e4  # a number of this size or below, added to scores, takes them o
 
 def reached(graph: ir.Graph) -> set[ir.Value]:
     """Return all values from which a gradient flows to an output of a graph, through bodies too."""
-    found = {output for output in graph.outputs if is_differentiable(output)}
+    found = {output for output in graph.outputs if is_floating(output)}
     _reach(graph, found)
     return found
 
@@ -44,7 +45,7 @@ def _reach(graph: ir.Graph, found: set[ir.Value]) -> None:
             inputs = (x for i, x in enumerate(node.inputs) if carries(node, i))
             found.update(x for x in inputs if x is not None and carries_gradient(x))
             for body in subgraphs(node):
-                found.update(output for output in body.outputs if is_differentiable(output))
+                found.update(output for output in body.outputs if is_floating(output))
                 _reach(body, found)
 
 
@@ -115,7 +116,7 @@ def _then(node: ir.Node, op_type: str) -> ir.Node | None:
 
 def _is_channelwise(x: ir.Value | None) -> bool:
     """Tell whether a value is an initializer of several numbers along one axis."""
-    if x is None or x.const_value is None or not is_floating(x):
+    if x is None or x.const_value is None or not is_weight(x):
         return False
     return sum(dim != 1 for dim in x.const_value.shape) == 1
 

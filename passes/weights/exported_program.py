@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.origins import Kind, Origin
+from graphopt.graph.metadata import Kind, Origin, note_of
 from passes.weights import gathers
-from passes.weights.initializers import array, duplicate, fill, floating, is_floating, register
+from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -76,14 +76,14 @@ _Use = tuple[ir.Value, ir.Node, int]
 
 def signature(model: ir.Model) -> dict[str, Spec]:
     """Return the parameters and buffers of the exported program, by their placeholders."""
-    text = model.graph.metadata_props.get(_SIGNATURE, "")
+    text = note_of(model.graph, _SIGNATURE) or ""
     found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
     specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
     targets = {spec.target for spec in specs.values()}
     for value in floating(model):
-        kind = value.metadata_props.get(_KIND)
+        kind = note_of(value, _KIND)
         if kind in _KINDS and value.name not in targets:
-            placeholder = value.metadata_props.get(_PLACEHOLDER, str(value.name))
+            placeholder = note_of(value, _PLACEHOLDER) or str(value.name)
             specs[placeholder] = Spec(_KINDS[kind], str(value.name))
     return specs
 
@@ -223,7 +223,7 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for node in model.graph.all_nodes():
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
-        arguments = [specs[name] for name in _arguments(node.metadata_props.get(_CALL, "")) if name in specs]
+        arguments = [specs[name] for name in _arguments(note_of(node, _CALL) or "") if name in specs]
         gone = [spec.target for spec in arguments if spec.target not in held]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
@@ -263,9 +263,9 @@ def _calls(model: ir.Model) -> dict[str, list[_Use]]:
     """Return the calls of the program that nodes come from, and the floating initializers that these read."""
     calls: dict[str, list[_Use]] = {}
     for node in model.graph.all_nodes():
-        uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_floating(x)]
-        if _CALL in node.metadata_props:
-            calls.setdefault(node.metadata_props[_CALL], []).extend(uses)
+        uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_weight(x)]
+        if call := note_of(node, _CALL):
+            calls.setdefault(call, []).extend(uses)
     return calls
 
 
@@ -288,7 +288,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
         return False
-    calls = [_arguments(node.metadata_props.get(_CALL, "")) for node in value.consumers()]
+    calls = [_arguments(note_of(node, _CALL) or "") for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
     return bool(folded) and folded <= _MOVING | {"arange"}  # which makes places, as of positions, no weights
@@ -297,7 +297,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
 def _sources(value: ir.Value) -> tuple[str, ...]:
     """Return the names of what the exporter computed a value from."""
     try:
-        names = ast.literal_eval(value.metadata_props.get(_FOLDED_FROM, "[]"))
+        names = ast.literal_eval(note_of(value, _FOLDED_FROM) or "[]")
     except (SyntaxError, ValueError):
         return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()

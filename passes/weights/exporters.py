@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphopt.origins import Kind, Origin
+from graphopt.graph.metadata import Kind, Origin
 from passes.weights import exported_program, torchscript
 from passes.weights.initializers import floating
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 def floating(model: ir.Model) -> list[ir.Value]:
     """Return the floating initializers of a model, of its bodies too."""
-    return [value for graph in model.graphs() for value in graph.initializers.values() if is_floating(value)]
+    return [value for graph in model.graphs() for value in graph.initializers.values() if is_weight(value)]
 
 
-def is_floating(x: ir.Value | None) -> bool:
+def is_weight(x: ir.Value | None) -> bool:
     """Tell whether a value is an initializer of floating numbers, and no input."""
     tensor = None if x is None or x.is_graph_input() or not x.is_initializer() else x.const_value
     return tensor is not None and tensor.dtype.is_floating_point()

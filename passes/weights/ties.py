@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.emitter import Emitter, like
-from graphopt.origins import Copy
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Copy
+from graphopt.graph.values import like
 from passes.weights.initializers import array, duplicate
 
 _FEWEST = 8  # elements that must be equal before equal numbers tell of a tie

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from graphopt.origins import Kind, Origin
+from graphopt.graph.metadata import Kind, Origin
 from passes.weights import gathers
-from passes.weights.initializers import duplicate, floating, is_floating
+from passes.weights.initializers import duplicate, floating, is_weight
 
 # Names of buffers in PyTorch's own modules and in the usual libraries.
 _BUFFERS = {
@@ -45,7 +45,7 @@ def part(model: ir.Model) -> dict[str, Origin]:
     modules = {path.rpartition(".")[0] for path in map(str, model.graph.initializers)}
     for node in [node for node in model.graph if node.op_type == "Identity"]:
         x, y = node.inputs[0], node.outputs[0]
-        if x is None or not is_floating(x) or y.is_graph_output():
+        if x is None or not is_weight(x) or y.is_graph_output():
             continue
         name, readers = str(y.name), list(y.consumers())
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]

@@ -12,9 +12,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnx_ir import Graph, Node, Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from passes.gradients.bodies import (
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dims_of, is_floating, like
+from passes.gradients.loop_bodies import (
     Sequences,
     added,
     copy,
@@ -26,7 +27,7 @@ from passes.gradients.bodies import (
     saved,
 )
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.walk import backward, dims_of, is_differentiable, zeros
+from passes.gradients.walk import backward, zeros
 
 # Of a Scan: what some states are, by their index, at the start of each slice's step.
 KNOWN = "known_states"
@@ -99,7 +100,7 @@ class Back:
         with op.within(self.graph) as inner:
             self.inner = inner
             self.ends = [
-                inner.value_like(y) if is_differentiable(y) and (i < states or dys[i]) else None
+                inner.value_like(y) if is_floating(y) and (i < states or dys[i]) else None
                 for i, y in enumerate(results)
             ]
             ends = [(y, dy) for y, dy in zip(results, self.ends, strict=True) if dy is not None]
@@ -172,8 +173,8 @@ def scan(
     ]
     if not sequences:  # one tells how many steps there are
         sequences = [(back.slices[0], inputs[n], axes[0], turned[0])]
-    sliced = [i for i, x in enumerate(back.slices) if is_differentiable(x)]
-    states = [i for i, x in enumerate(back.states) if is_differentiable(x)]
+    sliced = [i for i, x in enumerate(back.slices) if is_floating(x)]
+    states = [i for i, x in enumerate(back.states) if is_floating(x)]
     found = emit_scan(
         op,
         back.graph,
@@ -214,7 +215,7 @@ def loop(
     kept += [
         (x, dy) for x, dy in zip(back.ends[n:], dys[n:], strict=False) if x is not None and dy and x.uses()
     ]
-    states = [i for i, x in enumerate(back.states) if is_differentiable(x)]
+    states = [i for i, x in enumerate(back.states) if is_floating(x)]
     with op.within(back.graph) as inner:
         turn, on = inner.value_like(number), inner.value_like(going)
         at = inner.Sub(last, turn)

@@ -12,11 +12,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
-from passes.gradients.walk import constant_of, dims_of
 
 Dims = Sequence[int | ir.SymbolicDim]
 

@@ -7,10 +7,11 @@ import math
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter
-from graphopt.roles import held
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import held
+from graphopt.graph.values import constant_of
 from passes.gradients.registry import Gradients, elementwise, rule
-from passes.gradients.walk import constant_of, further_output
+from passes.gradients.walk import further_output
 
 
 def mask(op: Emitter, condition: Value, x: Value) -> Value:

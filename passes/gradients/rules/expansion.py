@@ -8,9 +8,10 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter, like
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import is_floating, like
 from passes.gradients.registry import Gradients, Rule, accepted, rule
-from passes.gradients.walk import backward, is_differentiable
+from passes.gradients.walk import backward
 
 Expansion = Callable[..., Sequence[Value]]
 
@@ -39,7 +40,7 @@ def expansion(*op_types: str) -> Callable[[Expansion], Rule]:
             part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
             pairs = zip(outputs, [dy, *further], strict=False)
             seeds = {y: like(op.Identity(dy), y) for y, dy in pairs if dy is not None}
-            wrt = [x for x in dict.fromkeys(inputs) if x in active and is_differentiable(x)]
+            wrt = [x for x in dict.fromkeys(inputs) if x in active and is_floating(x)]
             gradients = backward(op, part, seeds, wrt)
             return [gradients.pop(x, None) for x in inputs]
 

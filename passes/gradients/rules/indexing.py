@@ -8,10 +8,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter, like
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import pads_of_all_axes, rank, reshape_like, spread_pads, wide
-from passes.gradients.walk import constant_of, dims_of, further_output, zeros
+from passes.gradients.walk import further_output, zeros
 
 
 def positions(op: Emitter, x: Value) -> Value:

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
-from passes.gradients.walk import dims_of
 
 
 @rule("MatMul")

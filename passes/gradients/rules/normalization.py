@@ -6,13 +6,14 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter
 from graphopt.errors import GraphoptError
-from graphopt.roles import OF_BATCH
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import OF_BATCH
+from graphopt.graph.values import dims_of
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import nonzero
 from passes.gradients.rules.shape import rank, reshape_like, sizes_of
-from passes.gradients.walk import dims_of, further_output, zeros
+from passes.gradients.walk import further_output, zeros
 
 
 def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple[Value, Value]:
@@ -103,7 +104,7 @@ def batch_normalization(
                 dx = dx + (2 * share * z / inverse if i else share)
         return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
     assert dy is not None
-    if OF_BATCH in node.metadata_props:
+    if OF_BATCH.is_set(node):
         return of_batch(op, dy, x, scale, bias, variance, epsilon)
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)

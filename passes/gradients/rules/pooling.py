@@ -8,15 +8,16 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.indexing import positions, scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
 from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
-from passes.gradients.walk import dims_of, further_output
+from passes.gradients.walk import further_output
 
 
 @rule("MaxPool")

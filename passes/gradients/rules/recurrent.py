@@ -11,13 +11,14 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
-from graphopt.inference import stand_in
-from passes.gradients.bodies import Step, scan_over
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import stand_in
+from graphopt.graph.values import dims_of, like
+from passes.gradients.loop_bodies import Step, scan_over
 from passes.gradients.rules.control_flow import KNOWN, SAVING
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.walk import dims_of, further_output
+from passes.gradients.walk import further_output
 
 Activation = Callable[[Any, Value], Value]
 Cell = Callable[..., list[Value]]

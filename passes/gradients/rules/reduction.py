@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter, like
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, like
 from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import rank
-from passes.gradients.walk import constant_of, is_uniform
+from passes.gradients.walk import is_uniform
 
 
 @dataclass(frozen=True)

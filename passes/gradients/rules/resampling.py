@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.emitter import Emitter, like
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.linear import identity, transpose
 from passes.gradients.rules.shape import rank, sizes_of
-from passes.gradients.walk import constant_of, dims_of
 
 
 @rule("Resize")

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.walk import constant_of, dims_of
 
 MOST = 2**24  # elements of a constant that a rule makes: half a gigabyte while it is a list
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter
+from graphopt.graph.emitter import Emitter
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.walk import zeros
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from onnx_ir import Value
 
-from graphopt.emitter import Emitter, like
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.indexing import gather
 from passes.gradients.rules.shape import pads_of_all_axes, rank, sizes_of, wide
-from passes.gradients.walk import constant_of, dims_of
 
 
 @rule("DFT")

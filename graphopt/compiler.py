@@ -1,0 +1,212 @@
+"""Compile inference models: the standard pipeline to a training graph, gradients of outputs, and layers."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import onnx_ir as ir
+
+from graphopt.graph.loading import Source, load
+from graphopt.pipeline import Pipeline, Step
+
+
+class Default(enum.Enum):
+    """Stands for the pass that a pipeline has at a step, where none is given."""
+
+    PASS = "default"
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: Final = Default.PASS
+Steps = Step | Sequence[Step] | None
+
+
+def standard(
+    *,
+    normalize: Steps | Default = DEFAULT,
+    parameters: Steps | Default = DEFAULT,
+    sort: Steps | Default = DEFAULT,
+    training: Steps = None,
+    loss: Steps = None,
+    regularizer: Steps = None,
+    precision: Steps = None,
+    gradient: Steps | Default = DEFAULT,
+    recompute: Steps = None,
+    clip: Steps = None,
+    optimizer: Steps = None,
+    schedule: Steps = None,
+    loss_scale: Steps = None,
+    accumulate: Steps = None,
+    simplify: Steps | Default = DEFAULT,
+    fuse: Steps | Default = DEFAULT,
+) -> Pipeline:
+    """Return the standard pipeline with the passes given; see `compile` for the steps.
+
+    >>> import graphopt, passes
+    >>> list(graphopt.standard(loss=passes.MeanSquaredError(), fuse=None))
+    ['normalize', 'parameters', 'sort', 'loss', 'gradient', 'simplify']
+    """
+    import passes
+
+    return Pipeline(
+        normalize=_given(normalize, passes.Normalize),
+        parameters=_given(parameters, passes.Parameters),
+        sort=_given(sort, passes.SortInitializers),
+        training=training,
+        loss=loss,
+        regularizer=regularizer,
+        precision=precision,
+        gradient=_given(gradient, passes.Gradient),
+        recompute=recompute,
+        clip=clip,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_scale=loss_scale,
+        accumulate=accumulate,
+        simplify=_given(simplify, passes.Simplify),
+        fuse=_given(fuse, passes.Fuse),
+    )
+
+
+STANDARD = tuple(inspect.signature(standard).parameters)
+
+
+def compile(
+    model: Source,
+    *,
+    normalize: Steps | Default = DEFAULT,
+    parameters: Steps | Default = DEFAULT,
+    sort: Steps | Default = DEFAULT,
+    training: Steps = None,
+    loss: Steps = None,
+    regularizer: Steps = None,
+    precision: Steps = None,
+    gradient: Steps | Default = DEFAULT,
+    recompute: Steps = None,
+    clip: Steps = None,
+    optimizer: Steps = None,
+    schedule: Steps = None,
+    loss_scale: Steps = None,
+    accumulate: Steps = None,
+    simplify: Steps | Default = DEFAULT,
+    fuse: Steps | Default = DEFAULT,
+) -> ir.Model:
+    """Compile an inference model to a training graph by the standard pipeline.
+
+    A step is a pass, a sequence of passes, or None, which leaves it out. Steps run in the order of the arguments.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        normalize: brings the model into the form that the other passes expect; `passes.Normalize()` by default.
+        parameters: chooses what trains; `passes.Parameters()` by default.
+        sort: orders the parameters; `passes.SortInitializers()` by default.
+        training: switches to training behaviour, as `passes.TrainingMode()`.
+        loss: inserts the loss, as `passes.CrossEntropy()`.
+        regularizer: adds penalties, as `passes.L2(1e-4)`.
+        precision: computes in 16 bits, as `passes.MixedPrecision()`.
+        gradient: differentiates the loss by the parameters; `passes.Gradient()` by default.
+        recompute: saves memory, as `passes.Recompute()`.
+        clip: clips gradients, as `passes.ClipGlobalNorm(1.0)`.
+        optimizer: updates the parameters, as `passes.AdamW(learning_rate=1e-3)`.
+        schedule: sets the learning rate of each step, as `passes.Cosine(steps=1000)`.
+        loss_scale: scales the loss of a model in 16 bits, as `passes.DynamicLossScale()`.
+        accumulate: adds gradients up over batches, as `passes.Accumulate(4)`.
+        simplify: folds constants and merges equal nodes; `passes.Simplify()` by default.
+        fuse: emits faster operators of the same numbers; `passes.Fuse()` by default.
+
+    Raises:
+        GraphoptError: the model cannot be read, or a pass refuses it; names the node or the value.
+
+    >>> import graphopt, passes
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    >>> [output.name for output in step.graph.outputs][:2]
+    ['logits', 'loss']
+    """
+    steps = dict(locals())
+    del steps["model"]
+    return standard(**steps)(model)
+
+
+def grad(
+    model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
+) -> ir.Model:
+    """Return a model with the gradients of one of its outputs by inputs or weights as outputs `OF.grad.X`.
+
+    It is a model like any other, so that `grad` of it gives second derivatives.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        wrt: the names of the inputs and weights to differentiate by.
+        of: the output to differentiate, which is summed; the only floating one by default.
+        seeded: add an input `OF.seed` that weighs the output's elements: a vector-Jacobian product.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: the model cannot be read, a name is unknown, or operators on the way have no rule.
+    """
+    import passes
+
+    loaded = load(model)
+    own = {output.name for output in loaded.graph.outputs}
+    passes.Normalize()(loaded)
+    passes.Differentiate(tuple(wrt), of, seeded)(loaded)
+    if not keep:
+        for output in [output for output in loaded.graph.outputs if output.name in own]:
+            loaded.graph.outputs.remove(output)
+    passes.Simplify()(loaded)
+    return loaded
+
+
+@dataclass(frozen=True)
+class LayerGraphs:
+    """The graphs of a layer: outputs and gradients in one, and the two that it is split into."""
+
+    joint: ir.Model
+    forward: ir.Model
+    backward: ir.Model
+
+
+def compile_layer(
+    model: Source,
+    *,
+    normalize: Steps | Default = DEFAULT,
+    parameters: Steps | Default = DEFAULT,
+    sort: Steps | Default = DEFAULT,
+    training: Steps = None,
+    gradient: Steps | Default = DEFAULT,
+    simplify: Steps | Default = DEFAULT,
+    fuse: Steps | Default = DEFAULT,
+) -> LayerGraphs:
+    """Compile a model to the graphs of a layer, whose loss a larger program has; see `compile` for the steps.
+
+    Args:
+        gradient: emits the gradients of weighted outputs; `passes.VectorJacobianProduct()` by default.
+
+    Raises:
+        GraphoptError: the model cannot be read, or a pass refuses it.
+    """
+    import passes
+    from passes.vector_jacobian import split
+
+    pipeline = Pipeline(
+        normalize=_given(normalize, passes.Normalize),
+        parameters=_given(parameters, passes.Parameters),
+        sort=_given(sort, passes.SortInitializers),
+        training=training,
+        gradient=_given(gradient, passes.VectorJacobianProduct),
+        simplify=_given(simplify, passes.Simplify),
+        fuse=_given(fuse, passes.Fuse),
+    )
+    joint = pipeline(model)
+    return LayerGraphs(joint, *split(joint))
+
+
+def _given(step: Steps | Default, default: Callable[[], Step]) -> Steps:
+    return default() if step is DEFAULT else step

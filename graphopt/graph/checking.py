@@ -1,0 +1,155 @@
+"""What the ONNX checker leaves unchecked in a file, so that whatever comes after may trust a loaded model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.external_data_helper as external
+import onnx_ir as ir
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.limits import Limits
+
+MANY = 2**48  # elements: more than any memory holds, and few enough to compute with
+EXTERNAL = onnx.TensorProto.EXTERNAL
+
+
+def check_proto(proto: onnx.ModelProto) -> None:
+    """Raise an error unless text is UTF-8, shapes are possible, and tensors have the bytes that their shape asks for.
+
+    Attributes refer to those of the function around them, and to none outside of functions.
+
+    Raises:
+        GraphoptError: names the field, or the tensor and both numbers of bytes.
+    """
+    for message in _messages(proto):
+        if isinstance(message, onnx.TensorProto):
+            _check_tensor(message)
+        elif isinstance(message, onnx.TensorShapeProto):
+            dims = [dim.dim_value for dim in message.dim if dim.HasField("dim_value")]
+            if math.prod(max(dim, 1) for dim in dims) > MANY:
+                raise GraphoptError(f"expected shapes of at most {MANY:,} elements, found {dims}")
+    _check_references(proto.graph, "the graph", ())
+    for function in proto.functions:
+        own = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
+        _check_references(function, f"function {function.domain}::{function.name}", own)
+
+
+def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor in a model: weights, and those in attributes."""
+    return (message for message in _messages(proto) if isinstance(message, onnx.TensorProto))
+
+
+def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
+    """Raise an error unless the fields of external data are whole numbers, and what they ask for is in the files.
+
+    Tensors may share bytes of a file, as tied weights do, so long as all together are not much larger than the files.
+
+    Raises:
+        GraphoptError: names the tensor, what was expected and what was found.
+    """
+    asked, sizes = 0, {}
+    for tensor in list(tensors(proto)):  # all text is UTF-8, then
+        if tensor.data_location != EXTERNAL:
+            continue
+        try:
+            found = external.ExternalDataInfo(tensor)
+        except ValueError as error:
+            raise GraphoptError(f"tensor {tensor.name!r}: external data: {error}") from error
+        try:
+            size = os.stat(folder / found.location).st_size
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise GraphoptError(
+                f"tensor {tensor.name!r}: external data {found.location!r}: {reason}"
+            ) from error
+        start = found.offset or 0
+        length = size - start if found.length is None else found.length
+        if not 0 <= start <= start + length <= size:
+            raise GraphoptError(
+                f"tensor {tensor.name!r}: external data: expected bytes {start:,} to {start + length:,} of "
+                f"{found.location!r}, found a file of {size:,}"
+            )
+        asked += length
+        sizes[found.location] = size
+    if asked > sum(sizes.values()) + limits.constant_bytes:
+        raise GraphoptError(
+            f"external data: expected tensors of about {sum(sizes.values()):,} bytes, what the files hold, found "
+            f"{asked:,}: limits.constant_bytes={asked} allows it"
+        )
+
+
+def _check_references(whole: Message, title: str, names: Collection[str]) -> None:
+    for message in _messages(whole):
+        if isinstance(message, onnx.AttributeProto) and message.ref_attr_name not in ("", *names):
+            raise GraphoptError(
+                f"attribute {message.name!r}: expected a reference to an attribute of {title} "
+                f"({', '.join(names) or 'which has none'}), found {message.ref_attr_name!r}"
+            )
+
+
+def _messages(proto: Message) -> Iterator[Message]:
+    """Yield all messages of a model, parents first; without recursion, as they may nest to any depth."""
+    waiting: list[Message] = [proto]
+    while waiting:
+        message = waiting.pop()
+        yield message
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                waiting.extend(value if field.is_repeated else [value])
+            elif field.type == FieldDescriptor.TYPE_STRING:
+                for text in value if field.is_repeated else [value]:
+                    if not isinstance(text, str):
+                        raise GraphoptError(
+                            f"{_title(message)}: {field.name}: expected UTF-8 text, found {text!r}"
+                        )
+
+
+def _title(message: Message) -> str:
+    name: Any = getattr(message, "name", "")
+    return f"{message.DESCRIPTOR.name.removesuffix('Proto').lower()} {name!r}"
+
+
+def _check_tensor(tensor: onnx.TensorProto) -> None:
+    try:
+        dtype = ir.DataType(tensor.data_type)
+    except ValueError:
+        dtype = ir.DataType.UNDEFINED
+    if dtype is ir.DataType.UNDEFINED:
+        raise GraphoptError(
+            f"tensor {tensor.name!r}: expected an element type of ONNX, found {tensor.data_type}"
+        )
+    count = 1
+    for dim in tensor.dims:
+        if dim < 0:
+            raise GraphoptError(
+                f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
+            )
+        count *= dim
+    expected, found, unit = _amounts(tensor, dtype, count)
+    if expected != found:
+        raise GraphoptError(
+            f"tensor {tensor.name!r}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, "
+            f"found {found:,}"
+        )
+
+
+def _amounts(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[int, int, str]:
+    """Return how much a tensor should hold, how much it holds, and in what unit."""
+    if dtype is ir.DataType.STRING:
+        return count, len(tensor.string_data), "texts"
+    size = (count * dtype.bitwidth + 7) // 8
+    if tensor.HasField("raw_data") or tensor.data_location == EXTERNAL:
+        return size, len(tensor.raw_data), "bytes"
+    field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+    numbers = len(getattr(tensor, field))
+    if dtype in (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
+        return 2 * count, numbers, "numbers"
+    return size if dtype.bitwidth < 8 else count, numbers, "numbers"  # several numbers of few bits in a byte

@@ -1,0 +1,204 @@
+"""Emits onnxscript operators into a model's graph, typed as they are emitted.
+
+A traced function is a Python function of an `Emitter`, called `op`, and of values: `op.Tanh(x)` emits a node, and
+so does arithmetic: `1 - y * y`. Python numbers take the element type of the values beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
+from graphopt.graph.traversal import subgraphs
+
+
+class Emitter(TapeBuilder):
+    """Appends nodes to the main graph of `model`, in a `with` block: `with Emitter(model) as op`.
+
+    Raises:
+        GraphoptError: an operator's inputs are ill-typed or ill-shaped.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        super().__init__(features=BuilderFeature.FULL)
+        self._model = model
+        self._graph = model.graph
+        self._versions = model.opset_imports
+        self._constants: dict[tuple[Any, ...], ir.Value] = {}
+        self._depth = 0
+        self._taken: set[str | None] = set()
+
+    def within(self, body: ir.Graph) -> Emitter:
+        """Return an emitter into `body`, a graph of a node of this emitter's graph."""
+        inner = Emitter(self._model)
+        inner._graph, inner._depth = body, self._depth + 1
+        inner._taken = set(ir.convenience.create_value_mapping(body))
+        return inner
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The model's opsets."""
+        return self._versions
+
+    def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
+        """Return a new value, an input to be, of the type of `x`, and of its shape unless another is given."""
+        return self._named(ir.Value(type=x.type, shape=shape or x.shape))
+
+    def __enter__(self) -> Emitter:
+        self._outer = ir.set_value_magic_handler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ir.set_value_magic_handler(self._outer)
+
+    def call_op(
+        self,
+        op_type: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        /,
+        domain: str = "",
+        version: int | None = None,
+        outputs: int | Sequence[str | ir.Value] = 1,
+        name: str | None = None,
+    ) -> ir.Value | Sequence[ir.Value]:
+        if version is None:
+            version = self._versions.get(domain)
+        return super().call_op(
+            op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
+        )
+
+    def _partition_inputs_attributes(
+        self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Spare a call that keeps inputs and attributes apart the conversion of the whole schema."""
+        if (
+            schema is not None
+            and schema.min_input <= len(args) <= schema.max_input
+            and kwargs.keys() <= schema.attributes.keys()
+        ):
+            return args, kwargs
+        return super()._partition_inputs_attributes(schema, args, kwargs)
+
+    def _add_node(self, node: ir.Node) -> None:
+        self._graph.append(node)
+
+    def _add_initializer(self, value: ir.Value) -> None:
+        self._graph.register_initializer(value)
+
+    def _adapt_outputs(
+        self, outputs: int | Sequence[str | ir.Value], op_type: str
+    ) -> Sequence[ir.Value] | None:
+        """Name what is emitted into a body: its names and those of the graphs around it must differ."""
+        if self._depth == 0:
+            return super()._adapt_outputs(outputs, op_type)
+        values = [ir.Value() for _ in range(outputs)] if isinstance(outputs, int) else outputs
+        adapted = super()._adapt_outputs(values, op_type)
+        return adapted and [self._named(value) for value in adapted]
+
+    def _named(self, value: ir.Value) -> ir.Value:
+        names = (f"body{self._depth}_{i}" for i in range(len(self._taken), 2**62))
+        value.name = value.name or next(name for name in names if name not in self._taken)
+        self._taken.add(value.name)
+        return value
+
+    def _infer_shapes(self, node: ir.Node) -> None:
+        if subgraphs(node):
+            return  # what emits such a node types it
+        super()._infer_shapes(node)
+        problem = SHAPE_INFERENCE_ERROR.read(node)
+        SHAPE_INFERENCE_ERROR.remove(node)
+        if problem is not None:
+            inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
+            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
+
+    def infer(self, node: ir.Node) -> None:
+        """Type the outputs of a node that is there already, as far as its inputs tell."""
+        node.version = node.version or self._versions.get(node.domain)
+        self._constant_propagation(node)
+        super()._infer_shapes(node)
+        SHAPE_INFERENCE_ERROR.remove(node)
+
+    def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+        if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
+            value = value.astype(dtype.numpy())
+        tensor = ir.tensor(value, dtype=dtype)
+        key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
+        return self._constants[key]
+
+    def trace(
+        self, function: Callable[..., Any] | OnnxFunction[..., Any], *args: ir.Value, outputs: int | None = 1
+    ) -> Any:
+        """Emit a traced function `f(op, *args)`, or the body of an onnxscript function; return its output or outputs.
+
+        An onnxscript function must have `outputs` outputs; None allows any number.
+        """
+        if not isinstance(function, OnnxFunction):
+            return function(self, *args)
+        body = function.function_ir
+        if len(args) != len(body.inputs) or outputs not in (None, len(body.outputs)) or body.attributes:
+            raise GraphoptError(
+                f"{function.name}: expected an onnxscript function of {len(args)} inputs, {outputs or 'some'} output "
+                f"and no attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}: "
+                f"a traced function has no such limits"
+            )
+        values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
+        for node in body:
+            emitted = self.call_op(
+                node.op_type,
+                [values.get(x) for x in node.inputs],
+                dict(node.attributes),
+                domain=node.domain,
+                outputs=len(node.outputs),
+            )
+            values.update(
+                zip(node.outputs, [emitted] if isinstance(emitted, ir.Value) else emitted, strict=True)
+            )
+        traced = [values[output] for output in body.outputs]
+        return traced[0] if len(traced) == 1 else traced
+
+    def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
+        """Return a constant: an array or numbers, of the element type of `like` where given."""
+        return self._promote_constant(value, None if like is None else like.dtype)
+
+    def shape_of(self, x: ir.Value) -> ir.Value:
+        """Return the shape of `x` as an int64 vector: a constant where it is static."""
+        if x.shape is not None and x.shape.is_static():
+            return self.constant(np.array(x.shape.numpy(), np.int64))
+        shape: ir.Value = self.Shape(x)
+        return shape
+
+    def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:
+        """Return how many elements `x` has along `axes` (all by default), in the element type of `x`.
+
+        A Python number where the axes are static.
+        """
+        assert x.shape is not None and x.dtype is not None
+        whole = axes is None or len(axes) == len(x.shape)
+        if whole and not x.shape.is_static():
+            return self.Cast(self.Size(x), to=x.dtype)
+        dims = [x.shape[axis] for axis in (range(len(x.shape)) if axes is None else axes)]
+        static = float(np.prod([dim for dim in dims if isinstance(dim, int)], dtype=np.float64))
+        if all(isinstance(dim, int) for dim in dims):
+            return static
+        axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
+        sizes = [
+            self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)
+        ]
+        dynamic = sizes[0]
+        for size in sizes[1:]:
+            dynamic = self.Mul(dynamic, size)
+        count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
+        return count if static == 1 else self.Mul(count, static)

@@ -1,0 +1,205 @@
+"""From a training graph back to the inference model in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from graphopt.errors import GraphoptError, known
+from graphopt.graph import metadata
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
+from graphopt.graph.postprocessing import parts_aside, restore
+from graphopt.graph.rewriting import hidden, needed, outputs_kept
+from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.values import like
+
+INITIALIZERS_ALONE_SINCE = 4  # IR version; before, each is an input too
+
+
+def in_inference(
+    node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
+) -> None:
+    """Note how inference differs from training: some inputs are others, by name; or the output is an input."""
+    InferenceForm(inputs or {}, same_as).write(node.outputs[0])
+
+
+def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
+    """Let `outputs`, each the first of its node, take the place of an operator's in training; inference has its own."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
+    for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
+        if own.name:
+            metadata.copy(own, y)
+            y.name, own.name = own.name, f"{own.name}/replaced"
+            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+            if not InferenceForm.is_on(y):  # else that of the model's operator, replaced twice
+                InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
+
+
+def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
+    """Return the part of a training graph that computes `outputs`, in its inference form, and what it needs."""
+
+    def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
+        cut = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
+        return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+    extracted = part(model.graph, outputs)
+    with outputs_kept(extracted):
+        _switch_to_inference(extracted.graph)
+    # Again, as what the bodies of nodes without a use read counts as used.
+    extracted = part(extracted.graph, extracted.graph.outputs)
+    graph = extracted.graph
+    with hidden(needed(extracted)):
+        IdentityEliminationPass()(extracted)
+    RemoveUnusedNodesPass()(extracted)
+    for value in list(graph.inputs):
+        if not value.uses() and not value.is_graph_output():
+            graph.initializers.pop(value.name or "", None)
+            graph.inputs.remove(value)
+    RemoveUnusedOpsetsPass()(extracted)
+    return extracted
+
+
+def _switch_to_inference(graph: ir.Graph) -> None:
+    inputs = {value.name: value for value in graph.inputs}
+    same: dict[str, ir.Value] = {}
+    cast: set[ir.DataType | None] = set()
+    made: dict[str, ir.Node] = {}
+    for node in list(graph):
+        form = InferenceForm.read(node.outputs[0])
+        if form is None:
+            continue
+        InferenceForm.remove(node.outputs[0])
+        for index, name in form.inputs.items():
+            node.replace_input_with(index, inputs[name])
+        if form.same_as is not None:
+            x, y = node.inputs[form.same_as], node.outputs[0]
+            assert x is not None
+            same[str(y.name)] = x
+            if y.is_graph_output():
+                x.type = y.type
+            elif x.dtype != y.dtype:
+                cast |= {x.dtype, y.dtype}
+            ir.convenience.replace_all_uses_with(y, x, replace_graph_outputs=True)
+        if form.operator is not None:
+            y = node.outputs[0]
+            other = _operator(graph, node, made, same, form)
+            if other is None:
+                continue
+            other.name, y.name = y.name, f"{y.name}/training"
+            other.type, other.shape = y.type, y.shape
+            ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
+    for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
+        y.type = y.shape = None  # what it is computed from is not cast any more
+
+
+def _operator(
+    graph: ir.Graph,
+    place: ir.Node,
+    made: dict[str, ir.Node],
+    same: dict[str, ir.Value],
+    form: InferenceForm,
+) -> ir.Value | None:
+    """Return an output of the operator that does in inference what a node does in training, made once for all.
+
+    None where a rewriter has removed what it is to read: then inference does what training does.
+    """
+    assert form.operator is not None
+    (op_type, attributes), read = form.operator, form.reads
+    key = json.dumps([op_type, attributes, read])
+    if key not in made:
+        values = ir.convenience.create_value_mapping(graph, include_subgraphs=False) | same
+        if not {*read, ""} <= {*values, ""}:
+            return None
+        made[key] = ir.node(op_type, [values[name] if name else None for name in read], attributes)
+        graph.insert_before(place, made[key])
+    node, index = made[key], form.output
+    node.resize_outputs(max(index + 1, len(node.outputs)))
+    for y in node.outputs:
+        y.name = y.name or ""
+    return node.outputs[index]
+
+
+def trained(
+    model: ir.Model, state: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+) -> onnx.ModelProto:
+    """Return the inference model inside a training graph, with the values of `state` as its weights.
+
+    Inputs, outputs and weights have the names of the model that was compiled, and the file its opset and IR version,
+    wherever its operators allow. `outputs` are the values to compute,
+    outputs of that model or values inside; its own outputs by default.
+
+    Raises:
+        GraphoptError: the inference model has no value of such a name.
+    """
+    inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS))
+    graph = inference.graph
+    for value in [value for value in graph.inputs if role_of(value) in STATE]:
+        graph.inputs.remove(value)
+        graph.initializers.pop(value.name or "", None)
+        array = state[value.name or ""]
+        value.name = metadata.original_name(value)
+        value.const_value = ir.tensor(array, name=value.name)
+        graph.register_initializer(value)
+    for value in list(graph.initializers.values()):
+        value.name = metadata.original_name(value)
+    for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
+        metadata.remove_own(value, keep=[metadata.FROZEN])
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        setattr(inference, name, getattr(model, name))
+    metadata.copy(model, inference)
+    metadata.remove_own(inference)
+    proto = _as_it_came(inference, model)
+    return proto if outputs is None else _computing(proto, outputs)
+
+
+def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
+    """Return an inference model with what was set aside, in the opset and IR version of the file that came in.
+
+    Where an operator has no older form, in the lowest opset that has it.
+    """
+    opset, ir_version = versions_of(model)
+    now = inference.opset_imports.get("", opset)
+    parts = parts_aside(model)
+    later = {i: part for i, part in enumerate(parts) if _default_opset(part) == now != opset}
+    rewritten = {i: ir.from_proto(part) for i, part in later.items()}
+    version = rewrite_in([inference, *rewritten.values()], opset)
+    if version != opset or inference.functions:
+        ir_version = max(ir_version, ir_version_of(version), 8 if inference.functions else 0)
+    inference.ir_version = ir_version
+    proto = ir.to_proto(inference)
+    restore(
+        proto, model, [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
+    )
+    if ir_version < INITIALIZERS_ALONE_SINCE:
+        inputs = {x.name for x in proto.graph.input}
+        infos = [
+            onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in proto.graph.initializer
+        ]
+        proto.graph.input.extend(info for info in infos if info.name not in inputs)
+    return proto
+
+
+def _default_opset(proto: onnx.ModelProto) -> int | None:
+    return next((opset.version for opset in proto.opset_import if opset.domain == ""), None)
+
+
+def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
+    """Return the part of a model that computes some of its values."""
+    model = ir.from_proto(proto)
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    for name in outputs:
+        if name not in values:
+            raise GraphoptError(known("value", name, values))
+    model.graph.outputs[:] = [values[name] for name in outputs]
+    RemoveUnusedNodesPass()(model)
+    for x in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
+        model.graph.inputs.remove(x)
+    RemoveUnusedOpsetsPass()(model)
+    return ir.to_proto(model)

@@ -1,0 +1,69 @@
+"""What a loss takes for labels, by the metadata of its target."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.metadata import TargetSpec
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Numbers from `low` to `high`, and `ignored`; unless `between`, `low` and `high` alone.
+
+    Args:
+        several: they are class numbers, not the two of a binary loss.
+    """
+
+    low: float
+    high: float
+    ignored: int | None = None
+    between: bool = True
+    several: bool = True
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"labels from {self.low} on"
+        return (
+            f"labels from {self.low} to {self.high}" if self.several else f"labels {self.low} and {self.high}"
+        )
+
+    def all(self) -> np.ndarray:
+        """Return all labels there may be, in order."""
+        return np.arange(self.low, self.high + 1) if self.several else np.array([self.low, self.high])
+
+    def fit(self, array: np.ndarray) -> bool:
+        """Tell whether all labels are right, by one look at class numbers."""
+        if self.several and array.dtype.kind == "i" and array.size:
+            unsigned = array.view(np.dtype(f"u{array.itemsize}"))  # negative ones are beyond all others
+            if np.maximum.reduce(unsigned, axis=None) <= self.high:
+                return True
+        return not self.wrong(array).any()
+
+    def wrong(self, array: np.ndarray) -> np.ndarray:
+        """Return which labels are wrong."""
+        wrong: np.ndarray = (array < self.low) | (array > self.high)
+        if not self.between:
+            wrong |= (array != self.low) & (array != self.high)
+        if self.ignored is not None:
+            wrong &= array != self.ignored
+        return wrong
+
+
+def labels_of(target: ir.Value) -> Labels | None:
+    """Return what a target's labels may be, None where it takes other numbers than labels."""
+    spec = TargetSpec.read(target)
+    if spec is None:
+        return None
+    if spec.task == "classification" and not spec.target_probabilities:
+        return Labels(0, math.inf if spec.classes is None else spec.classes - 1, spec.ignore_index)
+    if spec.labels is not None:
+        low, high = spec.labels
+        return Labels(
+            low, high, between=low >= 0, several=False
+        )  # between 0 and 1 lie probabilities, between -1 and 1 nothing
+    return None

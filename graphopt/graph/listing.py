@@ -1,0 +1,115 @@
+"""A graph as text, one line a node: what golden files, reports and diffs show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.roles import role_of
+from graphopt.graph.schemas import defaults
+
+
+def listing(model: ir.Model) -> str:
+    """Return a line for each input, initializer, node and output of a model.
+
+    Small constants stand in place; attributes that have their defaults are left out.
+    """
+    return "\n".join(_lines(model.graph)) + "\n"
+
+
+def size(model: ir.Model) -> int:
+    """Return the number of nodes, constants not counted."""
+    return sum(node.op_type != "Constant" for node in model.graph)
+
+
+def _lines(graph: ir.Graph) -> Iterator[str]:
+    for value in graph.inputs:
+        yield f"{_kind(value, 'input')} {_typed(value)}{_default(value)}"
+    for value in graph.initializers.values():
+        if not value.is_graph_input() and inline(value) is None:
+            yield f"initializer {_typed(value)}"
+    for node in graph:
+        if node.op_type != "Constant" or inline(node.outputs[0]) is None:
+            yield _node(node, graph.opset_imports)
+    for value in graph.outputs:
+        yield f"output {_kind(value, '')} {_typed(value)}".replace("  ", " ")
+
+
+def _node(node: ir.Node, versions: Mapping[str, int]) -> str:
+    outputs = ", ".join(_typed(value) for value in node.outputs)
+    inputs = ", ".join("-" if x is None else inline(x) or str(x.name) for x in node.inputs)
+    attributes = "".join(f" {name}={text}" for name, text in shown_attributes(node, versions))
+    return f"{outputs} = {operator_of(node)}({inputs}){attributes}"
+
+
+def operator_of(node: ir.Node) -> str:
+    """Return the name of a node's operator, with its domain."""
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
+def shown_attributes(node: ir.Node, versions: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the names and values of a node's attributes that differ from their defaults."""
+    known = defaults(node.domain, node.op_type, versions.get(node.domain, 0))
+    return [
+        (name, _attribute(attribute))
+        for name, attribute in sorted(node.attributes.items())
+        if name not in known or known[name] != attribute.value
+    ]
+
+
+def _attribute(attribute: ir.Attr) -> str:
+    if attribute.type == ir.AttributeType.TENSOR:
+        return numbers(attribute.as_tensor().numpy())
+    if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        return "{...}"
+    return (
+        f"{attribute.value:.9g}"
+        if isinstance(attribute.value, float)
+        else str(attribute.value).replace(" ", "")
+    )
+
+
+def _typed(value: ir.Value) -> str:
+    return f"{value.name}: {type_of(value)}"
+
+
+def type_of(value: ir.Value) -> str:
+    """Return a value's element type and shape."""
+    dtype = "?" if value.dtype is None else value.dtype.name.lower()
+    shape = "" if value.shape is None else f"[{','.join(_dimension(dim) for dim in value.shape)}]"
+    return f"{dtype}{shape}"
+
+
+def _dimension(dim: int | ir.SymbolicDim) -> str:
+    return str(dim) if isinstance(dim, int) else str(dim.value or "?")
+
+
+def _kind(value: ir.Value, otherwise: str) -> str:
+    role = role_of(value)
+    return otherwise if role is None else role.value
+
+
+def _default(value: ir.Value) -> str:
+    shown = inline(value, anywhere=True)
+    return "" if shown is None else f" = {shown}"
+
+
+def inline(value: ir.Value, anywhere: bool = False) -> str | None:
+    """Return the numbers of a constant of at most four, None for anything else."""
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or (value.is_graph_input() and not anywhere) or tensor.size > 4:
+        return None
+    node = value.producer()
+    if value.is_graph_output() or (node is not None and node.op_type != "Constant"):
+        return None
+    return numbers(tensor.numpy())
+
+
+def numbers(array: np.ndarray, digits: int = 6) -> str:
+    """Return up to four numbers as they are, of more the element type and the shape."""
+    if array.size > 4:
+        return f"{array.dtype}{list(array.shape)}"
+    texts = [f"{x:.{digits}g}" if array.dtype.kind == "f" else str(x) for x in array.flat]
+    return f"[{','.join(texts)}]" if array.ndim else texts[0]

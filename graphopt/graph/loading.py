@@ -1,0 +1,235 @@
+"""Models from files and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from google.protobuf import json_format, text_format
+from google.protobuf.message import DecodeError, EncodeError
+
+from graphopt.errors import GraphoptError, cause, line, root
+from graphopt.graph import large_models as large
+from graphopt.graph import metadata_checks
+from graphopt.graph.checking import check_external, check_proto
+from graphopt.graph.large_models import checkable, weigh
+from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
+from graphopt.graph.postprocessing import set_aside
+
+# Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
+RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 2**31}
+# Those that onnxruntime-training has there alone: a copy with them elsewhere is checked.
+TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], 2**31)
+
+# What the onnx package raises when it reads a file, by the file's format.
+_UNREADABLE = (
+    DecodeError,
+    json_format.Error,
+    text_format.Error,
+    onnx.parser.ParseError,
+    onnx.checker.ValidationError,
+    ValueError,
+)
+
+Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+
+
+def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
+    """Return a model of one's own, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
+
+    External data is read into memory by the onnx package, which refuses paths that leave the model's folder. Outputs
+    that are sequences or maps are set aside; the tensors that they are made of become outputs.
+
+    A file may come from anyone: nothing in it runs, no other file than its external data is read, and what it
+    describes is measured before it is expanded. What it says in graphopt's own metadata is checked.
+
+    Args:
+        limits: how large the model may become; those it has, or the defaults of `Limits`.
+
+    Raises:
+        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind, or is
+            larger than `limits`.
+    """
+    if isinstance(source, ir.Model):
+        limits = limits or limits_of(source)
+        model = _cloned(source)
+    else:
+        limits = limits or Limits()
+        name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
+        proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source), limits)
+        try:
+            model = _from_proto(proto, name)
+        except ir.serde.SerdeError as error:
+            raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
+    set_limits(model, limits)
+    check_size(model)
+    metadata_checks.check(model)
+    return model
+
+
+def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
+    """Return a valid model; an error calls it `name`."""
+    if not proto.opset_import or not proto.HasField("graph"):
+        raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
+    check_proto(proto)
+    proto = _with_domains(proto, RUNTIMES_OWN)
+    try:
+        onnx.checker.check_model(_with_domains(checkable(proto), TRAININGS_OWN))
+    except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
+        raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
+    for value in proto.graph.input:
+        if _holds_map(value.type):
+            raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
+    made_of_tensors = [output for output in proto.graph.output if not output.type.HasField("tensor_type")]
+    for output in made_of_tensors:
+        kind = output.type.WhichOneof("value")
+        if kind not in ("sequence_type", "map_type"):
+            raise GraphoptError(
+                f"{name}: output {output.name!r}: expected a tensor, or a sequence or map made of tensors, found "
+                f"{str(kind).removesuffix('_type')}: export without it"
+            )
+    return _without(proto, {output.name: output.type for output in made_of_tensors})
+
+
+def _with_domains(proto: onnx.ModelProto, added: Mapping[str, int]) -> onnx.ModelProto:
+    """Return a model in which operators that ONNX Runtime adds to ONNX's domain stand in its own."""
+    version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
+    own = [op_type for op_type, since in added.items() if version < since]
+    if not any(node.op_type in own and not node.domain for node in proto.graph.node):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for node in copy.graph.node:
+        if node.op_type in own and not node.domain:
+            node.domain = "com.microsoft"
+    if all(opset.domain != "com.microsoft" for opset in copy.opset_import):
+        copy.opset_import.add(domain="com.microsoft", version=1)
+    return copy
+
+
+def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:
+    """Return a model with some outputs, which onnx_ir may have no type for, set aside."""
+    if not outputs:
+        return ir.from_proto(proto)
+    untyped = onnx.ModelProto()
+    untyped.CopyFrom(proto)
+    for output in untyped.graph.output:
+        if output.name in outputs:
+            output.ClearField("type")
+    typed = [value for value in proto.graph.value_info if not _holds_map(value.type)]
+    del untyped.graph.value_info[:]
+    untyped.graph.value_info.extend(typed)
+    model = ir.from_proto(untyped)
+    metadata_checks.check_detached(model)
+    set_aside(
+        model, [value for value in model.graph.outputs if value.name in outputs], _is_tensor, types=outputs
+    )
+    return model
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    while kind.HasField("sequence_type"):
+        kind = kind.sequence_type.elem_type
+    return kind.HasField("map_type")
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    """Tell whether something reads a value that takes tensors alone."""
+    for node, index in value.uses():
+        try:
+            versions = node.graph.opset_imports  # type: ignore[union-attr]
+            schema = onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
+        except (onnx.defs.SchemaError, KeyError):
+            return True
+        formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+        if all(kind.startswith("tensor") for kind in formal.types):
+            return True
+    return False
+
+
+def _cloned(model: ir.Model) -> ir.Model:
+    try:
+        return model.clone()
+    except RuntimeError as error:
+        if isinstance(root(error), RecursionError):
+            raise GraphoptError(
+                "the model: expected bodies nested less deeply, found more than can be read"
+            ) from error
+        raise GraphoptError(
+            "the model: expected nodes after what they use, found a cycle or another order: model.graph.sort()"
+        ) from error
+
+
+def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to one file, whole or not at all; of more than 2 GB, its weights to `PATH.data` beside it."""
+    if large.is_large(model) if isinstance(model, ir.Model) else weigh(model) > large.LIMIT:
+        _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
+        return
+    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    with replacing(path) as temporary:
+        onnx.save(proto, temporary)
+
+
+def _save_large(model: ir.Model, path: Path) -> None:
+    data = f"{path.name}.data"
+    with (
+        replacing(path) as temporary,
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+    ):
+        ir.save(model, Path(folder, path.name), external_data=data)
+        os.replace(Path(folder, path.name), temporary)
+        os.replace(Path(folder, data), path.parent / data)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Give a temporary path beside `path` to write to, which replaces `path` when the block ends well."""
+    target = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+        )
+    except OSError as error:
+        raise GraphoptError(f"{target}: cannot write there: {error.strerror}") from error
+    os.close(handle)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read(path: Path, limits: Limits) -> onnx.ModelProto:
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+        if kind != stat.S_IFREG:
+            found = "a folder" if kind == stat.S_IFDIR else "a device or a pipe"
+            raise GraphoptError(f"{path}: expected an ONNX file, found {found}")
+        proto = onnx.load(path, load_external_data=False)
+        check_external(proto, path.parent, limits)
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    except GraphoptError:
+        raise
+    except FileNotFoundError as error:
+        raise GraphoptError(f"{path}: no such file") from error
+    except OSError as error:
+        raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
+    except _UNREADABLE as error:
+        raise GraphoptError(
+            f"{path}: expected an ONNX model, found a file that is none ({line(error)})"
+        ) from error
+    return proto

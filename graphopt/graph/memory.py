@@ -1,0 +1,134 @@
+"""How many bytes a step of a training graph needs, told from the graph alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.operators import VIEWS
+from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.state import take_initial
+from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_read
+
+Sizes = int | Mapping[str, int]
+
+# Operators whose output ONNX Runtime lays over their first input.
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a training graph.
+
+    Args:
+        parameters: of the parameters, once.
+        state: of all state as an executor holds it: what a step updates has two buffers.
+        saved: of what the forward pass computes and the backward pass reads.
+        step: the most that the values of a step take up at any time, beside state and what is fed.
+    """
+
+    parameters: int
+    state: int
+    saved: int
+    step: int
+
+    @property
+    def peak(self) -> int:
+        """Of state and step together."""
+        return self.state + self.step
+
+
+def estimate(model: ir.Model, sizes: Sizes) -> Memory:
+    """Return how many bytes a step of a training graph takes, by the lifetimes of its values.
+
+    A value lives from the node that makes it to its last reader, in ONNX Runtime's order; an output to the end. The
+    scratch memory of kernels is not counted, nor what an allocator holds without need.
+
+    Args:
+        sizes: the size of each symbolic dimension of the inputs by name, or one for all of them.
+
+    Raises:
+        GraphoptError: the size of a dimension is missing.
+    """
+    sized = with_sizes(model, sizes)
+    parameters = with_role(sized, Role.PARAMETER)
+    updated = {str(y.name).removesuffix(".next") for y in with_role(sized, Role.NEXT)}
+    states = [x for x in sized.graph.inputs if role_of(x) in STATE]
+    return Memory(
+        parameters=sum(map(bytes_of, parameters)),
+        state=sum(bytes_of(x) * (1 + (x.name in updated)) for x in states),
+        saved=sum(map(bytes_of, saved(sized))),
+        step=_peak(sized.graph),
+    )
+
+
+def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
+    """Return a copy in which the symbolic dimensions have sizes, and so has all that follows from them."""
+    model = model.clone()
+    take_initial(model)
+    known: dict[str | None, int] = {}
+    for x in model.graph.inputs:
+        for dim in x.shape or ():
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                if not isinstance(sizes, int) and dim.value not in sizes:
+                    raise GraphoptError(
+                        f"dimension {dim.value!r} of input {x.name!r}: expected its size, found sizes of "
+                        f"{', '.join(sizes) or 'nothing'}"
+                    )
+                known[dim.value] = sizes if isinstance(sizes, int) else sizes[dim.value]
+    for graph in model.graphs():
+        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+            if x.shape is not None:
+                x.shape = ir.Shape([d if isinstance(d, int) else known.get(d.value) for d in x.shape])
+    ShapeInferencePass()(model)
+    return model
+
+
+def bytes_of(x: ir.Value) -> int:
+    """Return the bytes of a value; a dimension that only the run shows counts as 1."""
+    if x.shape is None or x.dtype is None:
+        return 0
+    count = 1
+    for dim in x.shape:
+        count *= dim if isinstance(dim, int) else 1
+    return (count * x.dtype.bitwidth + 7) // 8
+
+
+def base_of(x: ir.Value) -> ir.Value:
+    """Return the value whose memory `x` is a view of, or `x`."""
+    node = x.producer()
+    while node is not None and node.op_type in VIEWS and node.domain == "" and node.inputs[0] is not None:
+        x = node.inputs[0]
+        node = x.producer()
+    return x
+
+
+def saved(model: ir.Model) -> list[ir.Value]:
+    """Return what the forward pass computes and the rest of the graph reads, views as what they are views of."""
+    forward = forward_nodes(model)
+    read = (base_of(x) for node in model.graph if node not in forward for x in values_read(node))
+    return list(dict.fromkeys(x for x in read if x.producer() in forward))
+
+
+def _peak(graph: ir.Graph) -> int:
+    """Return the most bytes that the values of a graph take up at a time."""
+    order = execution_order(graph)
+    last: dict[ir.Value, int] = {}
+    for i, node in enumerate(order):
+        last.update((base_of(x), i) for x in [*node.outputs, *values_read(node)])
+    for y in graph.outputs:
+        last[base_of(y)] = len(order)
+    bound = {y for y in graph.outputs if role_of(y) is Role.NEXT}  # in the buffers of the state
+    ends: dict[int, list[ir.Value]] = {}
+    made = {y for node in order for y in node.outputs if base_of(y) is y and y not in bound}
+    for x in made:
+        ends.setdefault(last[x], []).append(x)
+    live = peak = 0
+    for i, node in enumerate(order):
+        live += sum(bytes_of(y) for y in node.outputs if y in made)
+        peak = max(peak, live + max(map(_peak, subgraphs(node)), default=0))
+        live -= sum(map(bytes_of, ends.get(i, ())))
+    return peak

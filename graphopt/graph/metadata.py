@@ -1,0 +1,363 @@
+"""Read and write what passes note in a model's metadata for later passes, the executor and the export.
+
+Each note is typed: a flag, a text, or a dataclass that is written as JSON. It is saved with the model, so that a file
+may hold anyone's: reading checks its form. No other file touches `metadata_props`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from graphopt.errors import GraphoptError
+
+Holder = ir.Model | ir.Graph | ir.Node | ir.Value
+N = TypeVar("N", bound="Note")
+
+PREFIX = "graphopt."
+MANY = 64  # more opsets, IR versions and outputs of an operator than there are
+EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A mark that is there or not."""
+
+    key: str
+
+    def set(self, holder: Holder) -> None:
+        """Mark a holder."""
+        holder.metadata_props[self.key] = "true"
+
+    def is_set(self, holder: Holder) -> bool:
+        """Tell whether a holder is marked."""
+        return self.key in holder.metadata_props
+
+
+@dataclass(frozen=True)
+class Text:
+    """A note of one text."""
+
+    key: str
+
+    def write(self, holder: Holder, text: str) -> None:
+        """Note a text."""
+        holder.metadata_props[self.key] = text
+
+    def read(self, holder: Holder) -> str | None:
+        """Return the text, or None."""
+        return holder.metadata_props.get(self.key)
+
+    def remove(self, holder: Holder) -> None:
+        """Remove the note where there is one."""
+        holder.metadata_props.pop(self.key, None)
+
+
+ROLE = Text("graphopt.role")  # of an input or output: see `Role`
+ORIGINAL_NAME = Text("graphopt.original_name")  # of a value that was renamed, in the model that came in
+GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
+RUNTIME = Text("graphopt.runtime")  # of a model: the package of the only runtime that has its operators
+FROZEN = Flag("graphopt.frozen")  # an initializer that trains only when it is asked for by name
+UNTRAINED = Flag("graphopt.untrained")  # a weight that could train, and does not in this training graph
+OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization of the inference form with its input's statistics
+STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
+SHAPE_INFERENCE_ERROR = Text(
+    "pkg.onnxscript.shape_inference_error"
+)  # of a node: what onnxscript's inference says
+
+
+def original_name(value: ir.Value) -> str:
+    """Return the name that a value has in the model that came in."""
+    return ORIGINAL_NAME.read(value) or str(value.name)
+
+
+def copy(source: Holder, target: Holder) -> None:
+    """Give `target` all notes of `source`."""
+    target.metadata_props.update(source.metadata_props)
+
+
+def replace(source: Mapping[str, str], target: Holder) -> None:
+    """Give `target` these notes and no others."""
+    target.metadata_props.clear()
+    target.metadata_props.update(source)
+
+
+def all_of(holder: Holder) -> dict[str, str]:
+    """Return a copy of all notes, graphopt's and others', by key."""
+    return dict(holder.metadata_props)
+
+
+def remove_own(holder: Holder, keep: Iterable[Flag] = ()) -> None:
+    """Remove graphopt's notes, but for some flags."""
+    kept = {flag.key for flag in keep}
+    for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
+        del holder.metadata_props[key]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note of several fields, in JSON; a leaf gives its key and its fields, and may check them."""
+
+    KEY: ClassVar[str]
+    EXPECTED: ClassVar[str]  # what an error says of the fields
+
+    def write(self, holder: Holder) -> None:
+        """Write the note, without fields that are as by default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        fields = {name: x for name, x in dataclasses.asdict(self).items() if x != defaults[name]}
+        holder.metadata_props[self.KEY] = json.dumps(fields, default=lambda x: x.value)  # of an enumeration
+
+    @classmethod
+    def read(cls: type[N], holder: Holder) -> N | None:
+        """Return the note, or None.
+
+        Raises:
+            GraphoptError: the metadata has another form.
+        """
+        text = holder.metadata_props.get(cls.KEY)
+        if text is None:
+            return None
+        try:
+            return cls.of(json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, DecodeError) as error:
+            raise cls.wrong(holder) from error
+
+    @classmethod
+    def of(cls: type[N], fields: dict[str, Any]) -> N:
+        """Return the note of fields as JSON has them.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are others.
+        """
+        return cls(**fields)
+
+    @classmethod
+    def is_on(cls, holder: Holder) -> bool:
+        """Tell whether a holder has the note."""
+        return cls.KEY in holder.metadata_props
+
+    @classmethod
+    def remove(cls, holder: Holder) -> None:
+        """Remove the note where there is one."""
+        holder.metadata_props.pop(cls.KEY, None)
+
+    @classmethod
+    def wrong(cls, holder: Holder, expected: str = "") -> GraphoptError:
+        """Return the error of a note that does not fit."""
+        name = "the model" if isinstance(holder, ir.Model) else f"value {holder.name!r}"
+        found = holder.metadata_props[cls.KEY][:80]
+        return GraphoptError(
+            f"{name}: metadata {cls.KEY!r}: expected {expected or cls.EXPECTED}, found {found!r}"
+        )
+
+
+def _check(*right: bool) -> None:
+    if not all(right):
+        raise ValueError
+
+
+@dataclass(frozen=True)
+class TargetSpec(Note):
+    """What a loss compares with a target, and how: for metrics and for the check of labels.
+
+    Args:
+        output: the name of the prediction.
+        task: `regression`, `binary` or `classification`.
+        axis, classes, ignore_index, target_probabilities: of a classification; see `CrossEntropy`.
+        threshold, labels: of a binary one: the label above a prediction of `threshold` is the second.
+    """
+
+    KEY = "graphopt.metric"
+    EXPECTED = (
+        "the name of an output and the task: regression, classification with an axis and whole numbers, or binary "
+        "with a threshold and two labels"
+    )
+
+    output: str
+    task: str
+    axis: int | None = None
+    classes: int | None = None
+    ignore_index: int | None = None
+    target_probabilities: bool = False
+    threshold: float | None = None
+    labels: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> TargetSpec:
+        spec = cls(**fields)
+        _check(isinstance(spec.output, str), spec.task in ("regression", "binary", "classification"))
+        if spec.task == "classification":
+            _check(
+                type(spec.axis) is int,
+                *(type(x) in (int, type(None)) for x in (spec.classes, spec.ignore_index)),
+            )
+        if spec.task == "binary":
+            labels = spec.labels or ()
+            _check(len(labels) == 2, *(type(x) in (int, float) for x in (spec.threshold, *labels)))
+        return spec
+
+
+@dataclass(frozen=True)
+class InferenceForm(Note):
+    """How a node's first output is computed in inference, where training computes it otherwise.
+
+    Args:
+        inputs: other inputs, by number: names of the graph's inputs.
+        same_as: the number of the input that the output is.
+        operator: the operator that computes it instead, with its attributes; `reads` are its inputs by name, and
+            `output` is which of its outputs it is.
+    """
+
+    KEY = "graphopt.graph.inference"
+    EXPECTED = "inputs by number, the number of an input, or an operator, its attributes, what it reads and an output"
+
+    inputs: Mapping[int, str] = field(default_factory=dict)
+    same_as: int | None = None
+    operator: tuple[str, dict[str, Any]] | None = None
+    reads: tuple[str, ...] = ()
+    output: int = 0
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> InferenceForm:
+        inputs = {int(index): name for index, name in fields.pop("inputs", {}).items()}
+        operator = fields.pop("operator", None)
+        form = cls(inputs=inputs, operator=operator and tuple(operator), **fields)
+        _check(
+            all(index >= 0 and isinstance(name, str) for index, name in inputs.items()),
+            form.same_as is None or type(form.same_as) is int,
+            isinstance(form.reads, (list, tuple)) and all(isinstance(name, str) for name in form.reads),
+            type(form.output) is int and 0 <= form.output < MANY,
+        )
+        if form.operator is not None:
+            op_type, attributes = form.operator
+            _check(isinstance(op_type, str), isinstance(attributes, dict))
+            ir.convenience.convert_attributes(attributes)
+        return form
+
+
+@dataclass(frozen=True)
+class Versions(Note):
+    """The opset of the default domain and the IR version that a model came in."""
+
+    KEY = "graphopt.came_in"
+    EXPECTED = "an opset and an IR version"
+
+    ir_version: int
+    opset: int | None = None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Versions:
+        versions = cls(**fields)
+        numbers = [versions.ir_version] if versions.opset is None else [versions.opset, versions.ir_version]
+        _check(*(type(x) is int and 1 <= x <= MANY for x in numbers))
+        return versions
+
+
+@dataclass(frozen=True)
+class Detached(Note):
+    """Outputs that were detached from a model: the names of all of its own, and the parts that compute the others."""
+
+    KEY = "graphopt.graph.postprocessing"
+    EXPECTED = "outputs and the parts that compute them"
+
+    outputs: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)  # models, serialized, in base64
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Detached:
+        detached = cls(**fields)
+        _check(*(isinstance(text, str) for text in [*detached.outputs, *detached.parts]))
+        return detached
+
+    def models(self) -> list[onnx.ModelProto]:
+        """Return the parts, in the order that they were detached in."""
+        return [onnx.ModelProto.FromString(base64.b64decode(text, validate=True)) for text in self.parts]
+
+
+class Kind(enum.Enum):
+    """What an initializer is in the program that the model was exported from."""
+
+    PARAMETER = "parameter"  # trains there
+    COMPUTED = "computed"  # computed by the exporter from parameters, which the file no longer holds
+    BUFFER = "buffer"  # state that does not train there: running statistics, tables, masks
+    CONSTANT = "constant"  # a number of the program
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An initializer that is computed from a weight again, of which the exporter had made it; and how."""
+
+    name: str
+    shape: tuple[int, ...]
+    how: str
+
+
+@dataclass(frozen=True)
+class Origin(Note):
+    """What a floating initializer is.
+
+    Args:
+        why: the evidence, as a phrase that a report shows.
+        certain: whether the user or the exporter says so; otherwise a rule decided.
+        named: whether it bears the name of one parameter or buffer of the exported program.
+        by_exporter: whether an exporter that merges equal weights wrote it.
+        sources: the parameters and buffers that the exporter made it from.
+        copies: the initializers that were tied to it.
+    """
+
+    KEY = "graphopt.origin"
+    EXPECTED = "what an initializer is, as graphopt writes it"
+
+    kind: Kind
+    why: str
+    certain: bool = True
+    named: bool = False
+    by_exporter: bool = False
+    sources: tuple[str, ...] = ()
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains, unless the user says otherwise."""
+        return self.kind in (Kind.PARAMETER, Kind.COMPUTED)
+
+    @property
+    def reason(self) -> str:
+        """The evidence, and what is tied."""
+        return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Origin:
+        fields["kind"], fields["why"] = Kind(fields["kind"]), str(fields["why"])
+        fields["sources"] = tuple(map(str, fields.get("sources", ())))
+        copies = fields.get("copies", ())
+        fields["copies"] = tuple(Copy(copy["name"], tuple(copy["shape"]), copy["how"]) for copy in copies)
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class LeftOut(Note):
+    """The exported program's parameters that the exporter left out of the file."""
+
+    KEY = "graphopt.left_out"
+    EXPECTED = "names of parameters"
+
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> LeftOut:
+        return cls(tuple(map(str, fields["names"])))
+
+
+def note_of(holder: Holder, key: str) -> str | None:
+    """Return what another program noted under a key of its own, or None."""
+    return holder.metadata_props.get(key)

@@ -1,0 +1,250 @@
+"""Models in the opset that they came in: operators written as older schemas have them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Versions
+from graphopt.graph.schemas import defaults
+from graphopt.graph.values import like
+
+# Operators that mean something else before an opset, though the schema looks alike.
+MEANT_ELSE_BEFORE = {
+    "DFT": 20,
+    "GroupNormalization": 21,
+    "Resize": 11,
+    "RoiAlign": 16,
+    "Scan": 9,
+    "Upsample": 10,
+}
+ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along all axes from one on
+NEGATIVE_AXES_SINCE = 11
+GELU_SINCE = 20
+RENAMED = {
+    ("Pad", "constant_value"): "value",
+    ("TopK", "K"): "k",
+}  # inputs that were attributes of other names
+DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False}
+MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample, since 20 and before
+
+Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
+
+
+def note_versions(model: ir.Model) -> None:
+    """Note the opset of the default domain and the IR version that a model came in, for its trained form."""
+    if not Versions.is_on(model):
+        Versions(model.ir_version, model.opset_imports.get("")).write(model)
+
+
+def versions_of(model: ir.Model) -> tuple[int, int]:
+    """Return the opset and the IR version that a model came in."""
+    now = model.opset_imports.get("", 1)
+    came_in = Versions.read(model)
+    if came_in is None:
+        return now, model.ir_version
+    known = [opset for _, its_ir, opset, *_ in onnx.helper.VERSION_TABLE if its_ir <= came_in.ir_version]
+    return came_in.opset or min(now, max(known, default=1)), came_in.ir_version
+
+
+def ir_version_of(opset: int) -> int:
+    """Return the IR version that came out with an opset of the default domain."""
+    return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)], ignore_unknown=True)
+
+
+def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
+    """Rewrite models of one opset in place in an older or newer one, as near to `version` as all of them can be had.
+
+    Returns:
+        The opset of the default domain that they now have.
+    """
+    now = models[0].opset_imports.get("", version)
+    for candidate in range(version, now, 1 if version < now else -1):
+        if all(_rewritten(model, now, candidate) for model in models):
+            return candidate
+    return now
+
+
+def _rewritten(model: ir.Model, now: int, version: int) -> bool:
+    """Rewrite a model, or leave it as it is where a node cannot be had."""
+    nodes = [node for node in model.graph.all_nodes() if node.domain == ""]
+    nodes += [
+        node for function in model.functions.values() for node in function.all_nodes() if node.domain == ""
+    ]
+    forms: dict[ir.Node, Form] = {}
+    for node in nodes:
+        exact = node.attributes.get_string("approximate", "none") == "none"
+        if node.op_type == "Gelu" and version < GELU_SINCE and exact and node.graph is model.graph:
+            continue
+        form = _form(node, now, version)
+        if form is None:
+            return False
+        forms[node] = form
+    for node, (attributes, inputs) in forms.items():
+        if attributes.keys() != node.attributes.keys() or attributes != {
+            k: a.value for k, a in node.attributes.items()
+        }:
+            node.attributes.clear()
+            node.attributes.update({x.name: x for x in ir.convenience.convert_attributes(attributes)})
+        for i in range(len(inputs), len(node.inputs)):
+            node.replace_input_with(i, None)
+        node.resize_inputs(len(inputs))
+    for node in nodes:
+        node.version = None
+        if node not in forms:
+            _write_out(model, node)
+    model.opset_imports[""] = version
+    RemoveUnusedNodesPass()(model)
+    return True
+
+
+def _write_out(model: ir.Model, node: ir.Node) -> None:
+    """Replace Gelu by x (1 + erf(x / sqrt 2)) / 2."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    with Emitter(model) as op:
+        result = like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y)
+    name, y.name = y.name, f"{y.name}/replaced"
+    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
+    result.name = name
+    model.graph.remove(node, safe=True)
+    model.graph.sort()
+
+
+@functools.cache
+def _schema(op_type: str, version: int) -> onnx.defs.OpSchema | None:
+    try:
+        schema = onnx.defs.get_schema(op_type, version, "")
+    except onnx.defs.SchemaError:
+        return None
+    return None if schema.deprecated else schema
+
+
+def _form(node: ir.Node, now: int, version: int) -> Form | None:
+    """Return how another opset writes a node, or None where it cannot."""
+    new, old = _schema(node.op_type, now), _schema(node.op_type, version)
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    inputs = list(node.inputs)
+    if new is None or old is None:
+        return None
+    if new.since_version == old.since_version:
+        return attributes, inputs
+    if version > now or version < MEANT_ELSE_BEFORE.get(node.op_type, 0):
+        return None
+    if any(attribute.is_ref() for attribute in node.attributes.values()):
+        return None
+    form = _as_attributes(node, attributes, inputs, new, old)
+    if form is None:
+        return None
+    attributes, inputs = form
+    if not _written(node, attributes, old, version):
+        return None
+    for name, default in defaults("", node.op_type, now).items():
+        if name not in old.attributes and attributes.get(name) == default:
+            del attributes[name]
+    fits = (
+        attributes.keys() <= old.attributes.keys()
+        and all(name in attributes for name, attribute in old.attributes.items() if attribute.required)
+        and old.min_input <= len(inputs) <= old.max_input
+        and len(node.outputs) <= old.max_output
+        and _is_typed(node, inputs, old)
+    )
+    return (attributes, inputs) if fits else None
+
+
+def _as_attributes(
+    node: ir.Node,
+    attributes: dict[str, Any],
+    inputs: list[ir.Value | None],
+    new: onnx.defs.OpSchema,
+    old: onnx.defs.OpSchema,
+) -> Form | None:
+    """Turn inputs that were attributes back into such; they must be constants."""
+    kept = len(inputs)
+    for i, formal in enumerate(new.inputs):
+        name = RENAMED.get((node.op_type, formal.name), formal.name)
+        given = inputs[i] if i < len(inputs) else None
+        was_input = i < len(old.inputs)
+        if was_input or formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
+            continue
+        kept = min(kept, i)
+        if given is None:
+            continue
+        tensor = ir.convenience.get_const_tensor(given)
+        if tensor is None:
+            return None
+        array = tensor.numpy()
+        if name in old.attributes:
+            kind = old.attributes[name].type
+            whole = kind in (onnx.defs.OpSchema.AttrType.INTS, onnx.defs.OpSchema.AttrType.FLOATS)
+            attributes[name] = array.ravel().tolist() if whole else array.item()
+        elif not _does_nothing(node.op_type, formal.name, array):
+            return None
+    return attributes, inputs[:kept]
+
+
+def _does_nothing(op_type: str, name: str, array: Any) -> bool:
+    """Tell whether an input that an older schema lacks is what that schema does."""
+    return set(array.ravel().tolist()) == {DOES_NOTHING.get((op_type, name))}
+
+
+def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema, version: int) -> bool:
+    """Write attributes as an older schema has them; tell whether it can say the same."""
+    x = node.inputs[0] if node.inputs else None
+    dims = None if x is None or x.shape is None else list(x.shape)
+    if node.op_type in ALONG_ONE_AXIS_SINCE_13 and version < 13:
+        if dims is None:
+            return False
+        attributes["axis"] = attributes.get("axis", -1) % len(dims)
+        if attributes["axis"] != len(dims) - 1:
+            return False
+    if node.op_type == "Split" and "num_outputs" in attributes and "num_outputs" not in old.attributes:
+        size = None if dims is None else dims[attributes.get("axis", 0)]
+        if not isinstance(size, int) or size % len(node.outputs):
+            return False
+        del attributes["num_outputs"]
+    if node.op_type == "GridSample" and version < 20:
+        mode = attributes.get("mode", "linear")
+        attributes["mode"] = MODES.get(mode, mode)
+    if version < NEGATIVE_AXES_SINCE:
+        indexed = node.outputs[0] if node.op_type == "Unsqueeze" else x
+        shape = None if indexed is None else indexed.shape
+        return _made_positive(attributes, None if shape is None else len(shape))
+    return True
+
+
+def _made_positive(attributes: dict[str, Any], rank: int | None) -> bool:
+    for name in ("axis", "axes"):
+        given = attributes.get(name, [])
+        axes = list(given) if isinstance(given, list | tuple) else [given]
+        if any(axis < 0 for axis in axes):
+            if rank is None:
+                return False
+            positive = [axis % rank for axis in axes]
+            attributes[name] = positive if name == "axes" else positive[0]
+    return True
+
+
+def _is_typed(node: ir.Node, inputs: Sequence[ir.Value | None], old: onnx.defs.OpSchema) -> bool:
+    """Tell whether a schema takes inputs of these types, equal ones where it says so."""
+    bound: dict[str, ir.DataType] = {}
+    for i, x in enumerate(inputs):
+        formal = old.inputs[min(i, len(old.inputs) - 1)]
+        if x is None:
+            if formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
+                return False
+            continue
+        if x.dtype is None or not isinstance(x.type, ir.TensorType):
+            continue
+        if f"tensor({x.dtype.name.lower()})" not in formal.types:
+            return False
+        if formal.is_homogeneous and bound.setdefault(formal.type_str, x.dtype) != x.dtype:
+            return False
+    return True

@@ -1,0 +1,94 @@
+"""Outputs that training leaves out and the trained model has again: labels, and maps and sequences made of tensors."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.graph.metadata import Detached
+from graphopt.graph.roles import Role, set_role
+from graphopt.graph.traversal import captured
+
+KEY = "graphopt.graph.postprocessing"
+
+
+def set_aside(
+    model: ir.Model,
+    outputs: Sequence[ir.Value],
+    is_source: Callable[[ir.Value], bool],
+    role: Role | None = None,
+    types: Mapping[str, onnx.TypeProto] | None = None,
+) -> None:
+    """Move `outputs`, and the nodes that they alone need, into the model's metadata, until `restore`.
+
+    Args:
+        is_source: tells the values at which the way back from `outputs` ends; they become outputs of the model.
+        role: what such an output gets.
+        types: the types of `outputs` by name, where onnx_ir has none for them.
+    """
+    before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs])
+    sources = _sources(outputs, is_source)
+    part = ir.to_proto(
+        ir.Model(ir.convenience.extract(model.graph, sources, outputs), ir_version=model.ir_version)
+    )
+    for output in part.graph.output:
+        if types is not None:
+            output.type.CopyFrom(types[output.name])
+    encoded = base64.b64encode(part.SerializeToString()).decode()
+    Detached(before.outputs, [*before.parts, encoded]).write(model)
+    for output in outputs:
+        model.graph.outputs.remove(output)
+    for source in sources:
+        if source.producer() is not None and not source.is_graph_output():
+            model.graph.outputs.append(source if role is None else set_role(source, role))
+    RemoveUnusedNodesPass()(model)
+
+
+def parts_aside(model: ir.Model) -> list[onnx.ModelProto]:
+    """Return what was moved aside out of a model, the last first."""
+    return (Detached.read(model) or Detached()).models()[::-1]
+
+
+def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelProto]) -> None:
+    """Give the inference model inside the training graph `model` the outputs that were set aside, in their order.
+
+    Args:
+        parts: what `parts_aside` returned, in the opset of `proto`.
+    """
+    detached = Detached.read(model)
+    if detached is None:
+        return
+    graph = proto.graph
+    outputs = {output.name: output for output in graph.output}
+    for part in parts:
+        known = {value.name for value in [*graph.input, *graph.initializer]}
+        known.update(name for node in graph.node for name in node.output)
+        graph.input.extend(value for value in part.graph.input if value.name not in known)
+        graph.node.extend(part.graph.node)
+        graph.initializer.extend(part.graph.initializer)
+        outputs |= {output.name: output for output in part.graph.output}
+        domains = {opset.domain for opset in proto.opset_import}
+        proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
+    del graph.output[:]
+    graph.output.extend(outputs[name] for name in detached.outputs)
+
+
+def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
+    """Return the values that end the ways back from `outputs`; what is constant on the way belongs to it."""
+    found = dict.fromkeys(output for output in outputs if output.is_graph_input())
+    front, seen = list(outputs), set(outputs)
+    while front:
+        node = front.pop().producer()
+        for x in [] if node is None else [*node.inputs, *captured(node)]:
+            if x is None or x in seen:
+                continue
+            seen.add(x)
+            if x.is_graph_input() or (is_source(x) and ir.convenience.get_const_tensor(x) is None):
+                found[x] = None
+            else:
+                front.append(x)
+    return list(found)

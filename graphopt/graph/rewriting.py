@@ -1,0 +1,123 @@
+"""The base class of every pass."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import final
+
+import onnx
+import onnx.version_converter
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from graphopt.errors import GraphoptError, cause
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
+from graphopt.graph.roles import clear_role
+from graphopt.graph.state import detached
+from graphopt.intervals import check_intervals
+
+# What ONNX's packages raise for a model that they cannot handle: it is valid as far as their checker tells.
+LIBRARIES = (
+    DecodeError,
+    ir.passes.InvariantError,
+    ir.passes.PassError,
+    ir.serde.SerdeError,
+    onnx.checker.ValidationError,
+    onnx.shape_inference.InferenceError,
+    onnx.version_converter.ConvertError,
+)
+
+
+@dataclass(frozen=True)
+class Pass(ir.passes.InPlacePass):
+    """A rewriting of a model: a frozen dataclass whose fields are its options, a callable on an onnx_ir model.
+
+    A leaf gives `rewrite`, and the intervals of numbers by `graphopt.intervals.within`. Between passes the model is a
+    valid, self-contained ONNX model; while `rewrite` runs, initial values of state are apart (see `graphopt.graph.state`), so
+    any rewriter is safe there.
+    """
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+
+    @final
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        try:
+            with detached(model):
+                self.rewrite(model)
+                model.graph.sort()
+        except LIBRARIES as error:
+            raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
+        return ir.passes.PassResult(model, modified=True)
+
+    @abstractmethod
+    def rewrite(self, model: ir.Model) -> None:
+        """Rewrite `model` in place."""
+
+
+@contextlib.contextmanager
+def outputs_kept(model: ir.Model) -> Iterator[None]:
+    """Keep inputs' and outputs' names, and outputs' metadata, while rewriters that know nothing of them run."""
+    outputs = model.graph.outputs
+    given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
+    kept = [(str(output.name), metadata.all_of(output)) for output in outputs]
+    taken = {name for name, _ in kept}
+    yield
+    with Emitter(model) as op:
+        for i, (name, notes) in enumerate(kept):
+            output = outputs[i]
+            if output.producer() is not None and output.name not in taken:
+                output.name = name
+            if output.name != name:
+                outputs[i] = op.Identity(output, _outputs=[name])
+            metadata.replace(notes, outputs[i])
+    for value, own in given:
+        if value.name != own:
+            value.name = own
+
+
+@contextlib.contextmanager
+def hidden(nodes: Iterable[ir.Node]) -> Iterator[None]:
+    """Keep rewriters from nodes of the default domain that they would remove, whatever they are told."""
+    nodes = list(nodes)
+    for node in nodes:
+        node.domain = "graphopt.hidden"
+    yield
+    for node in nodes:
+        node.domain = ""
+
+
+def needed(model: ir.Model) -> list[ir.Node]:
+    """Return the nodes that change no number, or its precision alone, and mean something.
+
+    These are: where gradients stop; what bodies return, of which an output could else be an outer value, which is
+    invalid; and casts that inference leaves out, as a constant that was cast would stay so.
+    """
+    results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
+    return [
+        node
+        for node in model.graph.all_nodes()
+        if (node.op_type == "Identity" and (STOP_GRADIENT.is_set(node) or node.outputs[0] in results))
+        or (node.op_type == "Cast" and InferenceForm.is_on(node.outputs[0]))
+    ]
+
+
+def retire(model: ir.Model, output: ir.Value) -> None:
+    """Take an output's role and public name away, so that another value can have them."""
+    clear_role(output)
+    output.name = f"{output.name}.before.{len(model.graph)}"
+
+
+Pattern = str | tuple[str, ...] | list[str] | None
+
+
+def matches(name: str | None, pattern: Pattern) -> bool:
+    """Tell whether `name` fits a shell-style pattern or one of several; None fits nothing."""
+    patterns = [pattern] if isinstance(pattern, str) else pattern or []
+    return any(fnmatchcase(name or "", one) for one in patterns)

@@ -1,0 +1,105 @@
+"""What each input and output of a training graph is for; kept in metadata, so it survives saving."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, known
+from graphopt.graph import metadata
+
+TRAINING_RUNTIME = "onnxruntime-training"
+
+
+class Role(enum.Enum):
+    """The roles of the contract between compiler and executor."""
+
+    DATA = "data"  # input: fed each step
+    TARGET = "target"  # input: what a loss compares a prediction with
+    SAMPLE_WEIGHT = "sample_weight"  # input: a weight for each row
+    PARAMETER = "parameter"  # state: trained
+    SLOT = "slot"  # state: an optimizer's own, one or more a parameter
+    STATISTIC = "statistic"  # state: gathered from the data, such as a running mean
+    COUNTER = "counter"  # state: the number of steps done
+    HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
+    SEED = "seed"  # input NAME.seed: the derivative of what follows the model with respect to output NAME
+    LOSS = "loss"  # output: the objective
+    PREDICTION = "prediction"  # output: the model's own
+    SOURCE = "source"  # output: what outputs that were set aside are computed from
+    METRIC = "metric"  # output: another number of the forward pass, such as a penalty
+    DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
+    SAVED = "saved"  # output of a forward part: what its backward part reads
+    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME
+    NEXT = "next"  # output NAME.next: replaces state NAME
+
+
+_NAMES = {role.value for role in Role}
+FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
+STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
+INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED})
+OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED})
+
+
+def role_of(value: ir.Value) -> Role | None:
+    """Return the role of a graph input or output, or None where no pass has given it one.
+
+    Raises:
+        GraphoptError: the metadata, which a file may have from anyone, names no role.
+    """
+    name = metadata.ROLE.read(value)
+    if name is not None and name not in _NAMES:
+        raise GraphoptError(f"{value.name!r}: {known('role', name, _NAMES)}")
+    return None if name is None else Role(name)
+
+
+def set_role(value: ir.Value, role: Role) -> ir.Value:
+    """Give `value` a role and return it."""
+    metadata.ROLE.write(value, role.value)
+    return value
+
+
+def held(value: ir.Value) -> ir.Value:
+    """Mark the node that makes `value` as one that no gradient passes, and return the value."""
+    node = value.producer()
+    assert node is not None
+    metadata.STOP_GRADIENT.set(node)
+    return value
+
+
+def needs_training_runtime(model: ir.Model) -> None:
+    """Note that a model has operators of com.microsoft that onnxruntime-training alone runs."""
+    metadata.RUNTIME.write(model, TRAINING_RUNTIME)
+    model.opset_imports.setdefault("com.microsoft", 1)
+
+
+def clear_role(value: ir.Value) -> None:
+    """Take the role of `value` away."""
+    metadata.ROLE.remove(value)
+
+
+def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
+    """Return the model's inputs and outputs that have one of `roles`, in graph order."""
+    return [value for value in _interface(model) if role_of(value) in roles]
+
+
+def the(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
+    """Return the one value with `role`; an error names the pass that needs it."""
+    found = with_role(model, role)
+    if role is Role.LOSS and not found:
+        raise GraphoptError(
+            f"{needed_by} needs a loss, found none: give one, loss=passes.MeanSquaredError() or another, or "
+            f"loss=passes.OwnLoss(OUTPUT) where the model computes its own"
+        )
+    if len(found) != 1:
+        raise GraphoptError(
+            f"{needed_by} needs one value with role {role.value!r}, found {len(found)}: "
+            f"run the pass that makes it first"
+        )
+    return found[0]
+
+
+def _interface(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from model.graph.outputs

@@ -1,0 +1,337 @@
+"""Types and shapes: inferred, computed where they are known, named where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxscript.rewriter
+from onnxscript.rewriter.pattern import RewriteRule
+from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
+
+from graphopt.errors import GraphoptError, line
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import fold
+from graphopt.graph.limits import check_constants, limits_of, set_limits
+from graphopt.graph.rewriting import hidden, needed
+from graphopt.graph.traversal import forward_nodes, subgraphs
+
+GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
+REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # what ONNX's inference raises
+POOLS = {"AveragePool", "LpPool", "MaxPool"}
+LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
+
+
+def ensure_typed(model: ir.Model) -> None:
+    """Infer types where some are missing, in a model that `Normalize` has not seen."""
+    if next(_untyped(model), None) is not None:
+        infer(model)
+
+
+def fold_shapes(model: ir.Model) -> None:
+    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is.
+
+    An If whose condition turns out to be known is replaced by its branch, and shapes after it are known then.
+    """
+    ifs = _ifs(model)
+    _fold(model)
+    while _ifs(model) < ifs:
+        ifs = _ifs(model)
+        infer(model)
+        _fold(model)
+    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
+
+
+def _ifs(model: ir.Model) -> int:
+    return sum(node.op_type == "If" for node in model.graph)
+
+
+def _fold(model: ir.Model) -> None:
+    onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
+    dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
+    with hidden([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
+        fold(model, floating=False, infer_shapes=True)
+
+
+def _is_static(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.is_static()
+
+
+def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    return op.Gather(op.Shape(x), index, axis=0)
+
+
+def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
+    """Return the sizes of `x` along the axes `index`, or None where they are not known."""
+    axes = ir.convenience.get_const_tensor(index)
+    if axes is None or x.shape is None:
+        return None
+    dims = [x.shape[axis] for axis in axes.numpy().ravel().tolist()]
+    known = all(isinstance(dim, int) for dim in dims)
+    return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
+
+
+def _has_sizes(context: Any, x: ir.Value, index: ir.Value) -> bool:
+    return _sizes(x, index) is not None
+
+
+def _as_constant(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
+    sizes = _sizes(x, index)
+    assert sizes is not None
+    return op.Constant(value=ir.tensor(sizes))
+
+
+STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
+
+
+def infer(model: ir.Model) -> None:
+    """Infer the type and shape of every value, those of bodies too; unknown dimensions get names."""
+    names = (f"unknown_{i}" for i in range(2**62))
+    name_dimensions(model.graph.inputs, names)
+    propagate = check_expanded(model)
+    _infer_all(model, propagate)
+    while _shape_states(model.graph):
+        _infer_all(model, propagate)
+    untyped = next(_untyped(model), None)
+    while untyped is not None:
+        if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
+            operator = f"{untyped.domain}::{untyped.op_type}" if untyped.domain else untyped.op_type
+            raise GraphoptError(
+                f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
+                f"expected an operator of ONNX or a function in the model"
+            )
+        _infer_all(model, propagate)
+        untyped = next(_untyped(model), None)
+    name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
+    name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
+
+
+def _untyped(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in model.graph if any(output.type is None for output in node.outputs))
+
+
+def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
+    """Type an output, of unknown shape, by an input of the same type: some schemas come without inference."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[node.domain], node.domain)  # type: ignore[union-attr]
+    except (onnx.defs.SchemaError, KeyError):
+        return False
+    variable = schema.outputs[output.index()].type_str  # type: ignore[index]
+    for formal, x in zip(schema.inputs, node.inputs, strict=False):
+        if x is not None and formal.type_str == variable:
+            output.type = x.type
+    return output.type is not None
+
+
+def check_expanded(model: ir.Model) -> bool:
+    """Raise an error if constants would take more memory than they may, before anything computes them.
+
+    Sizes come of ONNX's inference without the propagation of data, which itself computes vectors of integers, and of
+    folding small ones.
+
+    Returns:
+        whether no vector is so long that propagating data would take long.
+
+    Raises:
+        GraphoptError: see `graphopt.graph.limits.check_constants`.
+    """
+    probe = model.clone()
+    set_limits(probe, limits_of(model))
+    try:
+        typed = onnx.shape_inference.infer_shapes(_without_weights(probe))
+    except REFUSED as error:
+        raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
+    _take_types(probe.graph, ir.from_proto(typed).graph)
+    if any(node.op_type in GROWING and not _is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
+        _fold(probe)
+    check_constants(probe)
+    values = ir.convenience.create_value_mapping(probe.graph).values()
+    return not any(_is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
+
+
+def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=data_prop)
+
+
+def is_ceiled(node: ir.Node) -> bool:
+    """Tell whether a node is a pool with a last, partial window."""
+    return node.domain == "" and node.op_type in POOLS and bool(node.attributes.get_int("ceil_mode", 0))
+
+
+def _infer_all(model: ir.Model, propagate: bool) -> None:
+    """Type values as ONNX's inference does; it is spared the weights.
+
+    That of opset 22, which differs in pools alone: before, it counts a window that begins beyond the elements, and
+    may have left such sizes in the model.
+    """
+    proto = _without_weights(model)
+    ceiled = any(map(is_ceiled, model.graph.all_nodes()))
+    for opset in proto.opset_import:
+        if ceiled and (opset.domain, opset.version) == ("", 21):
+            opset.version = 22
+    try:
+        typed = _inferred(proto, data_prop=propagate)
+    except REFUSED:
+        if ceiled:
+            del proto.graph.value_info[:]
+            for y in proto.graph.output:
+                y.type.tensor_type.ClearField("shape")
+        try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
+            typed = _inferred(proto, data_prop=False)
+        except REFUSED as error:
+            raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
+    _take_types(model.graph, ir.from_proto(typed).graph)
+
+
+def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
+    """Return the shape of a value as far as ONNX's inference comes, in a model that may not pass it."""
+    typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model)))
+    found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
+    return None if found is None else found.shape
+
+
+def _without_weights(model: ir.Model) -> onnx.ModelProto:
+    """Return a model whose large weights are inputs."""
+    initializers = model.graph.initializers
+    large = {
+        v: v.const_value
+        for v in initializers.values()
+        if v.const_value is not None and v.const_value.nbytes > 1000
+    }
+    for value in large:
+        value.const_value = ir.tensor(np.zeros(0))
+    try:
+        proto = ir.to_proto(model)
+    finally:
+        for value, tensor in large.items():
+            value.const_value = tensor
+    for value, tensor in large.items():
+        dims = tensor.shape.numpy()
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(str(value.name), tensor.dtype, dims))
+    small = [tensor for tensor in proto.graph.initializer if initializers[tensor.name] not in large]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(small)
+    return proto
+
+
+def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
+    """Type the values of a graph, and of the graphs in its nodes, like those of the same names in its twin."""
+    inferred = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
+    for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
+        found = inferred.get(value.name or "")
+        if found is not None and found.type is not None:
+            value.type, value.shape = found.type, value.shape if found.shape is None else found.shape
+    for node, twin in zip(graph, typed, strict=True):
+        for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
+            _take_types(body, typed_body)
+
+
+def _shape_states(graph: ir.Graph) -> bool:
+    """Give states of Loops the shape that they start with, less what a step changes; tell if any is new.
+
+    ONNX infers none, as a step could change even the rank.
+    """
+    new = False
+    for node in graph:
+        for body in subgraphs(node):
+            new |= _shape_states(body)
+            if node.op_type == "Loop":
+                states = zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], node.outputs, strict=False)
+                new |= any([_shape_state(body, *state) for state in states])
+    return new
+
+
+def _shape_state(
+    body: ir.Graph, initial: ir.Value | None, before: ir.Value, after: ir.Value, last: ir.Value
+) -> bool:
+    if initial is None or initial.shape is None:
+        return False
+    if before.shape is None:
+        before.shape = initial.shape
+        return True
+    if after.shape is None or len(after.shape) != len(before.shape):
+        return False
+    kept = ir.Shape([d if d == e else None for d, e in zip(before.shape, after.shape, strict=True)])
+    fixed = sum(isinstance(dim, int) for dim in kept)
+    if fixed < sum(isinstance(dim, int) for dim in before.shape):
+        before.shape = kept
+        for node in body.all_nodes():
+            for output in node.outputs:
+                output.shape = None
+        return True
+    if last.shape is None:
+        last.shape = kept
+        return True
+    return False
+
+
+def sizes_of_inputs(model: ir.Model) -> None:
+    """Let the backward pass read sizes off the inputs that share a dimension, rather than off values inside.
+
+    A value of which only the shape is read would be kept until then.
+    """
+    forward = forward_nodes(model)
+    inner = [
+        node
+        for node in model.graph
+        if node.op_type == "Shape" and node not in forward and node.inputs[0] not in model.graph.inputs
+    ]
+    with Emitter(model) as op:
+        read_sizes(op, inner, places_of(model.graph.inputs))
+    model.graph.sort()
+
+
+Places = Mapping[str | None, tuple[ir.Value, int]]  # a dimension's name, and an axis of a value that has it
+
+
+def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
+    """Return where the dimensions of some values are found, their axes before `first` left out."""
+    places: dict[str | None, tuple[ir.Value, int]] = {}
+    for x in values:
+        for axis, dim in list(enumerate(x.shape or ()))[first:]:
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                places.setdefault(dim.value, (x, axis))
+    return places
+
+
+def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
+    """Let readers of Shape and Size nodes read off the values in `places`, where these have all dimensions."""
+    for node in nodes:
+        value = node.inputs[0]
+        if value is None or value.shape is None:
+            continue
+        start, end = (node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape))))
+        dims = list(value.shape)[start:end]
+        if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
+            sizes = [size_of(op, dim, places) for dim in dims]
+            whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
+            if node.op_type == "Size":
+                whole = op.ReduceProd(whole, keepdims=0)
+            ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+            node.graph.remove(node, safe=True)  # type: ignore[union-attr]
+
+
+def size_of(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
+    """Return a size as a vector of one element."""
+    if isinstance(dim, int):
+        return op.constant(np.array([dim], np.int64))
+    x, axis = places[dim.value]
+    size: ir.Value = op.Shape(x, start=axis, end=axis + 1)
+    return size
+
+
+def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
+    """Give every unknown dimension a name, so that equal names mean equal sizes."""
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
+
+
+def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
+    """Return a dimension, or a new name for one that has none: some exporters write -1 and ? for such."""
+    if isinstance(dim, int):
+        return dim if dim >= 0 else next(names)
+    return next(names) if dim.value in (None, "?") else dim.value

@@ -1,0 +1,155 @@
+"""State and hyperparameters of a training graph: graph inputs that carry an initial value.
+
+In a model at rest each is an overridable initializer (an initializer that is also a graph input), as the
+contract says. While a pass runs, `detached` keeps the values apart: rewriters take an input with a constant
+value for a constant, and fold a step counter that starts at 0 for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.roles import Role, role_of, set_role, with_role
+
+_INITIAL = "graphopt.initial"
+STEP = "step"
+LEARNING_RATE = "learning_rate"
+LOSS_SCALE = "loss_scale"
+ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
+
+RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
+
+
+@contextlib.contextmanager
+def detached(model: ir.Model) -> Iterator[None]:
+    """Keep every state's initial value in its `meta` while the block runs, then put the values back."""
+    graph = model.graph
+    for value in graph.inputs:
+        if value.is_initializer() and role_of(value) is not None:
+            assert value.name is not None
+            value.meta[_INITIAL] = value.const_value
+            value.const_value = None
+            del graph.initializers[value.name]
+    try:
+        yield
+    finally:
+        for value in graph.inputs:
+            if _INITIAL in value.meta:
+                value.const_value = value.meta.pop(_INITIAL)
+                graph.register_initializer(value)
+
+
+def initial(value: ir.Value) -> ir.TensorProtocol | None:
+    """Return the value a state or hyperparameter starts with, or None for data; in and out of a pass."""
+    found: ir.TensorProtocol | None = value.meta.get(_INITIAL, value.const_value)
+    return found
+
+
+def set_initial(value: ir.Value, array: np.ndarray) -> None:
+    """Replace the value that a state or hyperparameter starts with, out of a pass."""
+    value.const_value = ir.tensor(array, name=value.name)
+
+
+def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
+    """Take the initial values of state and hyperparameters out of a model at rest, which keeps plain inputs."""
+    taken = {}
+    for value in model.graph.inputs:
+        if value.is_initializer() and value.const_value is not None:
+            taken[str(value.name)] = value.const_value.numpy()
+            del model.graph.initializers[str(value.name)]
+            value.const_value = None
+    return taken
+
+
+def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
+    """Make a plain initializer an input that carries its value; inside a pass."""
+    assert initializer.name is not None
+    del model.graph.initializers[initializer.name]
+    initializer.meta[_INITIAL] = initializer.const_value
+    initializer.const_value = None
+    model.graph.inputs.append(initializer)
+    return set_role(initializer, role)
+
+
+def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Value:
+    """Add an input `name` that starts with `array`; inside a pass."""
+    if role is not Role.SLOT:
+        check_free(model, name)
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    value.meta[_INITIAL] = tensor
+    model.graph.inputs.append(value)
+    return set_role(value, role)
+
+
+def set_next(model: ir.Model, value: ir.Value, following: ir.Value) -> None:
+    """Add the output `NAME.next` that replaces state `value` after the step."""
+    following.name = f"{value.name}.next"
+    model.graph.outputs.append(set_role(following, Role.NEXT))
+
+
+def counter(model: ir.Model) -> ir.Value:
+    """Return the step counter, an int64 scalar that is 0 in the first step; declare it where it is missing."""
+    found = with_role(model, Role.COUNTER)
+    if found:
+        return found[0]
+    step = declare(model, STEP, np.array(0, np.int64), Role.COUNTER)
+    with Emitter(model) as op:
+        set_next(model, step, op.Add(step, 1))
+    return step
+
+
+def make_room(model: ir.Model) -> None:
+    """Rename values that are called as what training adds, of itself or of a weight: `step`, `w.momentum` beside `w`.
+
+    An initializer has its own name again in the trained model.
+
+    Raises:
+        GraphoptError: an input or output of the model is called so, which keeps its name.
+    """
+    values = ir.convenience.create_value_mapping(model.graph)
+    for name, value in list(values.items()):
+        weight, _, suffix = name.rpartition(".")
+        inside = not (value.is_graph_input() or value.is_graph_output())
+        if name in RESERVED and inside:
+            _rename(value, values)
+        elif suffix.isidentifier() and weight in model.graph.initializers:
+            if not inside:
+                raise GraphoptError(
+                    f"{name!r}: expected no input or output named like what training makes of weight {weight!r}: "
+                    f"rename it in the model"
+                )
+            _rename(value, values)
+
+
+def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
+    """Give a value a name that no other has."""
+    own = str(value.name)
+    names = (own.replace(".", "_") + "_" * i for i in range(2**62))
+    value.name = next(name for name in names if name not in taken)
+    if value.is_initializer():
+        ORIGINAL_NAME.write(value, ORIGINAL_NAME.read(value) or own)
+
+
+def check_free(model: ir.Model, name: str) -> None:
+    """Rename a value inside the graph that is called `name`.
+
+    Raises:
+        GraphoptError: an input or output is called so, which keeps its name.
+    """
+    values = ir.convenience.create_value_mapping(model.graph)
+    if name not in values:
+        return
+    if not (values[name].is_graph_input() or values[name].is_graph_output()):
+        _rename(values[name], values)
+    else:
+        raise GraphoptError(
+            f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
+        )

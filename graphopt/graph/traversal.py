@@ -1,0 +1,102 @@
+"""Follow a graph: what a node reads, what a value is computed from, the order that nodes run in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import onnx_ir as ir
+
+from graphopt.graph.roles import Role, with_role
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs that a node's attributes hold: the branches of an If, the body of a loop."""
+    return [
+        attribute.as_graph()
+        for attribute in node.attributes.values()
+        if attribute.type == ir.AttributeType.GRAPH
+    ]
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Return the values of graphs around a node that the node's own graphs use."""
+    inside: set[ir.Value] = set()
+    used: dict[ir.Value, None] = {}
+    graphs = subgraphs(node)
+    for graph in graphs:
+        inside.update(graph.inputs, graph.initializers.values())
+        for inner in graph:
+            used.update(dict.fromkeys([x for x in inner.inputs if x is not None] + captured(inner)))
+            inside.update(inner.outputs)
+        used.update(dict.fromkeys(graph.outputs))
+    return [x for x in used if x not in inside]
+
+
+def values_read(node: ir.Node) -> list[ir.Value]:
+    """Return what a node reads, the outer values that its bodies use among it."""
+    return [x for x in [*node.inputs, *captured(node)] if x is not None]
+
+
+def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> set[ir.Node]:
+    """Return the nodes that compute `values`, back to those `known`."""
+    found: set[ir.Node] = set()
+    waiting = list(values)
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in found and node not in known:
+            found.add(node)
+            waiting.extend(values_read(node))
+    return found
+
+
+def forward_nodes(model: ir.Model) -> set[ir.Node]:
+    """Return the nodes of the forward pass: those that compute the loss, metrics, predictions and statistics."""
+    statistics = {f"{x.name}.next" for x in with_role(model, Role.STATISTIC)}
+    results = with_role(model, Role.LOSS, Role.METRIC, Role.PREDICTION, Role.SOURCE)
+    return ancestors([*results, *(y for y in with_role(model, Role.NEXT) if y.name in statistics)])
+
+
+def execution_order(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes in the order that ONNX Runtime runs them in, but for what it fuses.
+
+    Back from each node without a reader, the last in the file first, and from a node to what it reads, again the last
+    in the file first: GraphViewer's default order (core/graph/graph_viewer.cc).
+    """
+    position = {node: i for i, node in enumerate(graph)}
+    waiting = [(node, False) for node in graph if not any(y.uses() for y in node.outputs)]
+    seen: set[ir.Node] = set()
+    order = []
+    while waiting:
+        node, done = waiting.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            before = {x.producer() for x in values_read(node)}
+            inner = [one for one in before if one in position and one not in seen]
+            waiting.extend((one, False) for one in sorted(inner, key=lambda one: position[one]))
+    return order
+
+
+def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
+    """Return for each of some nodes, which are in order, a mask of itself and of those that it depends on."""
+    found: dict[ir.Node | None, int] = {}
+    for i, node in enumerate(nodes):
+        mask = 1 << i
+        for x in values_read(node):
+            mask |= found.get(x.producer(), 0)
+        found[node] = mask
+    return found
+
+
+def results_when_ready(graph: ir.Graph) -> None:
+    """Order the nodes without a reader so that ONNX Runtime runs each as soon as what it reads is there.
+
+    It starts from the last in the file: what depends on the fewest nodes, such as the update of the last layer, which
+    by another order would wait, and what it reads with it, for the whole backward pass.
+    """
+    depends = dependencies(graph)
+    last = [node for node in graph if not any(y.uses() for y in node.outputs)]
+    graph.remove(last)
+    graph.extend(sorted(last, key=lambda node: -depends[node].bit_count()))

@@ -1,0 +1,116 @@
+"""Several steps in one call: the step becomes the body of a Scan over stacked batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import RANDOM
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import FED, Role, role_of, with_role
+from graphopt.graph.shapes import places_of, read_sizes
+from graphopt.graph.traversal import subgraphs, values_read
+from graphopt.graph.values import like
+from graphopt.intervals import within
+
+
+@dataclass(frozen=True)
+class Unroll(Pass):
+    """Take the batches of several steps, stacked along a new first axis, and carry the state from one to the next.
+
+    What a step reports comes back stacked; the state is that after the last step, bit for bit. What is the same in
+    every step, such as the size of a batch, is computed once.
+
+    Args:
+        steps: how many steps a call does; None: as many as batches are fed.
+
+    Raises:
+        GraphoptError: `steps` is less than 1, or nothing is trained.
+    """
+
+    steps: int | None = within("[1, inf)", None, whole=True)
+
+    def rewrite(self, model: ir.Model) -> None:
+        graph = model.graph
+        following = {str(y.name).removesuffix(".next"): y for y in with_role(model, Role.NEXT)}
+        if not following:
+            raise GraphoptError(
+                "Unroll needs a training graph, found one without state to update: add an optimizer"
+            )
+        fed = with_role(model, *FED)
+        outer = {x: _twin(x, self._first()) for x in fed}
+        with Emitter(model) as op:
+            counted = _counted(op, model, following, next(iter(outer.values()), None))
+            sizes = [node for node in graph if node.op_type in ("Shape", "Size")]
+            read_sizes(op, sizes, places_of(outer.values(), first=1))
+        carried = [x for x in graph.inputs if x.name in following]
+        reported = [y for y in graph.outputs if role_of(y) is not Role.NEXT]
+        results = [following[str(x.name)] for x in carried] + reported
+        outer |= {x: _twin(x) for x in carried}
+        stacked = [_twin(y, self._first()) for y in reported]
+
+        nodes = _varying(graph, outer)
+        graph.outputs.clear()
+        graph.inputs[:] = [outer.get(x, x) for x in graph.inputs]
+        graph.remove(nodes)
+        for value in {*outer, *results}:
+            value.name = f"{value.name}.of_step"
+            metadata.replace({}, value)
+        body = ir.Graph([*carried, *fed], [], nodes=nodes, name="step")
+        with Emitter(model) as op:
+            inner = op.within(body)
+            for y in results:
+                taken = y.producer() not in nodes or y in body.outputs
+                body.outputs.append(like(inner.Identity(y), y) if taken else y)
+            outputs = [_twin(x) for x in carried] + stacked
+            op.Scan(*(outer[x] for x in body.inputs), body=body, num_scan_inputs=len(fed), _outputs=outputs)
+        graph.outputs.extend(stacked)
+        for x, y in [*counted, *zip((outer[x] for x in carried), outputs, strict=False)]:
+            state.set_next(model, x, y)
+
+    def _first(self) -> int | ir.SymbolicDim:
+        return ir.SymbolicDim("steps") if self.steps is None else self.steps
+
+
+def _twin(x: ir.Value, first: int | ir.SymbolicDim | None = None) -> ir.Value:
+    """Return another value of the name, type and role of `x`, with a first axis more where one is given."""
+    shape = x.shape if first is None or x.shape is None else ir.Shape([first, *x.shape])
+    twin = ir.Value(name=x.name, type=x.type, shape=shape)
+    metadata.copy(x, twin)
+    twin.meta.update(x.meta)
+    return twin
+
+
+def _counted(
+    op: Emitter, model: ir.Model, following: dict[str, ir.Value], sequence: ir.Value | None
+) -> list[tuple[ir.Value, ir.Value]]:
+    """Take counters that no step reads out of the states to carry; return each and what follows it after all steps."""
+    counted = []
+    for x in with_role(model, Role.COUNTER) if sequence is not None else ():
+        y = following[str(x.name)]
+        node = y.producer()
+        assert node is not None
+        if node.op_type == "Add" and x.consumers() == (node,) and not y.uses():
+            model.graph.outputs.remove(y)
+            one = next(other for other in node.inputs if other is not x)
+            steps = op.Squeeze(op.Shape(sequence, start=0, end=1))
+            counted.append((x, like(op.Add(x, op.Mul(one, steps)), x)))
+            model.graph.remove(node, safe=True)
+            del following[str(x.name)]
+    return counted
+
+
+def _varying(graph: ir.Graph, inputs: Iterable[ir.Value]) -> list[ir.Node]:
+    """Return the nodes whose outputs may differ from step to step."""
+    varying = set(inputs)
+    nodes = []
+    for node in graph:
+        if varying.intersection(values_read(node)) or node.op_type in RANDOM or subgraphs(node):
+            nodes.append(node)
+            varying.update(node.outputs)
+    return nodes

@@ -1,0 +1,221 @@
+"""What a pipeline makes of a model: what trains, what blocks it, how the graph grows."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.graph.listing import listing, size
+from graphopt.graph.loading import Source, load
+from graphopt.graph.memory import Memory, estimate
+from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Origin
+from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.inspection.cuda_kernels import without_cuda_kernel
+from graphopt.inspection.plot import plot
+from graphopt.pipeline import Pipeline
+
+MOST_DRAWN = 200  # nodes of a graph that a report draws
+
+
+@dataclass
+class Report:
+    """A pipeline's run on a model.
+
+    Args:
+        model: the model before the first pass.
+        stages: for each pass that ran its step, its repr, the model after it and the seconds it took.
+        blocked: the step that refused it and its error, or None.
+        batch: the size of symbolic dimensions, which bytes are estimated at; None for no estimate.
+    """
+
+    model: ir.Model
+    stages: list[tuple[str, str, ir.Model, float]] = field(default_factory=list)
+    blocked: tuple[str, GraphoptError] | None = None
+    batch: int | None = None
+
+    def summary(self) -> str:
+        """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
+        return "\n".join(_summary(self)) + "\n"
+
+    def on_cuda(self) -> str:
+        """Return which operators have no kernel of ONNX Runtime's CUDA provider, so that the host runs them."""
+        final = self.stages[-1][2] if self.stages else self.model
+        lacking = without_cuda_kernel(final)
+        if not lacking:
+            return "on cuda    every operator has a kernel\n"
+        rows = [("on cuda    the host runs", "nodes")]
+        rows += [(f"  {operator}", _some(names)) for operator, names in lacking.items()]
+        return "\n".join(_table(rows)) + "\n"
+
+    def listings(self) -> str:
+        """Return the graph before the first pass and after each, one line a node."""
+        parts = [("before the first pass", self.model)]
+        parts += [(f"after {step}: {text}", model) for step, text, model, _ in self.stages]
+        return "\n".join(f"== {title} ==\n{listing(model)}" for title, model in parts)
+
+    def picture(self, path: str | os.PathLike[str]) -> bool:
+        """Draw the graph before the first pass and after the last; tell whether pygraphviz and its size allow it."""
+        final = self.stages[-1][2] if self.stages else self.model
+        if importlib.util.find_spec("pygraphviz") is None or size(final) > MOST_DRAWN:
+            return False
+        plot(self.model, final, titles=["before the first pass", "after the last"], path=path)
+        return True
+
+
+def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Report:
+    """Run the steps of a pipeline on a copy of a model until one refuses it.
+
+    Args:
+        batch: the size of symbolic dimensions, to estimate memory at.
+
+    Raises:
+        GraphoptError: the model cannot be read.
+    """
+    model = load(source)
+    found = Report(model.clone(), batch=batch)
+    for name, steps in pipeline.items():
+        for step in steps:
+            start = time.perf_counter()
+            try:
+                step(model)
+            except GraphoptError as error:
+                found.blocked = name, error
+                return found
+            found.stages.append((name, repr(step), model.clone(), time.perf_counter() - start))
+    return found
+
+
+def _summary(found: Report) -> Iterator[str]:
+    weights = list(found.model.graph.initializers.values())
+    final = found.stages[-1][2] if found.stages else found.model
+    opset = found.model.opset_imports.get("", 0)
+    yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
+    yield f"operators  {_operators(found.model)}"
+    decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
+    yield from _weights(next(decided, final))
+    if found.blocked:
+        yield from _blocked(*found.blocked)
+    else:
+        state = [value for value in final.graph.inputs if role_of(value) in STATE]
+        yield "blocked    by nothing"
+        if runtime := RUNTIME.read(final):
+            yield f"needs      {runtime}"
+        yield f"step       {size(final)} nodes, state {_counted(state)}"
+        yield f"operators  {_operators(final)}"
+        if found.batch is not None and with_role(final, Role.NEXT):
+            yield from _memory(estimate(final, found.batch), found.batch)
+    rows = [("passes", "nodes", "seconds", "")]
+    rows += [
+        (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
+    ]
+    yield from _table(rows)
+
+
+def _memory(memory: Memory, batch: int) -> Iterator[str]:
+    yield f"memory     {_megabytes(memory.peak)} at batch size {batch}, estimated"
+    state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
+    step = f"at most; {_megabytes(memory.saved)} are kept for the backward pass"
+    yield from _table(
+        [("  state", _megabytes(memory.state), state), ("  a step", _megabytes(memory.step), step)]
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
+
+
+def _weights(model: ir.Model) -> Iterator[str]:
+    """Count and list what trains, what is frozen, tied or constant, what only a rule decided, and why."""
+    rows: dict[str, list[tuple[str, str, int, str]]] = {
+        "trains": [], "frozen": [], "tied": [], "buffer": [], "constant": [], "unsure": []
+    }  # fmt: skip
+    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        origin = Origin.read(value)
+        if origin is None:
+            continue
+        row = (str(value.name), _shape(value), _elements(value), origin.reason)
+        if role_of(value) is Role.PARAMETER:
+            rows["trains"].append(row)
+            rows["tied"] += [
+                (copy.name, str(list(copy.shape)), math.prod(copy.shape), copy.how) for copy in origin.copies
+            ]
+        else:
+            rows["frozen" if origin.trains else origin.kind.value].append(row)
+        if not origin.certain:
+            rows["unsure"].append(row)
+    for what, found in rows.items():
+        if found or what == "trains":
+            numbers = sum(count for _, _, count, _ in found)
+            tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+            yield f"{what:10} {tensors} of {numbers:,} numbers" if found else f"{what:10} nothing"
+            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
+    if missing := LeftOut.read(model):
+        yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
+
+
+def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
+    if not isinstance(error, NoGradient):
+        yield f"blocked    at {step}: {error}"
+        return
+    yield f"blocked    at {step}: operators without a gradient"
+    rows = [("  operator", "nodes", "blocks", "what would help")]
+    rows += [
+        (f"  {x.operator}", _some(x.nodes), _some(x.blocks), "; ".join(_advice(x))) for x in error.lacking
+    ]
+    yield from _table(rows)
+
+
+def _advice(lacking: Lacking) -> Iterator[str]:
+    if lacking.reason:
+        yield lacking.reason
+    elif lacking.domain.startswith("com.microsoft"):
+        yield "export or optimize the model without ONNX Runtime's fusions"
+    yield f"freeze: parameters.freeze='[{','.join(lacking.blocks)}]'"
+    if not lacking.reason:
+        yield f"register a rule: passes.gradient({lacking.domain!r}, {lacking.op_type!r})"
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _operators(model: ir.Model) -> str:
+    """Count operators, those in functions and subgraphs too."""
+    nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
+    names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in nodes)
+    counts = Counter(names).most_common()
+    return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
+
+
+def _counted(values: Sequence[ir.Value]) -> str:
+    tensors = "1 tensor" if len(values) == 1 else f"{len(values)} tensors"
+    return f"{tensors} of {sum(map(_elements, values)):,} numbers"
+
+
+def _elements(value: ir.Value) -> int:
+    return 0 if value.shape is None else math.prod(value.shape.numpy())
+
+
+def _shape(value: ir.Value) -> str:
+    dtype = "?" if value.dtype is None else value.dtype.name.lower()
+    return f"{dtype}{[] if value.shape is None else list(value.shape)}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align columns: text to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,1 @@
+"""Write and read the files that onnxruntime-training trains with on devices. Imports `compiler` and `passes`."""

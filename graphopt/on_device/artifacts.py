@@ -1,0 +1,256 @@
+"""Artifacts that train on a device, files of onnxruntime-training's Module and Optimizer, and the way back.
+
+The checkpoint is a flatbuffer; every ONNX Runtime has the classes that read and write it. Its schema:
+onnxruntime/core/flatbuffers/schema/ort_training_checkpoint.fbs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import inference
+from graphopt.graph.loading import Source, load, replacing
+from graphopt.graph.metadata import original_name
+from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
+from graphopt.graph.state import LEARNING_RATE
+from graphopt.pipeline import Pipeline
+
+TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
+CHECKPOINT = "checkpoint"
+FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
+VERSION = 2  # of the checkpoint's format, that of onnxruntime-training 1.19.2
+LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
+COUNTERS = "graphopt."  # how names start that are no weight's
+
+WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
+
+PathLike = str | os.PathLike[str]
+
+
+def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> None:
+    """Write what onnxruntime-training's Module and Optimizer train `model` with, on any device.
+
+    The folder gets `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`, all or none.
+    Module takes the data in the order of the training graph's inputs, and returns the loss; in evaluation the losses
+    and the model's outputs. Parameters have the names that they have in `model`. Any ONNX Runtime can write them.
+
+    Args:
+        model: an inference model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        pipeline: the recipe: `graphopt.standard(loss=..., optimizer=...)`.
+
+    Raises:
+        GraphoptError: the model cannot be read, or a device cannot do what a step of the pipeline says.
+    """
+    from graphopt.on_device.graphs import on_device
+
+    made = on_device(model, pipeline)
+    contents = {
+        TRAINING: ir.to_proto(made.training).SerializeToString(),
+        EVALUATION: ir.to_proto(made.evaluation).SerializeToString(),
+        OPTIMIZER: made.optimizer.SerializeToString(),
+        CHECKPOINT: _written(made.trained, made.untrained, made.learning_rate),
+    }
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        temporary = {name: stack.enter_context(replacing(Path(folder, name))) for name in contents}
+        for name, content in contents.items():
+            Path(temporary[name]).write_bytes(content)
+
+
+def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
+    """Return onnxruntime-training's CheckpointState, Module and Optimizer of a folder's files.
+
+    Raises:
+        GraphoptError: a file is missing, or onnxruntime-training, or PyTorch, which its Python module imports.
+    """
+    missing = [name for name in FILES if not Path(folder, name).is_file()]
+    if missing:
+        raise GraphoptError(
+            f"{folder}: expected {', '.join(FILES)}, found no {', '.join(missing)}: export the artifacts again"
+        )
+    try:
+        from onnxruntime.training import api
+    except ImportError as error:
+        raise GraphoptError(
+            f"training artifacts needs {TRAINING_RUNTIME}, and torch, which it imports, found: {error}: pip install "
+            f"onnxruntime-training==1.19.2 torch in an environment without another onnxruntime"
+        ) from error
+    try:
+        state = api.CheckpointState.load_checkpoint(Path(folder, CHECKPOINT))
+        module = api.Module(Path(folder, TRAINING), state, Path(folder, EVALUATION), device=device)
+        optimizer = api.Optimizer(Path(folder, OPTIMIZER), module)
+    except RuntimeError as error:
+        raise GraphoptError(
+            f"{folder}: {TRAINING_RUNTIME} refuses it: {' '.join(str(error).split())}"
+        ) from error
+    if LEARNING_RATE in state.properties:
+        optimizer.set_learning_rate(state.properties[LEARNING_RATE])
+    return state, module, optimizer
+
+
+def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint by name: what was trained, and running statistics and counters.
+
+    Args:
+        checkpoint: the file, or the folder of artifacts that it is in.
+
+    Raises:
+        GraphoptError: the file is missing, or is no such checkpoint, or has no values in it; or no ONNX Runtime is
+            installed, which has the classes that read it.
+    """
+    path = Path(checkpoint, CHECKPOINT) if Path(checkpoint).is_dir() else Path(checkpoint)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise GraphoptError(f"{path}: no such file") from error
+    fbs = _classes()
+    if len(content) < 8 or not fbs.Checkpoint.Checkpoint.CheckpointBufferHasIdentifier(content, 0):
+        raise GraphoptError(f"{path}: expected a checkpoint of {TRAINING_RUNTIME}, found another file")
+    try:
+        state = fbs.Checkpoint.Checkpoint.GetRootAs(content).ModuleState()
+        if state is None or state.IsNominalState() or state.HasExternalData():
+            raise GraphoptError(
+                f"{path}: expected a checkpoint with the parameters in it, found one without: save it again"
+            )
+        tensors = [state.RequiresGradParams(i) for i in range(state.RequiresGradParamsLength())]
+        tensors += [state.FrozenParams(i) for i in range(state.FrozenParamsLength())]
+        return {tensor.Name().decode(): _array(tensor) for tensor in tensors}
+    except GraphoptError:
+        raise
+    except (struct.error, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise GraphoptError(f"{path}: the checkpoint is damaged: {error}") from error
+
+
+def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
+    """Return an inference model with the parameters of a checkpoint, by their names.
+
+    Args:
+        model: the model that was exported, or an `eval_model.onnx` or a training graph made of it: a path, an
+            onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        checkpoint: the file, or the folder of artifacts that it is in.
+
+    Raises:
+        GraphoptError: the checkpoint cannot be read, or is another model's: a name, a shape or a type differs.
+    """
+    read = parameters(checkpoint)
+    arrays = {name: array for name, array in read.items() if not name.startswith(COUNTERS)}
+    loaded = load(model)
+    state = {original_name(x): x for x in with_role(loaded, *WEIGHTS)}
+    if state:
+        _check(checkpoint, arrays, state, set(state) ^ set(arrays))
+        return inference.trained(loaded, {str(x.name): arrays[name] for name, x in state.items()})
+    weights = dict(loaded.graph.initializers)
+    _check(checkpoint, arrays, weights, set(arrays) - set(weights))
+    for name, array in arrays.items():
+        weights[name].const_value = ir.tensor(array, name=name)
+    return ir.to_proto(loaded)
+
+
+def _check(
+    checkpoint: PathLike, arrays: Mapping[str, np.ndarray], values: Mapping[str, ir.Value], unknown: set[str]
+) -> None:
+    """Refuse a checkpoint of another model."""
+    if unknown:
+        raise GraphoptError(
+            f"{checkpoint}: expected the parameters of this model, found another's: {', '.join(sorted(unknown)[:5])} "
+            f"are not in both; take the {EVALUATION} beside it for the model"
+        )
+    for name, array in arrays.items():
+        x = values[name]
+        assert x.dtype is not None and x.shape is not None
+        if x.dtype.numpy() != array.dtype or x.shape.numpy() != array.shape:
+            raise GraphoptError(
+                f"{checkpoint}: parameter {name!r}: expected {x.dtype.numpy()}{list(x.shape)}, found "
+                f"{array.dtype}{list(array.shape)}: it is another model's"
+            )
+
+
+def _classes() -> Any:
+    """Return the classes that read and write the checkpoint, which ONNX Runtime keeps beside its converters."""
+    try:
+        import onnxruntime.tools.ort_format_model  # noqa: F401 - it lets the next line find them
+
+        return importlib.import_module("ort_flatbuffers_py.fbs")
+    except ImportError as error:
+        raise GraphoptError(
+            f"a checkpoint of {TRAINING_RUNTIME} needs an ONNX Runtime's classes, found none: pip install "
+            f"onnxruntime ({error})"
+        ) from error
+
+
+def _array(tensor: Any) -> np.ndarray:
+    dtype = ir.DataType(tensor.DataType()).numpy()
+    dims = [tensor.Dims(i) for i in range(tensor.DimsLength())]
+    return np.array(np.frombuffer(tensor.RawDataAsNumpy().tobytes(), dtype).reshape(dims))
+
+
+def _written(
+    trained: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray], learning_rate: float
+) -> bytes:
+    size = sum(array.nbytes for array in [*trained.values(), *untrained.values()])
+    if size > LIMIT:
+        raise GraphoptError(
+            f"on-device artifacts: expected parameters of less than 2 GB, which is a checkpoint's limit, found "
+            f"{size / 2**30:.1f} GB: freeze some"
+        )
+    fbs = _classes()
+    builder = importlib.import_module("flatbuffers").Builder(size + 4096)
+
+    def vector(offsets: list[int]) -> int:
+        builder.StartVector(4, len(offsets), 4)
+        for offset in reversed(offsets):
+            builder.PrependUOffsetTRelative(offset)
+        found: int = builder.EndVector()
+        return found
+
+    tensors = [
+        vector([_tensor(builder, fbs.Tensor, name, array) for name, array in arrays.items()])
+        for arrays in (trained, untrained)
+    ]
+    fbs.ModuleState.ModuleStateStart(builder)
+    fbs.ModuleState.ModuleStateAddRequiresGradParams(builder, tensors[0])
+    fbs.ModuleState.ModuleStateAddFrozenParams(builder, tensors[1])
+    module_state = fbs.ModuleState.ModuleStateEnd(builder)
+    name = builder.CreateString(LEARNING_RATE)
+    fbs.FloatProperty.FloatPropertyStart(builder)
+    fbs.FloatProperty.FloatPropertyAddName(builder, name)
+    fbs.FloatProperty.FloatPropertyAddValue(builder, learning_rate)
+    floats = vector([fbs.FloatProperty.FloatPropertyEnd(builder)])
+    fbs.PropertyBag.PropertyBagStart(builder)
+    fbs.PropertyBag.PropertyBagAddFloats(builder, floats)
+    properties = fbs.PropertyBag.PropertyBagEnd(builder)
+    fbs.Checkpoint.CheckpointStart(builder)
+    fbs.Checkpoint.CheckpointAddVersion(builder, VERSION)
+    fbs.Checkpoint.CheckpointAddModuleState(builder, module_state)
+    fbs.Checkpoint.CheckpointAddPropertyBag(builder, properties)
+    builder.Finish(fbs.Checkpoint.CheckpointEnd(builder), file_identifier=b"ODTC")
+    return bytes(builder.Output())
+
+
+def _tensor(builder: Any, schema: Any, name: str, array: np.ndarray) -> int:
+    data = builder.CreateByteVector(
+        array.tobytes()
+    )  # first, at the end of the file: a part of it is too short
+    dims = builder.CreateNumpyVector(np.array(array.shape, np.int64))
+    text = builder.CreateString(name)
+    schema.TensorStart(builder)
+    schema.TensorAddName(builder, text)
+    schema.TensorAddDims(builder, dims)
+    schema.TensorAddDataType(builder, int(ir.DataType.from_numpy(array.dtype)))
+    schema.TensorAddRawData(builder, data)
+    offset: int = schema.TensorEnd(builder)
+    return offset

@@ -1,0 +1,239 @@
+"""Training on a device: a pipeline as the graphs that onnxruntime-training's Module and Optimizer run.
+
+A training model adds gradients up in buffers, an optimizer model updates all parameters from them, in place. Other
+state is updated in place by the training model: running statistics, and the counter that Dropout's mask comes from.
+
+Their layout: orttraining/training_api/module.cc and optimizer.cc of onnxruntime 1.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import inference, metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import RUNTIME, original_name
+from graphopt.graph.roles import (
+    STATE,
+    TRAINING_RUNTIME,
+    Role,
+    clear_role,
+    needs_training_runtime,
+    role_of,
+    set_role,
+    with_role,
+)
+from graphopt.graph.state import take_initial
+from graphopt.graph.unroll import Unroll
+from graphopt.on_device.artifacts import COUNTERS
+from graphopt.on_device.update import IR_VERSION, OPSET, update_model
+from graphopt.pipeline import Pipeline, Step
+from passes.accumulate import Accumulate
+from passes.clipping import Clip
+from passes.optimizers.optimizer import Optimizer
+from passes.ort_kernels import DOMAIN
+from passes.schedules import Schedule
+
+RESET = "lazy_reset_grad"
+RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
+COUNTED = 2**24  # where float32 stops counting
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What a device trains with: three graphs, and what they start from.
+
+    Args:
+        training: the loss, and gradients into buffers; state is plain inputs.
+        evaluation: the loss and the model's outputs, in inference form, of the same state.
+        optimizer: the update.
+        trained: the parameters by name.
+        untrained: other state by name: running statistics and counters.
+        learning_rate: the rate to start with.
+    """
+
+    training: ir.Model
+    evaluation: ir.Model
+    optimizer: onnx.ModelProto
+    trained: dict[str, np.ndarray]
+    untrained: dict[str, np.ndarray]
+    learning_rate: float
+
+
+def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
+    """Compile an inference model by a pipeline, its optimizer and clipping into kernels of onnxruntime-training.
+
+    Raises:
+        GraphoptError: the model or a step of the pipeline has no place there; the line says what does.
+    """
+    model = load(source)
+    if with_role(model, Role.NEXT):
+        raise GraphoptError(
+            "on-device artifacts: expected an inference model, found a training graph, whose optimizer is arithmetic: "
+            "give the model that it was compiled from, and the pipeline"
+        )
+    steps = [one for step in pipeline.values() for one in step]
+    optimizers = [one for one in steps if isinstance(one, Optimizer)]
+    if len(optimizers) != 1:
+        raise GraphoptError(f"pipeline: expected one optimizer, found {len(optimizers)}: name one")
+    _refuse(steps)
+    (optimizer,) = optimizers
+    update = update_model(optimizer, [one for one in steps if isinstance(one, Clip)])
+    rest = {
+        name: [one for one in step if not isinstance(one, Optimizer | Clip)]
+        for name, step in pipeline.items()
+    }
+    model = Pipeline(**rest)(model)
+    version = model.opset_imports[""]
+    if version > OPSET or model.ir_version > IR_VERSION:
+        raise GraphoptError(
+            f"on-device artifacts: expected a model of opset {OPSET} and IR version {IR_VERSION} or older, found "
+            f"{version} and {model.ir_version}, which onnxruntime-training cannot load: export an older one"
+        )
+    initial = take_initial(model)
+    _fix_hyperparameters(model, initial)
+    for value in with_role(model, Role.COUNTER):
+        _count_in_float32(model, value)
+        initial[str(value.name)] = initial[str(value.name)].astype(np.float32)
+    _check(model)
+    evaluation = _evaluation(model)
+    _update_in_place(model)
+    state = {x: initial[str(x.name)] for x in with_role(model, *STATE)}
+    for x in [*state, *with_role(evaluation, *STATE)]:
+        x.name = _own_name(x)
+    return OnDevice(
+        training=model,
+        evaluation=evaluation,
+        optimizer=update,
+        trained={str(x.name): array for x, array in state.items() if role_of(x) is Role.PARAMETER},
+        untrained={str(x.name): array for x, array in state.items() if role_of(x) is not Role.PARAMETER},
+        learning_rate=optimizer.learning_rate,
+    )
+
+
+def _own_name(value: ir.Value) -> str:
+    """Return the name that a state has in the model that was compiled."""
+    if role_of(value) is Role.COUNTER:
+        return f"{COUNTERS}{value.name}"
+    return original_name(value)
+
+
+def _refuse(steps: Sequence[Step]) -> None:
+    for one in steps:
+        if isinstance(one, Schedule):
+            raise GraphoptError(
+                f"schedule={one}: expected none on a device, whose program sets the rate: leave it out, and call "
+                f"Optimizer.set_learning_rate each step"
+            )
+        if isinstance(one, Accumulate):
+            raise GraphoptError(
+                f"accumulate={one}: expected none on a device, where Module adds gradients up until "
+                f"lazy_reset_grad(): leave it out, and call Optimizer.step less often"
+            )
+        if isinstance(one, Unroll):
+            raise GraphoptError(
+                f"unroll={one}: expected none on a device, whose program calls Module for each step: leave it out"
+            )
+
+
+def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
+    """Carry a counter as float32, the one type of state that is updated in place; it starts again after 2^24 steps."""
+    uses = list(counter.uses())
+    following = next(y for y in model.graph.outputs if y.name == f"{counter.name}.next")
+    place = list(model.graph.outputs).index(following)
+    with Emitter(model) as op:
+        counter.type = ir.TensorType(ir.DataType.FLOAT)
+        count = op.Cast(counter, to=ir.DataType.INT64)
+        for user, index in uses:
+            user.replace_input_with(index, count)
+        wrapped = op.Cast(op.Mod(following, COUNTED), to=ir.DataType.FLOAT)
+    clear_role(following)
+    wrapped.name, following.name = following.name, None
+    model.graph.outputs[place] = set_role(wrapped, Role.NEXT)
+    model.graph.sort()
+
+
+def _fix_hyperparameters(model: ir.Model, initial: dict[str, np.ndarray]) -> None:
+    """Make constants of what the graph could be fed and a device's program does not feed."""
+    for value in with_role(model, Role.HYPERPARAMETER):
+        model.graph.inputs.remove(value)
+        clear_role(value)
+        value.const_value = ir.tensor(initial.pop(str(value.name)), name=value.name)
+        model.graph.register_initializer(value)
+
+
+def _check(model: ir.Model) -> None:
+    """Refuse types that the kernels do not take, and names that Module would take for something else."""
+    if not with_role(model, Role.GRADIENT):
+        raise GraphoptError("pipeline: expected a pass that differentiates, found none: add passes.Gradient")
+    for value in with_role(model, *STATE):
+        if value.dtype != ir.DataType.FLOAT:
+            raise GraphoptError(
+                f"on-device artifacts: expected parameters of float32, which {TRAINING_RUNTIME} updates, found "
+                f"{value.name!r} of {value.dtype}: convert the model"
+            )
+    for value in with_role(model, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT):
+        if str(value.name).endswith(RESERVED) or value.name == RESET:
+            raise GraphoptError(
+                f"on-device artifacts: input {value.name!r} has a name of another meaning in {TRAINING_RUNTIME}: "
+                f"rename it in the model"
+            )
+
+
+def _evaluation(model: ir.Model) -> ir.Model:
+    """Return the model that computes losses and outputs as in inference; it takes all state, as Module gives it."""
+    outputs = with_role(model, Role.LOSS, Role.METRIC, Role.PREDICTION, Role.SOURCE)
+    part = inference.extract(model, outputs)
+    metadata.copy(model, part)
+    RUNTIME.remove(part)
+    read = {x.name: x for x in part.graph.inputs}
+    data = [x for x in part.graph.inputs if role_of(x) not in STATE]
+    part.graph.inputs[:] = data + [read.get(x.name) or _twin(x) for x in with_role(model, *STATE)]
+    return part
+
+
+def _twin(value: ir.Value) -> ir.Value:
+    twin = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    metadata.copy(value, twin)
+    return twin
+
+
+def _update_in_place(model: ir.Model) -> None:
+    """Order the inputs as Module's documentation has them, and add each gradient to its buffer.
+
+    Where `lazy_reset_grad` is fed true, a gradient overwrites its buffer; what follows other state always does.
+    """
+    graph = model.graph
+    results = {str(y.name): y for y in with_role(model, Role.GRADIENT, Role.NEXT)}
+    graph.outputs[:] = with_role(model, Role.LOSS)
+    state = with_role(model, *STATE)
+    graph.inputs[:] = [x for x in graph.inputs if role_of(x) not in STATE] + state
+    reset = ir.Value(name=RESET, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+    with Emitter(model) as op:
+        always = op.constant([True])
+    for x in state:
+        if role_of(x) is Role.PARAMETER:
+            buffer = ir.Value(name=f"{_own_name(x)}_grad.accumulation.buffer", type=x.type, shape=x.shape)
+            graph.inputs.append(buffer)
+            inputs = [buffer, results[f"{x.name}.grad"], reset]
+        else:
+            inputs = [x, results[f"{x.name}.next"], always]
+        clear_role(inputs[1])
+        node = ir.node("InPlaceAccumulatorV2", inputs, domain=DOMAIN)
+        (done,) = node.outputs
+        done.name = f"{_own_name(x)}_grad.accumulation.out"
+        done.type, done.shape = reset.type, reset.shape
+        graph.append(node)
+        graph.outputs.append(done)
+    graph.inputs.append(reset)
+    needs_training_runtime(model)
+    RemoveUnusedNodesPass()(model)
+    graph.sort()

@@ -1,0 +1,135 @@
+"""The update as a model of its own: sequences of all parameters, gradients and moments in, updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+
+from graphopt.errors import GraphoptError
+from passes.clipping import Clip, ClipGlobalNorm, ClipValue
+from passes.optimizers.adaptive import Adam, AdamW
+from passes.optimizers.descent import SGD
+from passes.optimizers.optimizer import Optimizer
+from passes.ort_kernels import DOMAIN
+
+OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
+
+# a, rate and b of an update a - rate * b, where a and b are sequences
+Step = tuple[str, str, str]
+
+
+def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
+    """Return the model by which onnxruntime-training's Optimizer updates parameters.
+
+    A model may have one node of an optimizer's kernel. What leads to it, such as the momentum, is in a branch of an
+    If: there SGDOptimizerV2, which is a - rate * b, is how a sequence changes in place. Moments are kept by Optimizer,
+    and in its checkpoints.
+
+    Raises:
+        GraphoptError: there is no kernel for the optimizer or a clipping, or parameters are in groups.
+    """
+    if optimizer.groups:
+        raise GraphoptError(
+            f"{type(optimizer).__name__}: groups: expected none on a device, whose Optimizer has one rate and one "
+            f"weight decay for all parameters, found {len(optimizer.groups)}: leave them out"
+        )
+    lines, gradients = [], "gradients"
+    for i, clip in enumerate(clips):
+        lines.append(f"clipped_{i} = {_clipping(clip, gradients)}")
+        gradients = f"clipped_{i}"
+    before: list[Step] = []
+    if optimizer.weight_decay and not optimizer.decoupled:
+        lines.append(_constant("decay", -optimizer.weight_decay))
+        before.append((gradients, "decay", "params"))
+    moments = ["first_order_moments"]
+    if isinstance(optimizer, SGD) and type(optimizer) is SGD:
+        kernel, inputs = "SGDOptimizerV2", ["rate", "params", gradients]
+        if optimizer.momentum:
+            if optimizer.rate_in_velocity:
+                raise GraphoptError(
+                    f"optimizer={optimizer}: expected rate_in_velocity=False on a device, whose program sets the rate"
+                )
+            (b,) = moments
+            lines += _momentum(optimizer)
+            before += [(b, "forget", b), (b, "remember", gradients)]
+            if optimizer.nesterov:
+                before.append(("params", "look_ahead", b))
+            else:
+                inputs[-1] = b
+    elif isinstance(optimizer, Adam) and type(optimizer) in (Adam, AdamW):
+        moments.append("second_order_moments")
+        kernel = _adamw(optimizer)
+        inputs = ["rate", "t", "params", gradients, *moments]
+    else:
+        raise GraphoptError(
+            f"optimizer={optimizer}: onnxruntime-training has no kernel for it: take SGD, Adam or AdamW on a device"
+        )
+    if before:
+        lines.append(_one_by_one(before))
+        inputs.append("ready")
+    sequences = [f"seq(float[]) {name}" for name in ("params", "gradients", *moments)]
+    return onnx.parser.parse_model(
+        f"""<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}, "{DOMAIN}": 1], producer_name: "graphopt">
+        update (float[1] learning_rate, int64[1] step, {", ".join(sequences)}) => (bool updated) {{
+            rate = Squeeze(learning_rate)
+            t = Squeeze(step)
+            {" ".join(lines)}
+            updated = {DOMAIN}.{kernel}({", ".join(inputs)})
+        }}"""
+    )
+
+
+def _adamw(adam: Adam) -> str:
+    """Return the kernel with its attributes; a decay that is not decoupled is in the gradients already."""
+    decay = float(adam.weight_decay) if adam.decoupled else 0.0
+    found = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
+    assert found is not None
+    op_type, attributes = found
+    typed = [f"{name}: {type(value).__name__} = {value!r}" for name, value in attributes.items()]
+    return f"{op_type}<{', '.join(typed)}>"
+
+
+def _momentum(sgd: SGD) -> list[str]:
+    """Return what computes the factors of b = momentum b + (1 - dampening) g, whose dampening leaves the first step."""
+    return [
+        _constant("forget", 1 - sgd.momentum),
+        *([_constant("momentum", sgd.momentum), "look_ahead = Mul(rate, momentum)"] if sgd.nesterov else []),
+        _constant("dampening", sgd.dampening),
+        _constant("one", 1.0),
+        "time = Cast<to = 1>(t)",
+        "is_later = Greater(time, one)",
+        "later = Cast<to = 1>(is_later)",
+        "dampened = Mul(dampening, later)",
+        "remember = Sub(dampened, one)",
+    ]
+
+
+def _clipping(clip: Clip, gradients: str) -> str:
+    if isinstance(clip, ClipGlobalNorm):
+        return f"{DOMAIN}.InplaceClipGradNorm<max_norm: float = {float(clip.max_norm)!r}>({gradients})"
+    if isinstance(clip, ClipValue):
+        return f"""SequenceMap<body = element (float[] g) => (float[] bounded) {{
+            {_constant("low", -clip.limit)}
+            {_constant("high", clip.limit)}
+            bounded = Clip(g, low, high)
+        }}>({gradients})"""
+    raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: take one of them")
+
+
+def _one_by_one(updates: Sequence[Step]) -> str:
+    """Return an If, whose condition nothing folds, that does updates in order, and tells when it has."""
+    body, last = "", ""
+    for i, (a, rate, b) in enumerate(updates):
+        body += f"done_{i} = {DOMAIN}.SGDOptimizerV2({rate}, {a}, {b}{last}) "
+        last = f", done_{i}"
+    return f"""none = Constant<value = int64 {{0}}>()
+    always = Greater(t, none)
+    ready = If (always) <
+        then_branch = updates () => (bool {last[2:]}) {{ {body} }},
+        else_branch = nothing () => (bool same) {{ same = Identity(always) }}
+    >"""
+
+
+def _constant(name: str, value: float) -> str:
+    return f"{name} = Constant<value = float {{{float(value)!r}}}>()"

@@ -1,0 +1,72 @@
+"""The state of a training run in a file: safetensors, with a checksum that finds a flipped bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.loading import replacing
+
+_CHECKSUM = "graphopt.sha256"
+_PROPERTIES = "graphopt.properties"
+
+Property = int | float | str
+
+
+def save_state(
+    state: Mapping[str, np.ndarray],
+    path: str | os.PathLike[str],
+    properties: Mapping[str, Property] | None = None,
+) -> None:
+    """Write arrays by name, and properties, to one file, whole or not at all.
+
+    Raises:
+        GraphoptError: a property is no number and no string.
+    """
+    for name, value in (properties or {}).items():
+        if not isinstance(value, int | float | str):
+            raise GraphoptError(
+                f"property {name!r}: expected an int, a float or a string, found {type(value).__name__}"
+            )
+    arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in state.items()}
+    written = json.dumps(dict(properties or {}), sort_keys=True)
+    metadata = {_PROPERTIES: written, _CHECKSUM: _checksum(arrays, written)}
+    with replacing(path) as temporary:
+        safetensors.numpy.save_file(arrays, temporary, metadata=metadata)
+
+
+def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
+    """Return the arrays and the properties of a file that `save_state` wrote.
+
+    Raises:
+        GraphoptError: the file is missing, is no checkpoint, or has changed since it was written.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            metadata = file.metadata() or {}
+    except FileNotFoundError as error:
+        raise GraphoptError(f"{path}: no such file") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise GraphoptError(f"{path}: expected a checkpoint in safetensors form: {error}") from error
+    expected, written = metadata.get(_CHECKSUM), metadata.get(_PROPERTIES, "")
+    if expected != _checksum(arrays, written):
+        raise GraphoptError(
+            f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it"
+        )
+    return arrays, json.loads(written or "{}")
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], properties: str) -> str:
+    digest = hashlib.sha256(properties.encode())
+    for name in sorted(arrays):
+        digest.update(f"{name}:{arrays[name].dtype}:{arrays[name].shape};".encode())
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,142 @@
+"""The engines of `graphopt.ForwardBackward`: how a pass forward and its pass backward run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.traversal import captured
+from graphopt.runtime.device import Device
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class Engine(Protocol):
+    """Runs a pass forward and its pass backward."""
+
+    def forward(
+        self, feeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
+        """Return the forward pass's results, and what `backward` goes on from."""
+
+    def backward(
+        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> dict[str, onnxruntime.OrtValue]:
+        """Return the gradients."""
+
+
+class Graphs:
+    """Two graphs, on any ONNX Runtime; between them the saved values are values on the device."""
+
+    def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
+        self._device = device
+        self._forward, self._backward = device.session(forward), device.session(backward)
+        self._outputs, self._gradients = names_of(forward.graph.outputs), names_of(backward.graph.outputs)
+        self._reads = names_of(backward.graph.inputs)
+
+    def forward(
+        self, feeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
+        outputs = self._device.compute(self._forward, feeds, self._outputs)
+        there = {**feeds, **outputs}
+        return outputs, {name: there[name] for name in self._reads if name in there}
+
+    def backward(
+        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> dict[str, onnxruntime.OrtValue]:
+        feeds = saved | {name: seed for name, seed in seeds.items() if name in self._reads}
+        return self._device.compute(self._backward, feeds, self._gradients)
+
+
+class Agent:
+    """One graph in which a YieldOp stands between forward and backward, on onnxruntime-training's TrainingAgent.
+
+    Args:
+        device: where it runs.
+        model: the graph; its inputs are those of the forward part, its outputs those of the backward part.
+        results: the names of what the YieldOp reads, in order.
+        seeds: the names of what it gives.
+
+    Raises:
+        GraphoptError: this ONNX Runtime has no TrainingAgent, or refuses the graph.
+    """
+
+    def __init__(self, device: Device, model: ir.Model, results: Sequence[str], seeds: Sequence[str]) -> None:
+        refused = refuses_agent(device, model)
+        if refused:
+            raise GraphoptError(
+                f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
+            )
+        self._inputs, self._gradients = names_of(model.graph.inputs), names_of(model.graph.outputs)
+        self._results, self._seeds = results, seeds
+        self._ort, c = device.ort, device.ort.capi._pybind_state
+        self._c = c
+        options = device.options()
+        options.enable_mem_pattern = options.enable_mem_reuse = False  # values live on between the two runs
+        options.execution_order = (
+            self._ort.ExecutionOrder.PRIORITY_BASED
+        )  # what only backward needs runs there
+        self._session = device.session(model, options)
+        kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
+        place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
+        self._agent = c.TrainingAgent(
+            self._session._sess,
+            self._inputs,
+            [place] * len(results),
+            self._gradients,
+            [place] * len(self._gradients),
+            device.index,
+        )
+
+    def forward(
+        self, feeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
+        state = self._c.PartialGraphExecutionState()
+        given = [feeds[name] for name in self._inputs]
+        values = self._run(self._agent.run_forward, given, state, self._c.OrtValueCache())
+        return dict(zip(self._results, values, strict=True)), state
+
+    def backward(
+        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
+    ) -> dict[str, onnxruntime.OrtValue]:
+        values = self._run(self._agent.run_backward, [seeds[name] for name in self._seeds], saved)
+        return dict(zip(self._gradients, values, strict=True))
+
+    def _run(
+        self, run: Callable[..., None], values: Iterable[onnxruntime.OrtValue], *further: Any
+    ) -> list[onnxruntime.OrtValue]:
+        feeds, fetches = self._c.OrtValueVector(), self._c.OrtValueVector()
+        for value in values:
+            feeds.push_back(value._ortvalue)
+        try:
+            run(feeds, fetches, *further)
+        except RuntimeError as error:
+            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+        return [self._ort.OrtValue(value) for value in fetches]
+
+
+def refuses_agent(device: Device, model: ir.Model) -> str | None:
+    """Return why no TrainingAgent runs a graph, or None.
+
+    onnxruntime-training 1.19.2 aborts the process where, beside a YieldOp, a body of If, Loop or Scan uses what a
+    node computes.
+    """
+    if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):
+        return (
+            f"onnxruntime {device.ort.__version__} has none: pip install onnxruntime-training==1.19.2, "
+            f"which runs on Linux"
+        )
+    for node in model.graph:
+        for value in captured(node):
+            if value.producer() is not None:
+                return f"none takes {node.op_type} node {node.name!r}, whose body uses {value.name!r} from around it"
+    return None
+
+
+def names_of(values: Iterable[ir.Value]) -> list[str]:
+    """Return the names of values, in order."""
+    return [str(value.name) for value in values]

@@ -1,0 +1,206 @@
+"""State and hyperparameters of a training graph, in buffers on a device."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, known
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
+from graphopt.runtime.checkpoint import Property, load_state
+from graphopt.runtime.device import Device
+from graphopt.runtime.signature import Input
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class Buffers:
+    """The state in two sets, of which a step reads the `current` one and writes the other, and the hyperparameters.
+
+    Args:
+        model: a training graph, out of which the initial values are taken.
+    """
+
+    def __init__(self, device: Device, model: ir.Model) -> None:
+        initial = take_initial(model)
+        kept = {str(x.name) for x in with_role(model, *STATE)}
+        updated = {str(y.name).removesuffix(".next") for y in with_role(model, Role.NEXT)}
+        self._inputs = {str(x.name): Input(x) for x in model.graph.inputs if x.name in initial}
+        first, one = device.buffers({name: array for name, array in initial.items() if name in kept})
+        second, other = device.buffers({name: initial[name] for name in first if name in updated})
+        self.sets = (first, first | second)
+        self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
+        scaled = LOSS_SCALE in kept  # then a sum that overflows is thrown away, and not what is made of it
+        self._may_overflow = {name for name in kept if scaled and name.endswith(f".{ACCUMULATED}")}
+        self.current = 0
+        fed = {name: array for name, array in initial.items() if name not in kept}
+        self.fed = {name: device.buffer(array) for name, array in fed.items()}
+        self.hyperparameters: dict[str, Any] = {name: _number(array) for name, array in fed.items()}
+
+    def swap(self) -> None:
+        """Let the next step read what the last one wrote."""
+        self.current ^= 1
+
+    def spoiled(self) -> str | None:
+        """Return the name of a state that the last step has made infinite or not a number, or None.
+
+        A number of that kind that was there before does not count.
+        """
+        if self._totals[1 - self.current].finite():
+            return None
+        before, after = self.sets[self.current], self.sets[1 - self.current]
+        for name, value in after.items():
+            if name in self._may_overflow:
+                continue
+            wrong = ~_finite(value.numpy())
+            if wrong.any() and (wrong & _finite(before[name].numpy())).any():
+                return name
+        return None
+
+    def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the buffers that the next step reads."""
+        return {**self.sets[self.current], **self.fed}
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of some of it, by name."""
+        buffers = self.sets[self.current]
+        return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array is of another type or shape.
+        """
+        buffers = self.sets[self.current]
+        for name, array in arrays.items():
+            if name not in buffers:
+                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(buffers)}")
+            self._inputs[name].check(np.asarray(array))
+        for name, array in arrays.items():
+            buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+    def feed(self, values: Mapping[str, Any]) -> None:
+        """Replace hyperparameters.
+
+        Raises:
+            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
+                negative rate.
+        """
+        for name, value in values.items():
+            if name not in self.hyperparameters:
+                raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
+            self._inputs[name].check(np.asarray(value))
+            number = np.asarray(value, self._inputs[name].dtype)
+            if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):
+                least = ", 0 or more" if name.endswith(LEARNING_RATE) else ""
+                raise GraphoptError(
+                    f"hyperparameter {name!r}: expected a finite number{least}, found {value}"
+                )
+        for name, value in values.items():
+            if self.hyperparameters[name] is not value:
+                array = np.asarray(value, self._inputs[name].dtype)
+                self.fed[name].update_inplace(array)
+                self.hyperparameters[name] = _number(array)
+
+    def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
+        """Return the state and the properties in a checkpoint.
+
+        Raises:
+            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
+        """
+        arrays, properties = load_state(path)
+        unlike = sorted(set(arrays) ^ set(self.sets[0]))
+        if unlike:
+            raise GraphoptError(
+                f"{path}: expected the state of this training graph, found another's: "
+                f"{', '.join(unlike[:5])} are not in both"
+            )
+        return arrays, properties
+
+
+class Total:
+    """Tells whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
+
+    On the CPU it is the product of the buffers' memory with itself. It may overflow although all are finite.
+    """
+
+    def __init__(
+        self, device: Device, values: Mapping[str, onnxruntime.OrtValue], memory: Sequence[np.ndarray]
+    ) -> None:
+        self._device, self._memory = device, memory
+        self._values: Mapping[str, onnxruntime.OrtValue] = {}
+        if device.kind != "cpu":
+            model, self._values = _summed(values)
+            self._session = device.session(model)
+
+    def finite(self) -> bool:
+        """Tell whether the sum is finite."""
+        if self._values:
+            total = self._device.compute(self._session, self._values, ["total"])["total"].numpy()
+            return math.isfinite(total)
+        return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
+
+
+def _summed(
+    values: Mapping[str, onnxruntime.OrtValue],
+) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
+    """Return a graph whose output `total` is the sum of all floating numbers in buffers, and those buffers."""
+    typed = {name: ir.DataType(value.element_type()) for name, value in values.items()}
+    floating = {name: values[name] for name, dtype in typed.items() if dtype.is_floating_point()}
+    inputs = [
+        ir.Value(name=name, type=ir.TensorType(typed[name]), shape=ir.Shape(value.shape()))
+        for name, value in floating.items()
+    ]
+    model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    with Emitter(model) as op:
+        sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
+        model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))
+    return model, floating
+
+
+def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return arrays end to end in one vector.
+
+    Raises:
+        GraphoptError: they are not of one type.
+    """
+    types = {array.dtype for array in arrays.values()}
+    if len(types) > 1:
+        raise GraphoptError(
+            f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
+        )
+    return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+def parted(vector: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the parts of a vector as `joined` returns it, in the shapes of the arrays.
+
+    Raises:
+        GraphoptError: the vector is of another type or size.
+    """
+    expected = joined(arrays)
+    if vector.shape != expected.shape or vector.dtype != expected.dtype:
+        raise GraphoptError(
+            f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
+            f"{vector.dtype}{list(vector.shape)}"
+        )
+    ends = np.cumsum([array.size for array in arrays.values()])[:-1]
+    parts = zip(arrays, np.split(vector, ends), strict=True)
+    return {name: part.reshape(arrays[name].shape) for name, part in parts}
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    return np.isfinite(array) if array.dtype.kind != "i" else np.ones_like(array, bool)
+
+
+def _number(array: np.ndarray) -> Any:
+    return array.item() if array.ndim == 0 else array

@@ -1,0 +1,8 @@
+"""Prove gradients, of one's own rules too: against finite differences, another program, and the runtime.
+
+Imports `compiler`, `runtime` and `passes`; nothing imports it.
+"""
+
+from graphopt.testing.gradients import Proof, check_gradient, prove
+
+__all__ = ["Proof", "check_gradient", "prove"]

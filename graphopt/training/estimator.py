@@ -1,0 +1,390 @@
+"""Training as scikit-learn's estimators do it: `fit`, `predict`, `score`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.compiler import compile
+from graphopt.data import Batches, Dataset
+from graphopt.data.loader import Shuffle
+from graphopt.errors import GraphoptError, known
+from graphopt.graph.labels import labels_of
+from graphopt.graph.loading import Source, load
+from graphopt.graph.roles import Role, with_role
+from graphopt.pipeline import Step
+from graphopt.runtime.executor import Executor, run
+from graphopt.training.fit import Adaptive, Record, fit, reported
+from graphopt.training.metrics import Metric, metrics
+
+Arrays = np.ndarray | Mapping[str, np.ndarray]
+SCHEDULES = {
+    "constant": None,
+    "adaptive": None,
+    "invscaling": "InverseScaling",
+    "optimal": "Optimal",
+}  # of passes
+FEATURES, TARGET, WEIGHT = "X", "target", "sample_weight"
+ROWS = 1024  # how many are predicted at a time
+
+
+class Trainer:
+    """Trains an ONNX model on arrays; an estimator that scikit-learn's tools (clone, GridSearchCV, pickle) take.
+
+    Args:
+        model: the inference model: a path, an onnx.ModelProto or an onnx_ir.Model.
+        loss: a loss pass; `passes.MeanSquaredError()` by default.
+        optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
+        regularizer, clip, training, parameters: passes of the standard pipeline, see `graphopt.compile`.
+        schedule: `constant`, `invscaling`, `optimal`, `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
+            pass. `invscaling` counts steps, as SGDRegressor's, which has one a row, and `adaptive` epochs of `fit`.
+        max_iter: the number of epochs.
+        batch_size: the rows of a batch; the last of an epoch may have fewer, and no row is left out.
+        shuffle: rows in random order, or batches of `consecutive` ones.
+        validation_every: the number of epochs from one validation to the next.
+        warm_start: `fit` goes on from where the last one ended, with the optimizer's state and the next epoch's order
+            of the rows: two epochs and two more are four, bit for bit, unless by `adaptive`, which starts anew.
+            Otherwise each starts from the model's own weights. Pretrained weights are never drawn anew.
+        random_state: the seed of orders that are drawn.
+        device, threads: as for `Executor`.
+
+    Attributes:
+        train_losses_: the mean loss of each epoch of the last `fit`.
+        validation_losses_: the losses of its validations.
+        history_: its records, an epoch each, as `graphopt.fit` returns them.
+        n_iter_: the number of its epochs.
+        classes_: of a classification, the labels that `predict` may return.
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        *,
+        loss: Step | None = None,
+        optimizer: Step | None = None,
+        regularizer: Step | None = None,
+        clip: Step | None = None,
+        training: Step | None = None,
+        parameters: Step | None = None,
+        schedule: str | Step | None = "constant",
+        max_iter: int = 100,
+        batch_size: int = 10,
+        shuffle: Shuffle = True,
+        validation_every: int = 1,
+        warm_start: bool = False,
+        random_state: int = 0,
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.regularizer = regularizer
+        self.clip = clip
+        self.training = training
+        self.parameters = parameters
+        self.schedule = schedule
+        self.max_iter = max_iter
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.validation_every = validation_every
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.device = device
+        self.threads = threads
+
+    def fit(
+        self,
+        X: Arrays,
+        y: np.ndarray,
+        sample_weight: np.ndarray | None = None,
+        *,
+        X_val: Arrays | None = None,
+        y_val: np.ndarray | None = None,
+        sample_weight_val: np.ndarray | None = None,
+    ) -> Trainer:
+        """Train on the rows of arrays, validate on others where they are given, and return the trainer.
+
+        Args:
+            X: the model's input, or its inputs by name.
+            y: targets: numbers, or class numbers from 0 on.
+            sample_weight: a weight a row; those of validation are 1 unless given.
+
+        Raises:
+            GraphoptError: an option or an array does not fit; says which, what was expected and what found.
+            NonFiniteLoss: the loss is infinite or not a number.
+        """
+        validation = None
+        if X_val is not None:
+            if sample_weight is not None and sample_weight_val is None and y_val is not None:
+                sample_weight_val = np.ones(len(y_val))
+            validation = _named(X_val, **{TARGET: y_val, WEIGHT: sample_weight_val})
+        data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
+        return self._fit(data, validation, self.max_iter, self.warm_start)
+
+    def partial_fit(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
+        """Train one epoch more, whatever `warm_start` and `max_iter` are."""
+        return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
+
+    def predict(self, X: Arrays) -> np.ndarray:
+        """Return what the model predicts: class numbers for a classification, otherwise what it computes.
+
+        Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model has
+        a last axis of one. Before `fit` it is the model's own.
+        """
+        predicted, metric = self._predict(X)
+        predicted = metric.predicted(predicted) if metric else predicted
+        row = predicted.shape[1:] if self._row is None else self._row
+        return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
+
+    def predict_proba(self, X: Arrays) -> np.ndarray:
+        """Return the probabilities of the classes: of a binary classification two columns, of 0 and of 1.
+
+        Raises:
+            GraphoptError: the loss is no cross-entropy, so that the model predicts no probabilities.
+        """
+        loss = self._loss(False)
+        if not hasattr(loss, "probabilities"):
+            raise GraphoptError(
+                f"predict_proba: expected CrossEntropy or BinaryCrossEntropy as the loss, found {loss!r}: use predict"
+            )
+        probabilities: np.ndarray = loss.probabilities(self._predict(X)[0])
+        if loss.task == "binary":
+            second = probabilities.reshape(len(probabilities), -1)
+            return np.concatenate([1 - second, second], axis=1)
+        return probabilities
+
+    def score(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
+        """Return the accuracy, or for a regression R2, the mean over the columns; as scikit-learn's scores do."""
+        predicted = self.predict(X)
+        target = np.asarray(y).reshape(predicted.shape)
+        if self._task() != "regression":
+            right = (predicted == target).reshape(len(target), -1).mean(axis=1)
+            return float(np.average(right, weights=sample_weight))
+        error = np.average((target - predicted) ** 2, axis=0, weights=sample_weight)
+        spread = np.average(
+            (target - np.average(target, axis=0, weights=sample_weight)) ** 2, axis=0, weights=sample_weight
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r2 = np.where(spread > 0, 1 - error / spread, np.where(error > 0, 0.0, 1.0))
+        return float(np.mean(r2))
+
+    def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
+        """Return the loss of each row, as it stands in the mean over them, by its weight where there are weights."""
+        loss = self._loss(sample_weight is not None, reduction="none")
+        graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
+        inputs = {str(x.name): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
+        data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
+        return np.concatenate([run(graph, batch)["loss"] for batch in _batches(data, inputs)])
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return copies of all state: parameters, the optimizer's slots and counters, by name."""
+        return self._running().state
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replace all or some of the state, from which a `fit` with `warm_start` goes on.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array is of another type or shape; nothing is replaced.
+        """
+        self._running().update_state(state)
+
+    def get_trained_onnx(self, model: Source | None = None) -> onnx.ModelProto:
+        """Return the model with its trained weights, or another model that has weights of the same names.
+
+        Raises:
+            GraphoptError: the other model has none of them, or one of another type or shape.
+        """
+        trained = self._running().trained()
+        if model is None:
+            return trained
+        weights = {x.name: x for x in trained.graph.initializer}
+        other = ir.to_proto(load(model))
+        found = [x for x in other.graph.initializer if x.name in weights]
+        if not found:
+            raise GraphoptError(
+                f"get_trained_onnx: the other model has no weight of the trained one's, {', '.join(weights)}"
+            )
+        for x in found:
+            weight = weights[x.name]
+            if (x.data_type, x.dims) != (weight.data_type, weight.dims):
+                raise GraphoptError(
+                    f"get_trained_onnx: weight {x.name!r}: expected type {weight.data_type} and shape "
+                    f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
+                )
+            x.CopyFrom(weight)
+        return other
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the options by name; with `deep` those of passes too, as `optimizer__learning_rate`."""
+        params = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        if deep:
+            for name, value in list(params.items()):
+                if dataclasses.is_dataclass(value):
+                    fields = dataclasses.fields(value)
+                    params |= {f"{name}__{field.name}": getattr(value, field.name) for field in fields}
+        return params
+
+    def set_params(self, **params: Any) -> Trainer:
+        """Set options by name, those of passes as `optimizer__learning_rate`, and return the trainer.
+
+        Raises:
+            GraphoptError: an option is unknown.
+        """
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise GraphoptError(known("option", name, self.get_params()))
+            own, _, field = name.partition("__")
+            setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
+        return self
+
+    def __repr__(self) -> str:
+        params = inspect.signature(type(self)).parameters
+        changed = [
+            name for name, p in params.items() if getattr(self, name) is not p.default and name != "model"
+        ]
+        return f"Trainer({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if name not in ("_executor", "_compiled")}
+        if isinstance(self.model, ir.Model):
+            kept["model"] = ir.to_proto(self.model)
+        return {**kept, "_kept": self._executor.state if self._executor else self._kept}
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
+
+        regression = self._task() == "regression"
+        return Tags(
+            estimator_type="regressor" if regression else "classifier",
+            target_tags=TargetTags(required=True),
+            regressor_tags=RegressorTags() if regression else None,
+            classifier_tags=None if regression else ClassifierTags(),
+        )
+
+    # What is compiled and runs, made when it is needed.
+    _executor: Executor | None = None
+    _compiled: tuple[Any, ...] = ()  # what the executor's graph was compiled from
+    _initial: Mapping[str, np.ndarray]
+    _fed: Mapping[str, Any]  # the hyperparameters at first
+    _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
+    _weighted = False
+    _row: tuple[int, ...] | None = None  # the shape of a row of the targets
+
+    def _predict(self, X: Arrays) -> tuple[np.ndarray, Metric | None]:
+        """Return what the model computes for the rows, and the metric that compares it with targets, if it is known."""
+        executor = self._running()
+        known = metrics(executor.inputs).get(TARGET)
+        inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
+        parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
+        output = known[0] if known else next(iter(parts[0]))  # a loss of the model's own does not tell
+        return np.concatenate([part[output] for part in parts]), known and known[1]
+
+    def _fit(
+        self,
+        data: Mapping[str, np.ndarray],
+        validation: Mapping[str, np.ndarray] | None,
+        epochs: int,
+        warm: bool,
+    ) -> Trainer:
+        executor = self._running(weighted=WEIGHT in data)
+        if not warm:
+            executor.update_state(self._initial)
+        executor.set_hyperparameters(**self._fed)
+        history = fit(
+            executor,
+            Dataset(data, features=FEATURES),
+            epochs=epochs,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            seed=self.random_state,
+            validation=validation and Dataset(validation, features=FEATURES),
+            validation_every=self.validation_every,
+            observers=[Adaptive(executor)] if self.schedule == "adaptive" else [],
+        )
+        self._row = data[TARGET].shape[1:]
+        target = executor.inputs.get(TARGET)  # a model's own loss may have another name for it
+        labels = None if target is None else labels_of(target)
+        if labels is not None:
+            self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
+        self.history_: list[Record] = history
+        self.train_losses_ = [record["loss"] for record in history]
+        self.validation_losses_ = [r["validation_loss"] for r in history if "validation_loss" in r]
+        self.n_iter_ = len(history)
+        return self
+
+    def _running(self, weighted: bool | None = None) -> Executor:
+        """Return the executor of what the options say now, with the state of the one before."""
+        self._weighted = self._weighted if weighted is None else weighted
+        names = ("model", "loss", "optimizer", "regularizer", "clip", "training", "parameters", "schedule")
+        options = (*(getattr(self, name) for name in (*names, "device", "threads")), self._weighted)
+        if self._executor is None or any(a is not b for a, b in zip(options, self._compiled, strict=True)):
+            step = compile(self.model, **self._steps())
+            executor = Executor(step, device=self.device, threads=self.threads, report=reported(step))
+            initial = executor.state
+            state = self._executor.state if self._executor else self._kept or {}
+            executor.update_state({name: x for name, x in state.items() if name in initial})
+            self._executor, self._compiled, self._initial, self._kept = executor, options, initial, None
+            self._fed = dict(executor.hyperparameters)
+        return self._executor
+
+    def _steps(self) -> dict[str, Any]:
+        import passes
+
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            if schedule not in SCHEDULES:
+                raise GraphoptError(known("schedule", schedule, SCHEDULES))
+            name = SCHEDULES[schedule]
+            schedule = getattr(passes, name)() if name else None
+        steps = {
+            "loss": self._loss(self._weighted),
+            "optimizer": self.optimizer or passes.SGD(0.01),
+            "schedule": schedule,
+            "regularizer": self.regularizer,
+            "clip": self.clip,
+            "training": self.training,
+        }
+        return steps if self.parameters is None else {**steps, "parameters": self.parameters}
+
+    def _loss(self, weighted: bool, **fields: Any) -> Any:
+        import passes
+
+        loss: Any = self.loss or passes.MeanSquaredError()
+        if isinstance(loss, passes.OwnLoss):  # which says what it takes and returns
+            if fields:
+                raise GraphoptError(
+                    "losses: expected a loss of each row, found one that the model reduces itself"
+                )
+            return loss
+        return dataclasses.replace(loss, sample_weight=weighted, **fields)
+
+    def _task(self) -> str:
+        return str(self._loss(False).task)
+
+
+def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
+    """Tell whether a row's shape is that of an array's rows, axes of one aside."""
+    return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
+
+
+def _named(X: Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return inputs, targets and weights by name."""
+    arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
+    return arrays | {name: np.asarray(array) for name, array in more.items() if array is not None}
+
+
+def _batches(
+    data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield all rows in order, as `inputs` take them."""
+    batches = Batches(Dataset(data, features=FEATURES), inputs)
+    for rows in Batches.split(range(len(batches)), batches.fixed_size or ROWS):
+        yield batches.take(rows)

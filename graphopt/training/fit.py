@@ -1,0 +1,278 @@
+"""Training on a data set: epochs of batches, and validation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.data import Batches, Dataset
+from graphopt.data.batches import Rows
+from graphopt.data.loader import Shuffle, draw
+from graphopt.data.prefetch import prefetched
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import Role, role_of
+from graphopt.runtime.device import Tensor
+from graphopt.runtime.executor import Executor
+from graphopt.training.metrics import metrics
+
+AHEAD = 2  # batches
+SLOWEST = 1e-6
+
+Record = dict[str, Any]
+Data = Dataset | Mapping[str, np.ndarray]
+
+
+class Observer(Protocol):
+    """Watches a training run: `start` once, then `step` after each step and `epoch` after each epoch.
+
+    In `step` the executor's state is that after this very step, and can be saved. An observer that does not look at it
+    has an attribute `reads_state`, False: if all have, several steps may run in one call before the first is shown.
+    """
+
+    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None: ...
+
+
+def fit(
+    executor: Executor,
+    data: Data,
+    *,
+    epochs: int = 20,
+    batch_size: int = 32,
+    shuffle: Shuffle = True,
+    seed: int = 0,
+    validation: float | Data | None = 0.2,
+    validation_every: int = 1,
+    allow_nan: bool = False,
+    prefetch: int | None = None,
+    observers: Sequence[Observer] = (),
+) -> list[Record]:
+    """Train on all batches of a data set, the last one too, and return a record an epoch.
+
+    A record has the epoch, the steps done, the mean of each reported number over the epoch, the
+    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
+
+    The order of an epoch's rows follows from the seed and from the epochs that the executor's steps make up: two
+    epochs, and two more after `executor.save` and `load`, are four, bit for bit.
+
+    Args:
+        data: a data set, or arrays named like the model's inputs, and `target`.
+        shuffle: draw the rows to hold out and each epoch's order, or of batches of `consecutive` rows; otherwise
+            rows stay in order, the last out.
+        validation: the share of rows to hold out, a data set of its own, or None.
+        validation_every: the number of epochs from one validation to the next; there is one after the last epoch.
+        allow_nan: train on data with NaN or infinities in it.
+        prefetch: how many batches a thread makes while steps run; None: 2 of memory-mapped data or for a GPU, otherwise
+            none.
+        observers: what watches, such as a display.
+
+    Raises:
+        GraphoptError: the data does not fit the model; says which array, what was expected and what found.
+        NonFiniteLoss: the loss is infinite or not a number.
+    """
+    if epochs < 1:
+        raise GraphoptError(f"epochs: expected 1 or more, found {epochs}")
+    if shuffle not in (True, False, "consecutive"):
+        raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {shuffle!r}")
+    if validation_every < 1:
+        raise GraphoptError(f"validation_every: expected 1 or more, found {validation_every}")
+    if seed < 0:
+        raise GraphoptError(f"seed: expected 0 or more, found {seed}")
+    if "loss" not in executor.reported:
+        raise GraphoptError(
+            "report: expected an executor that reports its loss, which the records hold, found an empty report: "
+            "leave it out"
+        )
+    batches = Batches(data, executor.inputs, allow_nan=allow_nan)
+    held_out = None
+    rows: Rows = range(len(batches))
+    if isinstance(validation, Mapping | Dataset):
+        held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan))
+    elif validation:
+        count = held_out_rows(len(batches), validation)
+        chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
+        order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
+        held_out = _HeldOut(batches, order)
+        rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+    if prefetch is None:
+        prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
+    elif prefetch < 0:
+        raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
+    _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
+    for observer in observers:
+        observer.start(
+            epochs=epochs,
+            steps=epochs * math.ceil(len(rows) / batch_size),
+            rows=len(rows),
+            validation_rows=len(held_out.rows) if held_out else 0,
+        )
+    records = []
+    before = round(executor.steps / math.ceil(len(rows) / batch_size))  # epochs
+    for epoch in range(1, epochs + 1):
+        start = time.perf_counter()
+        drawn = draw(rows, batch_size, shuffle, np.random.default_rng([seed, before + epoch]))
+        record = _mean(_steps(executor, batches, drawn, prefetch, observers, epoch))
+        seconds = time.perf_counter() - start
+        record = {"epoch": epoch, "step": executor.steps, **record}
+        if held_out is not None and (epoch % validation_every == 0 or epoch == epochs):
+            measured = held_out.measure(executor, batch_size)
+            record |= {"validation_loss": measured.pop("data_loss", measured["loss"])}
+            record |= {name: value for name, value in measured.items() if name not in record}
+        record |= {"seconds": seconds, "samples_per_second": len(rows) / seconds}
+        records.append(record)
+        for observer in observers:
+            observer.epoch(record)
+    return records
+
+
+class Adaptive:
+    """Divides the learning rate by 5 each time that the loss of so many epochs in a row has not fallen: an observer.
+
+    It is scikit-learn's schedule `adaptive`, but that training does not end where the rate falls below 1e-6: it stays.
+
+    Args:
+        executor: whose `learning_rate` it sets; its graph has no schedule.
+        patience: the number of epochs.
+        tolerance: by how much the mean loss of an epoch must be below the least so far to count as fallen.
+    """
+
+    reads_state = False
+
+    def __init__(self, executor: Executor, *, patience: int = 5, tolerance: float = 1e-3) -> None:
+        self._executor, self._patience, self._tolerance = executor, patience, tolerance
+        self._least, self._waited = math.inf, 0
+
+    def start(self, **_: int) -> None: ...
+
+    def step(self, record: Record) -> None: ...
+
+    def epoch(self, record: Record) -> None:
+        """Look at an epoch's loss."""
+        self._waited = self._waited + 1 if record["loss"] > self._least - self._tolerance else 0
+        self._least = min(self._least, record["loss"])
+        if self._waited >= self._patience and self._executor.learning_rate > SLOWEST:
+            self._executor.learning_rate /= 5
+            self._waited = 0
+
+
+def evaluate(
+    executor: Executor, data: Data, *, batch_size: int = 256, allow_nan: bool = False
+) -> dict[str, float]:
+    """Return the loss and the metrics on a data set: accuracy, or R2 and the mean absolute error.
+
+    Raises:
+        GraphoptError: the data does not fit the model.
+    """
+    return _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan)).measure(executor, batch_size)
+
+
+def held_out_rows(rows: int, share: float) -> int:
+    """Return how many of `rows` rows are held out for validation.
+
+    Raises:
+        GraphoptError: the share leaves no row on one of the sides.
+    """
+    if not 0 <= share < 1:
+        raise GraphoptError(f"validation: expected a share of the rows, from 0 to 1, found {share}")
+    count = math.ceil(rows * share)
+    if count >= rows:
+        raise GraphoptError(f"validation: expected a share of {rows} rows that leaves some, found {share}")
+    return count
+
+
+def reported(step: ir.Model) -> list[str]:
+    """Return the outputs of a training graph that a record is made of: numbers, not predictions."""
+    roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
+    return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
+
+
+class _HeldOut:
+    """Rows to validate on."""
+
+    def __init__(self, batches: Batches, rows: Rows | None = None) -> None:
+        self.rows: Rows = range(len(batches)) if rows is None else rows
+        self._batches = batches
+
+    def measure(self, executor: Executor, batch_size: int) -> dict[str, float]:
+        """Return the mean of the losses and the metrics over the rows."""
+        chosen = metrics(executor.inputs)
+
+        def losses() -> Iterator[tuple[int, Record]]:
+            for rows in Batches.split(self.rows, batch_size):
+                feeds = self._batches.take(rows)
+                values = executor.evaluate(feeds)
+                for target, (output, metric) in chosen.items():
+                    metric.add(values[output], feeds[target])
+                yield len(rows), {name: value for name, value in values.items() if isinstance(value, float)}
+
+        measured = _mean(losses())
+        for target, (_, metric) in chosen.items():
+            prefix = "" if len(chosen) == 1 else f"{target}."
+            measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}
+        return measured
+
+
+def _steps(
+    executor: Executor,
+    batches: Batches,
+    order: Iterable[Rows],
+    prefetch: int,
+    observers: Sequence[Observer],
+    epoch: int,
+) -> Iterator[tuple[int, Record]]:
+    drawn: deque[int] = deque()  # the sizes of batches whose steps have not come back yet
+
+    def feeds() -> Iterator[dict[str, Tensor]]:
+        for rows in order:
+            if isinstance(rows, np.ndarray):
+                rows.sort()  # memory-mapped rows are read in the file's order
+            drawn.append(len(rows))
+            yield executor.on_device(batches.take(rows))
+
+    step = executor.steps
+    one_by_one = any(getattr(observer, "reads_state", True) for observer in observers)
+    with contextlib.closing(prefetched(feeds(), prefetch)) as ahead:
+        for values in executor.run(ahead, steps_per_call=1 if one_by_one else None):
+            step += 1
+            rows = drawn.popleft()
+            values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
+            for observer in observers:
+                observer.step({"epoch": epoch, "step": step, "rows": rows, **values})
+            yield rows, values
+
+
+def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
+    """Return the mean of each number, weighted by rows; of the learning rate the last."""
+    total = 0
+    sums: dict[str, float] = {}
+    last: Record = {}
+    for rows, values in measured:
+        total += rows
+        last = values
+        for name, value in values.items():
+            if isinstance(value, float):
+                sums[name] = sums.get(name, 0.0) + rows * value
+    means: Record = {name: value / total for name, value in sums.items()}
+    if "learning_rate" in means:
+        means["learning_rate"] = last["learning_rate"]
+    return means
+
+
+def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> None:
+    if batch_size < 1:
+        raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+    if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
+        raise GraphoptError(
+            f"the model takes {fixed} rows at a time and no other number, found batch_size={batch_size} "
+            f"and {' and '.join(str(len(rows)) for rows in parts)} rows: export it with a dynamic batch"
+        )

@@ -1,0 +1,101 @@
+"""Metrics of predictions, gathered batch by batch; which one, the target's metadata says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.roles import Role, role_of
+
+
+class Metric(Protocol):
+    """Gathers batches, then tells numbers by name."""
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None: ...
+
+    def result(self) -> dict[str, float]: ...
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray: ...
+
+
+class Accuracy:
+    """The share of predicted classes that are the target's.
+
+    Args:
+        spec: of a classification, or a binary one.
+    """
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._right = self._count = 0
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+        if self._spec.labels is not None:
+            low, high = self._spec.labels
+            target = np.where(target > (low + high) / 2, high, low)
+        elif self._spec.target_probabilities:
+            target = np.asarray(target.argmax(self._spec.axis))
+        right = self.predicted(prediction) == target
+        if self._spec.ignore_index is not None:
+            right = right[target != self._spec.ignore_index]
+        self._right += int(right.sum())
+        self._count += right.size
+
+    def result(self) -> dict[str, float]:
+        return {"accuracy": self._right / self._count} if self._count else {}
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the predicted labels or class numbers."""
+        if self._spec.labels is not None:
+            low, high = self._spec.labels
+            return np.where(prediction > self._spec.threshold, high, low)
+        return np.asarray(prediction.argmax(self._spec.axis))
+
+
+class Regression:
+    """R2, the mean over the columns, and the mean absolute error."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._shift: np.ndarray | None = None
+        self._absolute: Any = 0.0
+        self._squared: Any = 0.0
+        self._sum: Any = 0.0
+        self._square: Any = 0.0
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+        prediction, target = (np.reshape(a, (len(a), -1)).astype(np.float64) for a in (prediction, target))
+        if self._shift is None:  # near the mean, so that the difference of sums below loses no digits
+            self._shift = target.mean(axis=0)
+        self._rows += len(target)
+        self._absolute += np.abs(prediction - target).sum(axis=0)
+        self._squared += ((prediction - target) ** 2).sum(axis=0)
+        self._sum += (target - self._shift).sum(axis=0)
+        self._square += ((target - self._shift) ** 2).sum(axis=0)
+
+    def result(self) -> dict[str, float]:
+        if not self._rows:
+            return {}
+        error = {"mae": float(np.mean(self._absolute / self._rows))}
+        spread = self._square - self._sum**2 / self._rows
+        if np.any(spread <= 0):  # R2 compares with the mean, which is exact here
+            return error
+        return {"r2": float(np.mean(1 - self._squared / spread)), **error}
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the prediction."""
+        return prediction
+
+
+def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:
+    """Return for each target among a training graph's inputs the output to compare, and a fresh metric."""
+    chosen: dict[str, tuple[str, Metric]] = {}
+    for name, value in inputs.items():
+        spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
+        if spec is not None:
+            chosen[name] = spec.output, Regression() if spec.task == "regression" else Accuracy(spec)
+    return chosen

@@ -1,0 +1,58 @@
+"""Kernels of onnxruntime-training that work on all tensors of a step at once, as sequences.
+
+They update in place. SequenceConstruct copies what it is given, so that the buffers of the state stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import needs_training_runtime
+from graphopt.graph.values import like
+
+DOMAIN = "com.microsoft"
+
+
+def call(
+    op: Emitter,
+    model: ir.Model,
+    op_type: str,
+    scalars: Sequence[ir.Value],
+    columns: Sequence[Sequence[ir.Value]],
+    updated: Sequence[Sequence[ir.Value]],
+    *,
+    flag: bool,
+    **attributes: Any,
+) -> list[list[ir.Value]]:
+    """Emit a kernel and return the tensors of its outputs.
+
+    Args:
+        scalars: its first inputs.
+        columns: the tensors of its other inputs, a sequence each, float32.
+        updated: those of `columns` that it returns, updated.
+        flag: whether its first output tells that it has run.
+
+    Raises:
+        GraphoptError: a tensor is of another type than float32.
+    """
+    for x in (x for column in columns for x in column):
+        if x.dtype != ir.DataType.FLOAT:
+            raise GraphoptError(
+                f"fused: {op_type} of onnxruntime-training takes float32, found {x.name!r} of {x.dtype}: set fused to "
+                f"false"
+            )
+    needs_training_runtime(model)
+    sequences = [op.SequenceConstruct(*column) for column in columns]
+    count = flag + len(updated)
+    node = ir.node(op_type, [*scalars, *sequences], attributes, domain=DOMAIN, num_outputs=count)
+    model.graph.append(node)
+    results = []
+    for sequence, column in zip(node.outputs[flag:], updated, strict=True):
+        sequence.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        results.append([like(op.SequenceAt(sequence, i), x) for i, x in enumerate(column)])
+    return results

@@ -1,0 +1,57 @@
+"""Alphabetical order, for programs that take parameters by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import ORIGINAL_NAME, original_name
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, role_of
+
+
+@dataclass(frozen=True)
+class SortInitializers(Pass):
+    """Put initializers, and the parameter inputs made of them, in alphabetical order.
+
+    With `rename`, a text with `{index}` (zero-padded, in graph order) and `{name}` in it, such as "{index}_{name}",
+    graph order stays and names change so that alphabetical order agrees with it; the trained model has the old names.
+
+    Raises:
+        GraphoptError: `rename` does not give different names in alphabetical order.
+    """
+
+    rename: str | None = None
+
+    def rewrite(self, model: ir.Model) -> None:
+        graph = model.graph
+        parameters = [value for value in graph.inputs if role_of(value) is Role.PARAMETER]
+        initializers = list(graph.initializers.values())
+        if self.rename is None:
+            graph.initializers.clear()
+            for value in sorted(initializers, key=_name):
+                graph.initializers.add(value)
+        else:
+            _rename([*parameters, *initializers], self.rename)
+        others = [value for value in graph.inputs if role_of(value) is not Role.PARAMETER]
+        graph.inputs.clear()
+        graph.inputs.extend([*others, *sorted(parameters, key=_name)])
+
+
+def _name(value: ir.Value) -> str:
+    return value.name or ""
+
+
+def _rename(values: list[ir.Value], pattern: str) -> None:
+    width = len(str(len(values)))
+    indexed = [pattern.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
+    names = [own.replace("{name}", _name(value)) for own, value in zip(indexed, values, strict=True)]
+    if names != sorted(set(names)):
+        raise GraphoptError(
+            f"rename={pattern!r} does not give different names in alphabetical order: start it with {{index}}"
+        )
+    for value, name in zip(values, names, strict=True):
+        ORIGINAL_NAME.write(value, original_name(value))
+        value.name = name

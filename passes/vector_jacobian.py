@@ -1,0 +1,149 @@
+"""Forward and backward apart: for a model that is one layer of a larger program, which has the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedOpsetsPass
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.values import is_floating
+from passes.gradients.walk import backward, lost
+
+# Operators that only arrange elements: computed again where what they read is there, rather than saved.
+VIEWS = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+
+
+@dataclass(frozen=True)
+class VectorJacobianProduct(Pass):
+    """Differentiate what follows the model by its inputs and parameters: an output `X.grad` for each such X.
+
+    For each floating output Y there is an input `Y.seed` of its shape: the gradient by Y of what follows. An input on
+    which no output depends differentiably has no `X.grad`.
+
+    Args:
+        inputs: which floating inputs to differentiate by, shell-style patterns; None for none.
+
+    Raises:
+        GraphoptError: no floating output depends on anything differentiably, or none on a parameter; or operators on
+            the way have no rule.
+    """
+
+    inputs: Pattern = "*"
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        data = [x for x in with_role(model, Role.DATA) if is_floating(x) and matches(x.name, self.inputs)]
+        parameters = with_role(model, Role.PARAMETER)
+        outputs = [y for y in with_role(model, Role.PREDICTION) if is_floating(y)]
+        seeds = {y: _seed(model, y) for y in outputs}
+        with Emitter(model) as op:
+            gradients = backward(op, model.graph, seeds, [*data, *parameters])
+            missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
+            if missing:
+                raise GraphoptError(f"the outputs do not depend on {', '.join(missing)}: freeze them")
+            if not gradients:
+                raise GraphoptError(
+                    "no gradient to compute: expected parameters, or floating inputs that outputs depend on "
+                    "differentiably, found none"
+                )
+            for x in gradients:
+                gradient = op.Identity(gradients[x], _outputs=[f"{x.name}.grad"])
+                model.graph.outputs.append(set_role(gradient, Role.GRADIENT))
+
+
+def _seed(model: ir.Model, y: ir.Value) -> ir.Value:
+    name = f"{y.name}.seed"
+    state.check_free(model, name)
+    seed = ir.Value(name=name, type=y.type, shape=y.shape)
+    model.graph.inputs.append(set_role(seed, Role.SEED))
+    return seed
+
+
+def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+    """Return the forward and the backward part of a graph that `VectorJacobianProduct` made.
+
+    The forward part gives the model's outputs, `NAME.next` of state, and the values that the backward part reads.
+    The backward part gives the gradients; each of its inputs is named like an input or an output of the forward
+    part, or is a `Y.seed`.
+    """
+    results = with_role(model, Role.PREDICTION, Role.NEXT)
+    gradients = with_role(model, Role.GRADIENT)
+    ahead = ancestors(results, ())
+    after = ancestors(gradients, ahead)
+    read = {x for node in after for x in values_read(node)} | set(gradients)
+    boundary = [y for node in model.graph if node in ahead for y in node.outputs if y in read]
+    saved = _without_views(boundary, model.graph)
+    inputs = [x for x in model.graph.inputs if role_of(x) is not Role.SEED]
+    forward = _part(model, inputs, [*results, *(x for x in saved if x not in results)])
+    for output in list(forward.graph.outputs)[len(results) :]:
+        set_role(output, Role.SAVED)
+    behind = _part(model, [*model.graph.inputs, *saved], gradients)
+    for value in list(behind.graph.inputs):
+        behind.graph.initializers.pop(str(value.name), None)
+        value.const_value = None
+        if not value.uses() and not value.is_graph_output():
+            behind.graph.inputs.remove(value)
+    return forward, behind
+
+
+def yielding(model: ir.Model) -> ir.Model:
+    """Return a graph of `VectorJacobianProduct` as onnxruntime-training's TrainingAgent takes it.
+
+    A node YieldOp of ONNX Runtime's domain stands between forward and backward: it reads what the forward pass gives,
+    and its outputs are the seeds.
+    """
+    model = model.clone()
+    graph = model.graph
+    results = with_role(model, Role.PREDICTION, Role.NEXT)
+    seeds = {str(seed.name): seed for seed in with_role(model, Role.SEED)}
+    given = [seeds.get(f"{y.name}.seed") for y in results]
+    gradients = with_role(model, Role.GRADIENT)
+    for seed in seeds.values():
+        graph.inputs.remove(seed)
+    graph.outputs.clear()
+    with Emitter(model) as op:
+        fetched = [op.Identity(y) if y.producer() is None else y for y in results]
+    graph.append(
+        ir.Node(
+            "com.microsoft",
+            "YieldOp",
+            fetched,
+            [
+                ir.AttrInt64s("non_differentiable_outputs", [i for i, seed in enumerate(given) if not seed]),
+                ir.AttrInt64s("full_shape_outputs", [i for i, seed in enumerate(given) if seed]),
+            ],
+            outputs=[seed for seed in given if seed],
+        )
+    )
+    graph.opset_imports["com.microsoft"] = 1
+    graph.outputs.extend(gradients)
+    graph.sort()
+    return model
+
+
+def _without_views(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
+    """Return the values to save, in graph order: those that are no view of others, of inputs or of constants."""
+    there = {*graph.inputs, *graph.initializers.values(), *boundary}
+    saved = []
+    for value in boundary:
+        node = value.producer()
+        assert node is not None
+        if node.op_type not in VIEWS or any(x is not None and x not in there for x in node.inputs):
+            saved.append(value)
+    return saved
+
+
+def _part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+    graph = ir.convenience.extract(model.graph, inputs, outputs)
+    part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+    RemoveUnusedOpsetsPass()(part)
+    return part
