@@ -84,8 +84,8 @@ def _outputs_aside(model: ir.Model) -> Iterator[None]:
     Each output has a node of its own between, as replacing an input goes through the inputs of its node.
     """
     outputs = model.graph.outputs
-    readers = [ir.Node("graphopt.graph.postprocessing", "Output", [output]) for output in outputs]
-    whole = ir.Node("graphopt.graph.postprocessing", "Outputs", [reader.outputs[0] for reader in readers])
+    readers = [ir.Node("graphopt.interface", "Output", [output]) for output in outputs]
+    whole = ir.Node("graphopt.interface", "Outputs", [reader.outputs[0] for reader in readers])
     model.graph.extend([*readers, whole])
     outputs[:] = whole.outputs
     yield

@@ -59,9 +59,9 @@ OWN_KEYS = [
     "graphopt.gradient_of",
     "graphopt.of_batch",
     "graphopt.stop_gradient",
-    "graphopt.graph.inference",
-    "graphopt.runtime",
-    "graphopt.graph.postprocessing",
+    "graphopt.inference",
+    "graphopt.needs_runtime",
+    "graphopt.aside",
     "graphopt.origin",
     "graphopt.left_out",
 ]

@@ -274,7 +274,7 @@ MUTANTS = [
         tests="test_control_flow.py",
     ),
     *of(
-        "../bodies.py",
+        "../loop_bodies.py",
         ("", "like(total[y] + dy, y) if y in total else dy", "dy"),
         tests="test_control_flow.py",
     ),

@@ -1,4 +1,4 @@
-"""Imports go one way, and the runtime and Hydra stay in their rooms."""
+"""Imports go down a table of floors, a room at a time, and circle nowhere; runtime and Hydra stay in their rooms."""
 
 from __future__ import annotations
 
@@ -12,35 +12,130 @@ SOURCES = sorted(
     path for folder in ("graphopt", "passes", "recipes") for path in (ROOT / folder).rglob("*.py")
 )
 
+# A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
+FLOORS = [
+    {"errors"},
+    {"intervals"},
+    {"graph", "models"},
+    {"passes", "runtime", "pipeline", "data"},
+    {"compiler"},
+    {"inspection", "testing", "on_device", "layer"},
+    {"training"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# Files that import `passes` inside functions, so that an executor runs a training graph without the library of passes.
+NEED_PASSES_LATE = {
+    "graphopt/compiler.py",
+    "graphopt/layer.py",
+    "graphopt/testing/coverage.py",
+    "graphopt/testing/gradients.py",
+    "graphopt/training/estimator.py",
+}
+# Files that nothing imports before they are needed, and so import `passes` at their top.
+NEED_PASSES = {"graphopt/on_device/graphs.py", "graphopt/on_device/update.py"}
+
+# Where names of modules are data: a recipe's `_target_` is checked against these.
+LISTS_NAMES = {"graphopt/cli/validation.py"}
 
 COMMAND = {str(path.relative_to(ROOT)) for path in SOURCES if "cli" in path.parts}
 
 
-def imported(path: Path) -> set[str]:
-    """Return the top-level packages that a source file imports, anywhere in it."""
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module is in, or None where it is none of ours."""
+    first, *rest = module.split(".")
+    if first == "passes":
+        return "passes"
+    return rest[0] if rest else "__init__"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+MODULES = {module_of(path) for path in SOURCES} | {"graphopt", "passes"}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Return the modules of ours that a tree imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.update(name.name.split(".")[0] for name in node.names)
+            found.update(name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            submodules = {f"{node.module}.{name.name}" for name in node.names} & MODULES
+            found |= submodules or {node.module}
+    return {name for name in found if name.split(".")[0] in ("graphopt", "passes", "recipes")}
 
 
-def typing_only(path: Path) -> set[str]:
-    """Return what a source file imports under `if TYPE_CHECKING` alone."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            found.update(name.name.split(".")[0] for child in node.body for name in child.names)
-    return found
+def is_typing_only(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    folder = path.relative_to(ROOT).parts[0]
-    forbidden = {"graphopt": {"passes", "recipes"}, "passes": {"recipes"}, "recipes": {"graphopt", "passes"}}
-    assert not imported(path) & forbidden[folder]
+def at_top(path: Path) -> set[str]:
+    """Return the modules of ours that a source file imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if not is_typing_only(node)]
+    functions = [node for part in body for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
+    late = {name for function in functions for name in imports(function)}
+    return imports(ast.Module(body, [])) - late | {
+        name for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) for name in imports(node)
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(module_of(path))
+    for module in imports(ast.parse(path.read_text())):
+        assert module.split(".")[0] != "recipes"
+        other = room_of(module)
+        late = other == "passes" and name_of(path) in NEED_PASSES_LATE and module not in at_top(path)
+        assert other == room or late or FLOOR[other] < FLOOR[room], f"{name_of(path)} imports {module}"
+
+
+def test_passes_are_imported_where_the_lists_say() -> None:
+    users = {
+        name_of(path)
+        for path in SOURCES
+        if room_of(module_of(path)) != "passes"
+        and any(room_of(module) == "passes" for module in imports(ast.parse(path.read_text())))
+    }
+    assert users == NEED_PASSES | NEED_PASSES_LATE
+
+
+def test_no_imports_circle() -> None:
+    graph = {module_of(path): at_top(path) & MODULES for path in SOURCES if path.name != "__init__.py"}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above, module))
+        if module in graph and module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def names_a_module(text: str) -> bool:
+    """Tell whether a text is a module of ours, or something in one: `passes:SGD`, `graphopt.graph.shapes.infer`."""
+    return text in MODULES - {"graphopt", "passes"} or text.replace(":", ".").rpartition(".")[
+        0
+    ] in MODULES - {"graphopt"}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in LISTS_NAMES], ids=name_of)
+def test_no_import_hides_in_a_string(path: Path) -> None:
+    texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    assert not [text for text in texts if isinstance(text, str) and names_a_module(text)]
 
 
 @pytest.mark.parametrize(
@@ -59,18 +154,42 @@ def test_imports_go_one_way(path):
         ("pygraphviz", {"graphopt/inspection/plot/__init__.py"}),
     ],
 )
-def test_a_package_is_imported_in_its_room_alone(package, rooms):
-    users = {str(path.relative_to(ROOT)) for path in SOURCES if package in imported(path) - typing_only(path)}
-    assert users <= rooms
+def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) -> None:
+    def users(path: Path) -> bool:
+        body = [node for node in ast.parse(path.read_text()).body if not is_typing_only(node)]
+        found = {
+            name.name.split(".")[0]
+            for part in body
+            for node in ast.walk(part)
+            if isinstance(node, ast.Import)
+            for name in node.names
+        }
+        found |= {
+            node.module.split(".")[0]
+            for part in body
+            for node in ast.walk(part)
+            if isinstance(node, ast.ImportFrom) and node.module
+        }
+        return package in found
+
+    assert {name_of(path) for path in SOURCES if users(path)} <= rooms
 
 
-def test_no_folder_or_file_is_a_drawer():
-    assert not {path.stem for path in SOURCES} & {
-        "utils",
-        "util",
-        "common",
-        "base",
-        "core",
-        "helpers",
-        "misc",
-    }
+def test_metadata_is_read_and_written_in_one_file() -> None:
+    users = {name_of(path) for path in SOURCES if "metadata_props" in path.read_text()}
+    assert users == {"graphopt/graph/metadata.py"}
+
+
+def test_no_folder_or_file_is_a_drawer() -> None:
+    drawers = {"utils", "util", "common", "base", "core", "helpers", "misc"}
+    assert not {path.stem for path in SOURCES} & drawers
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted({path.parent for path in SOURCES if path.parent.parent == ROOT / "graphopt"}),
+    ids=name_of,
+)
+def test_each_room_says_what_lives_there(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert docstring and "mports" in docstring

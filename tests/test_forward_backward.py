@@ -492,8 +492,6 @@ def test_gradients_that_do_not_fit_leave_the_way_back_open(engine, gradients, me
 def test_what_cannot_be_differentiated_or_started_is_refused():
     with pytest.raises(GraphoptError, match="engine: expected 'auto', 'graphs' or 'agent', found 'both'"):
         graphopt.ForwardBackward(linear(), engine="both")
-    with pytest.raises(GraphoptError, match="unknown step 'loss'; known: fuse, gradient"):
-        graphopt.ForwardBackward(linear(), loss=passes.MeanSquaredError())
     whole = model("g (int64[N] i) => (int64[N] y) { y = Add(i, i) }")
     with pytest.raises(GraphoptError, match="no gradient to compute: expected parameters"):
         graphopt.ForwardBackward(whole, parameters=None)

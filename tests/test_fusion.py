@@ -125,7 +125,7 @@ def test_sums_over_many_columns_are_products(optimizer):
     "steps",
     [
         {"optimizer": passes.SGD(0.05), "clip": passes.ClipGlobalNorm(0.2)},
-        {"optimizer": passes.SGD(0.05, groups=(passes.optimizers.Group("b", learning_rate=0.5),))},
+        {"optimizer": passes.SGD(0.05, groups=(passes.Group("b", learning_rate=0.5),))},
         {"optimizer": passes.SGD(0.05, weight_decay=0.1), "regularizer": passes.L2(0.1, parameters="w")},
         {"optimizer": passes.SGD(0.05), "schedule": passes.Cosine(steps=50)},
     ],

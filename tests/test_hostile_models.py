@@ -175,19 +175,22 @@ def _recursive(proto: onnx.ModelProto) -> None:
         (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
         (_claimed("x", "role", "parameter"), "found a training graph: input 'x' is its state"),
         (_claimed("y", "role", "parameter"), "'y': role 'parameter': expected one of"),
-        (_claimed("p", "inference", "{}"), "value 'p': metadata 'graphopt.graph.inference': expected none"),
+        (_claimed("p", "inference", "{}"), "value 'p': metadata 'graphopt.inference': expected none"),
         (_claimed("x", "metric", "nonsense"), "value 'x': metadata 'graphopt.metric': expected JSON"),
         (_claimed("x", "metric", "[" * 10**5), "value 'x': metadata 'graphopt.metric': expected JSON"),
-        (_claimed("x", "metric", '{"output": "y", "task": "?"}'), "expected the task classification"),
+        (
+            _claimed("x", "metric", '{"output": "y", "task": "?"}'),
+            "expected the name of an output and the task",
+        ),
         (_claimed("x", "original_name", "y"), "expected a name that no other value has"),
         (_claimed("p", "gradient_of", "q"), "expected the name of an input"),
         (
             _claimed("model", "aside", '{"outputs": ["q"], "parts": []}'),
-            "the model: metadata 'graphopt.graph.postprocessing'",
+            "the model: metadata 'graphopt.aside'",
         ),
         (
             _claimed("model", "aside", '{"outputs": [], "parts": ["!"]}'),
-            "the model: metadata 'graphopt.graph.postprocessing'",
+            "the model: metadata 'graphopt.aside'",
         ),
     ],
 )
@@ -216,7 +219,7 @@ def test_notes_for_inference_are_checked_before_training(noted: dict[str, Any], 
     value = next((v for v in proto.graph.value_info if v.name == name), None) or proto.graph.value_info.add(
         name=name
     )
-    value.metadata_props.add(key="graphopt.graph.inference", value=json.dumps(noted))
+    value.metadata_props.add(key="graphopt.inference", value=json.dumps(noted))
     onnx.save(proto, tmp_path / "step.onnx")
     with pytest.raises(GraphoptError, match=r"metadata 'graphopt\.inference': expected"):
         graphopt.load(tmp_path / "step.onnx")
@@ -230,7 +233,7 @@ def test_what_was_set_aside_is_checked_before_more_is(noted: str) -> None:
         "g (float[N,4] x) => (float[N,3] y, seq(float[N,3]) s) { y = MatMul(x, w) s = SequenceConstruct(y) }",
         w=W,
     )
-    proto.metadata_props.add(key="graphopt.graph.postprocessing", value=noted)
+    proto.metadata_props.add(key="graphopt.aside", value=noted)
     refused(proto, r"^the model: metadata 'graphopt\.aside': expected")
 
 

@@ -302,7 +302,6 @@ def test_a_target_tells_its_metric():
         "axis": 1,
         "classes": 4,
         "ignore_index": 1,
-        "target_probabilities": False,
     }
 
 

@@ -264,7 +264,9 @@ def test_gradients_of_what_is_computed_in_16_bits_are_as_in_64_but_for_rounding(
         expected = testing.run(gradient_model(model_of(case, np.float64)), double)
         narrow = gradient_model(model_of(case, np.float16))
         runs = [testing.run(narrow, feeds)]
-        if op_type != "Dropout":  # which drops others
+        if (
+            op_type != "Dropout" and not case.newer
+        ):  # the former drops others, the latter is refused by some versions
             runs.append(run_in_onnxruntime(narrow, feeds))
         for found in runs:
             for name, gradient in found.items():

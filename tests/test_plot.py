@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import xml.etree.ElementTree as ET
 
@@ -13,6 +12,7 @@ from builders import linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph.listing import size
+from graphopt.inspection import plot as plotting
 from graphopt.inspection.plot.kinds import (
     DATA,
     GRADIENT_NODE,
@@ -29,8 +29,6 @@ from graphopt.inspection.plot.kinds import (
     kinds_of_nodes,
 )
 from graphopt.inspection.report import report
-
-plotting = importlib.import_module("graphopt.plot")  # the name in graphopt is the function's
 
 
 def small():

@@ -139,16 +139,17 @@ def test_the_primary_config_has_the_standard_pipeline() -> None:
         name: step for name, step in OmegaConf.to_container(config.pipeline).items() if name != "_target_"
     }
     assert list(steps) == list(STANDARD)
-    for name, target in STANDARD.items():
+    standard = graphopt.standard()
+    for name in STANDARD:
         node = steps[name]
         if node == f"${{{name}}}":
             path = FOLDER / name / f"{chosen.get(name)}.yaml"
             node = OmegaConf.to_container(config[name] if name in config else OmegaConf.load(path))
-        if target is None:
-            assert steps[name] == f"${{{name}}}"
-        else:
-            assert node["_target_"] == target
+        if name in standard:
+            assert node["_target_"] == f"passes.{type(standard[name][0]).__name__}"
             check(node)
+        else:
+            assert steps[name] == f"${{{name}}}"
 
 
 def test_the_primary_config_has_the_models_and_fit() -> None:
@@ -159,7 +160,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
         assert written == {
             name: value for name, value in expected.items() if name not in ("features", "seed")
         }
-    expected = defaults(pkgutil.resolve_name("graphopt.fit:fit"))
+    expected = defaults(pkgutil.resolve_name("graphopt.training.fit:fit"))
     expected = {
         name: value for name, value in expected.items() if name not in ("executor", "data", "observers")
     }

@@ -17,8 +17,7 @@ from builders import mlp, model, run
 import graphopt
 import passes
 from graphopt import models
-from graphopt.graph import memory
-from graphopt.graph import traversal as dataflow
+from graphopt.graph import memory, traversal
 from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
 
@@ -151,7 +150,7 @@ def test_every_copy_waits_for_a_gradient():
     (plain, other), _ = case("transformer", [None, "least"])
     seeds = {y.producer() for y in with_role(other, Role.LOSS)}
     assert seeds
-    forward = dataflow.forward_nodes(other)
+    forward = traversal.forward_nodes(other)
     rerun = [
         node
         for node in other.graph
@@ -159,10 +158,12 @@ def test_every_copy_waits_for_a_gradient():
     ]
     assert rerun
     assert not [
-        n for n in plain.graph if n not in dataflow.forward_nodes(plain) and n.op_type == "LayerNormalization"
+        n
+        for n in plain.graph
+        if n not in traversal.forward_nodes(plain) and n.op_type == "LayerNormalization"
     ]
     for node in rerun:
-        assert any(one.op_type == "Less" for one in dataflow.ancestors(node.inputs))
+        assert any(one.op_type == "Less" for one in traversal.ancestors(node.inputs))
 
 
 @pytest.mark.parametrize("order", ["file", "runtime"])
@@ -172,7 +173,7 @@ def test_the_order_of_the_file_and_that_of_the_runtime_are_valid(order):
     assert len(nodes) == len(graph.graph)
     seen = set()
     for node in nodes:
-        assert {x.producer() for x in dataflow.reads(node)} - {None} <= seen
+        assert {x.producer() for x in traversal.values_read(node)} - {None} <= seen
         seen.add(node)
 
 
@@ -188,7 +189,7 @@ def test_nothing_is_kept_for_its_shape():
     inside = [
         node for node in graph.graph if node.op_type == "Shape" and node.inputs[0].producer() is not None
     ]
-    forward = dataflow.forward_nodes(graph)
+    forward = traversal.forward_nodes(graph)
     assert [node for node in graph.graph if node.op_type == "Shape" and node not in forward]
     assert not [node for node in inside if node not in forward]
     assert not {x.producer().op_type for x in memory.saved(graph)} & {"Conv"}
@@ -231,7 +232,7 @@ def test_the_body_of_a_loop_counts():
 
 
 def test_the_report_estimates():
-    pipeline = graphopt.pipeline.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD())
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD())
     lines = report(mlp(), pipeline, batch=8).summary().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("memory "))
     assert "at batch size 8, estimated" in lines[start]
@@ -271,7 +272,7 @@ def test_what_is_wrong_is_said():
         graphopt.compile(mlp(), loss=passes.MeanSquaredError(), gradient=None, recompute=passes.Recompute())
     with pytest.raises(
         graphopt.GraphoptError,
-        match=r"recompute.budget=0.01: expected to hold .* MB .* at least: set it to 0\.\d+ or more",
+        match=r"Recompute: budget=0.01: expected to hold .* MB .* at least: set it to 0\.\d+ or more",
     ) as error:
         case("transformer", [0.01])
     least = float(str(error.value).split("set it to ")[1].split()[0])

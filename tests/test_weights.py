@@ -431,5 +431,5 @@ def test_roles_and_reasons_survive_saving(tmp_path) -> None:
     found = next(value for value in again.graph.inputs if role_of(value) is Role.PARAMETER)
     assert Origin.read(found) == origin(loaded, "w")
     found.metadata_props["graphopt.origin"] = "{"
-    with pytest.raises(GraphoptError, match="as graphopt writes it, found"):
+    with pytest.raises(GraphoptError, match="expected JSON, found"):
         Origin.read(found)

@@ -1,4 +1,4 @@
-"""The `graphopt` command: a Hydra application; its configs are the recipes. No other package imports hydra."""
+"""The `graphopt` command: a Hydra application; its configs are the recipes. Imports everything, and Hydra, alone."""
 
 from graphopt.cli.command import INTERRUPTED, main
 

@@ -24,12 +24,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-import graphopt
 from graphopt.cli.expansion import check_expansion
 from graphopt.errors import GraphoptError
 
 RECIPES = (
-    Path(graphopt.__file__).parents[1] / "recipes"
+    Path(__file__).parents[2] / "recipes"
 )  # not by name: a `recipes` in the working directory is another
 PRIMARY = "graphopt"
 RUNS = 10_000  # of a sweep that a recipe asks for

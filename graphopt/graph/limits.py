@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.traversal import captured, subgraphs
 from graphopt.intervals import check_intervals, within
 
-_KEY = "graphopt.graph.limits"
+_KEY = "graphopt.limits"
 PER_BYTE = 32  # bytes of constants for each byte of a weight: 4-bit weights become float32 several times over
 
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
 
@@ -65,7 +64,7 @@ class Text:
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a value that was renamed, in the model that came in
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
-RUNTIME = Text("graphopt.runtime")  # of a model: the package of the only runtime that has its operators
+RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that has its operators
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only when it is asked for by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train, and does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization of the inference form with its input's statistics
@@ -127,8 +126,12 @@ class Note:
         if text is None:
             return None
         try:
-            return cls.of(json.loads(text))
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, DecodeError) as error:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise cls.wrong(holder, "JSON") from error
+        try:
+            return cls.of(fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise cls.wrong(holder) from error
 
     @classmethod
@@ -217,7 +220,7 @@ class InferenceForm(Note):
             `output` is which of its outputs it is.
     """
 
-    KEY = "graphopt.graph.inference"
+    KEY = "graphopt.inference"
     EXPECTED = "inputs by number, the number of an input, or an operator, its attributes, what it reads and an output"
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -266,11 +269,11 @@ class Versions(Note):
 class Detached(Note):
     """Outputs that were detached from a model: the names of all of its own, and the parts that compute the others."""
 
-    KEY = "graphopt.graph.postprocessing"
+    KEY = "graphopt.aside"
     EXPECTED = "outputs and the parts that compute them"
 
-    outputs: list[str] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)  # models, serialized, in base64
+    outputs: list[str]
+    parts: list[str]  # models, serialized, in base64
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Detached:

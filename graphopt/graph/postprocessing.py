@@ -13,8 +13,6 @@ from graphopt.graph.metadata import Detached
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured
 
-KEY = "graphopt.graph.postprocessing"
-
 
 def set_aside(
     model: ir.Model,
@@ -30,7 +28,7 @@ def set_aside(
         role: what such an output gets.
         types: the types of `outputs` by name, where onnx_ir has none for them.
     """
-    before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs])
+    before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs], [])
     sources = _sources(outputs, is_source)
     part = ir.to_proto(
         ir.Model(ir.convenience.extract(model.graph, sources, outputs), ir_version=model.ir_version)
@@ -50,7 +48,7 @@ def set_aside(
 
 def parts_aside(model: ir.Model) -> list[onnx.ModelProto]:
     """Return what was moved aside out of a model, the last first."""
-    return (Detached.read(model) or Detached()).models()[::-1]
+    return (Detached.read(model) or Detached([], [])).models()[::-1]
 
 
 def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelProto]) -> None:

@@ -39,8 +39,8 @@ class Pass(ir.passes.InPlacePass):
     """A rewriting of a model: a frozen dataclass whose fields are its options, a callable on an onnx_ir model.
 
     A leaf gives `rewrite`, and the intervals of numbers by `graphopt.intervals.within`. Between passes the model is a
-    valid, self-contained ONNX model; while `rewrite` runs, initial values of state are apart (see `graphopt.graph.state`), so
-    any rewriter is safe there.
+    valid, self-contained ONNX model; while `rewrite` runs, initial values of state are detached (see
+    `graphopt.graph.state`), so that any rewriter is safe there.
     """
 
     def __post_init__(self) -> None:
