@@ -1,11 +1,11 @@
 """Which operators have gradients: ONNX's own node tests, each proved by finite differences of ONNX Runtime's forward.
 
-`python -m graphopt.testing.coverage [OPERATOR ...]` prints the table: operator, cases, passed, elements compared of how
-many, cases that show nothing, and why others are refused; below it what computed the forward, and what the gradients were
-compared with. In a checkout `python tests/torch_oracle.py` does the same with PyTorch's autograd as the oracle, and
-finite differences where PyTorch has no such operator. With `--runtime` it tells whether ONNX Runtime computes the same
-gradients in float32; with `--gradient onnxruntime`, whether onnxruntime-training's own gradients are the same, and who
-refuses the others.
+`python -m graphopt.testing.coverage [OPERATOR ...]` prints the table: operator, cases, passed, elements compared of
+how many, cases that show nothing, and why others are refused; below it what computed the forward, and what the
+gradients were compared with. In a checkout `python tests/torch_oracle.py` does the same with PyTorch's autograd as
+the oracle, and finite differences where PyTorch has no such operator. With `--runtime` it tells whether ONNX Runtime
+computes the same gradients in float32; with `--gradient onnxruntime`, whether onnxruntime-training's own gradients
+are the same, and who refuses the others.
 """
 
 from __future__ import annotations
