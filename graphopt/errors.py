@@ -66,6 +66,6 @@ def cause(error: BaseException) -> str:
     return line(root(error))
 
 
-def known(kind: str, name: str, names: Iterable[object]) -> str:
+def unknown(kind: str, name: str, names: Iterable[object]) -> str:
     """Return the line that refuses `name` and lists the `names` that exist."""
     return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.compiler import DEFAULT, Default, Steps, compile_layer
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import STATE, Role, with_role
@@ -264,7 +264,7 @@ class ForwardBackward:
     def _replace(self, arrays: Mapping[str, Tensor], names: Collection[str]) -> None:
         for name in arrays:
             if name not in names:
-                raise GraphoptError(known("parameter", name, names))
+                raise GraphoptError(unknown("parameter", name, names))
         new = {
             name: self._value(self._state_inputs[name], array, keep=True) for name, array in arrays.items()
         }
@@ -317,5 +317,5 @@ def _named(
     found |= named
     for name in found:
         if name not in names:
-            raise GraphoptError(known(kind, name, names))
+            raise GraphoptError(unknown(kind, name, names))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source, load
 
 logger = logging.getLogger(__name__)
@@ -71,5 +71,5 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
 
     def _index(self, name: str) -> int:
         if name not in self._steps:
-            raise GraphoptError(known("step", name, self._steps))
+            raise GraphoptError(unknown("step", name, self._steps))
         return list(self._steps).index(name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
@@ -38,7 +38,7 @@ class Differentiate(Pass):
         for name in self.wrt:
             if name not in values or not is_floating(values[name]):
                 floating = [name for name, value in values.items() if is_floating(value)]
-                raise GraphoptError(known("floating value", name, floating))
+                raise GraphoptError(unknown("floating value", name, floating))
         y = self._output(model)
         with Emitter(model) as op:
             if self.seeded:

@@ -43,7 +43,7 @@ class Regularizer(Pass):
                 f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "
                 f"{', '.join(str(w.name) for w in trained) or 'none'}"
             )
-        loss = roles.the(model, Role.LOSS, type(self).__name__)
+        loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
         with Emitter(model) as op:
             total = metrics.get("penalty")

@@ -9,13 +9,13 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import held
+from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.values import like
 
 
 def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the value of `x`, held constant in gradients: for traced functions."""
-    return held(like(op.Identity(x), x))
+    return stop_gradient_at(like(op.Identity(x), x))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from graphopt.cli.help import fields, page
 from graphopt.cli.hydra_config import ODD, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.cli.run_folder import RunFolder, write
-from graphopt.errors import GraphoptError, cause, known
+from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
 from graphopt.graph.roles import Role, with_role
@@ -144,7 +144,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         runs = dict(zip(RUNS, (_train, _compile, _artifacts, _report), strict=True))
         run = recipe.fields.get("run")
         if run not in RUNS:
-            raise GraphoptError(known("run", str(run), runs))
+            raise GraphoptError(unknown("run", str(run), runs))
         return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except MENDABLE as error:
         _complain(error)
@@ -282,7 +282,7 @@ def _line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return (
-            known(group, name, error.options) if error.options else text.partition(" Config search path")[0]
+            unknown(group, name, error.options) if error.options else text.partition(" Config search path")[0]
         )
     override = re.match(r"Could not override '([^']+)'", text)
     if override:
@@ -290,7 +290,7 @@ def _line(error: BaseException) -> str:
         path, _, name = override[1].rpartition(".")
         if isinstance(parent, DictConfig):
             names = [key for key in parent if not str(key).startswith("_")]
-            return f"{path}: {known('field', name, names)}" if path else known("option", name, names)
+            return f"{path}: {unknown('field', name, names)}" if path else unknown("option", name, names)
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error.filename}: {error.strerror}" if error.filename else text
     text = re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)

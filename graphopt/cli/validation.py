@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 
 MISSING = "???"
 TARGET = "_target_"
@@ -91,7 +91,7 @@ def check_fields(
             continue
         if name not in parameters:
             raise GraphoptError(
-                f"{path}: {known('field', name, [one for one in parameters if one not in given])}"
+                f"{path}: {unknown('field', name, [one for one in parameters if one not in given])}"
             )
         if name in given:
             continue
@@ -119,7 +119,7 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
             return _trusted(name, f"{path}.{TARGET}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET}: {known('name', name, _offered(path))}")
+        raise GraphoptError(f"{path}.{TARGET}: {unknown('name', name, _offered(path))}")
     raise _untrusted(name, f"{path}.{TARGET}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.errors import GraphoptError, known, line
+from graphopt.errors import GraphoptError, line, unknown
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 NUMBER = 8  # bytes
@@ -234,7 +234,7 @@ def _table(
     inputs = dict(features) if isinstance(features, Mapping) else {"x": features}
     for name in [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]:
         if name not in columns:
-            raise GraphoptError(f"{path}: {known('column', name, columns)}")
+            raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
     if not targets or (labels is not None and len(targets) > 1):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")

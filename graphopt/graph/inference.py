@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
@@ -196,7 +196,7 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     for name in outputs:
         if name not in values:
-            raise GraphoptError(known("value", name, values))
+            raise GraphoptError(unknown("value", name, values))
     model.graph.outputs[:] = [values[name] for name in outputs]
     RemoveUnusedNodesPass()(model)
     for x in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
 
 TRAINING_RUNTIME = "onnxruntime-training"
@@ -50,7 +50,7 @@ def role_of(value: ir.Value) -> Role | None:
     """
     name = metadata.ROLE.read(value)
     if name is not None and name not in _NAMES:
-        raise GraphoptError(f"{value.name!r}: {known('role', name, _NAMES)}")
+        raise GraphoptError(f"{value.name!r}: {unknown('role', name, _NAMES)}")
     return None if name is None else Role(name)
 
 
@@ -60,7 +60,7 @@ def set_role(value: ir.Value, role: Role) -> ir.Value:
     return value
 
 
-def held(value: ir.Value) -> ir.Value:
+def stop_gradient_at(value: ir.Value) -> ir.Value:
     """Mark the node that makes `value` as one that no gradient passes, and return the value."""
     node = value.producer()
     assert node is not None
@@ -84,7 +84,7 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
     return [value for value in _interface(model) if role_of(value) in roles]
 
 
-def the(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
+def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     """Return the one value with `role`; an error names the pass that needs it."""
     found = with_role(model, role)
     if role is Role.LOSS and not found:

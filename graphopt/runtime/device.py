@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.large_models import is_large, weights_apart
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
@@ -229,7 +229,7 @@ class Device:
                 options.add_session_config_entry(name, str(value))
             else:
                 raise GraphoptError(
-                    known("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
+                    unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
                 )
         return options
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
@@ -97,7 +97,7 @@ class Buffers:
         """
         for name, value in values.items():
             if name not in self.hyperparameters:
-                raise GraphoptError(known("hyperparameter", name, self.hyperparameters))
+                raise GraphoptError(unknown("hyperparameter", name, self.hyperparameters))
             self._inputs[name].check(np.asarray(value))
             number = np.asarray(value, self._inputs[name].dtype)
             if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):

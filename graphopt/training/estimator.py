@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt.compiler import compile
 from graphopt.data import Batches, Dataset
 from graphopt.data.loader import Shuffle
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
@@ -240,7 +240,7 @@ class Trainer:
         """
         for name, value in params.items():
             if name not in self.get_params():
-                raise GraphoptError(known("option", name, self.get_params()))
+                raise GraphoptError(unknown("option", name, self.get_params()))
             own, _, field = name.partition("__")
             setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
         return self
@@ -341,7 +341,7 @@ class Trainer:
         schedule = self.schedule
         if isinstance(schedule, str):
             if schedule not in SCHEDULES:
-                raise GraphoptError(known("schedule", schedule, SCHEDULES))
+                raise GraphoptError(unknown("schedule", schedule, SCHEDULES))
             name = SCHEDULES[schedule]
             schedule = getattr(passes, name)() if name else None
         steps = {

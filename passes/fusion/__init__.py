@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.rewriting import Pass, outputs_kept
 from passes.fusion.arithmetic import Factors, Square
 from passes.fusion.column_sums import column_sums
@@ -62,7 +62,7 @@ class Fuse(Pass):
         super().__post_init__()
         for name in self.leave_out:
             if name not in FUSIONS:
-                raise GraphoptError(known("fusion", name, FUSIONS))
+                raise GraphoptError(unknown("fusion", name, FUSIONS))
 
     def rewrite(self, model: ir.Model) -> None:
         with outputs_kept(model):

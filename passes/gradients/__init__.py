@@ -46,7 +46,7 @@ class GradientSource(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        loss = roles.the(model, Role.LOSS, "Gradient")
+        loss = roles.only(model, Role.LOSS, "Gradient")
         if loss.shape is None or len(loss.shape) > 0:
             raise GraphoptError(
                 f"Gradient needs a loss that is one number, found shape {loss.shape}: set "

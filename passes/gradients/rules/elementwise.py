@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.roles import held
+from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.values import constant_of
 from passes.gradients.registry import Gradients, elementwise, rule
 from passes.gradients.walk import further_output
@@ -33,7 +33,7 @@ def positive(op: Emitter, x: Value) -> Value:
     """
     if x.dtype != ir.DataType.FLOAT:
         return mask(op, op.Greater(x, 0.0), x)
-    return held(op.HardSigmoid(x, alpha=1e30, beta=-1e-30))
+    return stop_gradient_at(op.HardSigmoid(x, alpha=1e30, beta=-1e-30))
 
 
 def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:

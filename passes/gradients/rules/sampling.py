@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
-from graphopt.errors import GraphoptError, known
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, like
 from passes.gradients.registry import Gradients, rule
@@ -55,7 +55,7 @@ def sampled(
     axes = [0, *range(2, rank(x)), 1]
     rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], sizes_of(op, x, 1, 2), axis=0))
     if mode not in TAPS:
-        raise GraphoptError(known("mode", mode, TAPS))
+        raise GraphoptError(unknown("mode", mode, TAPS))
     first, coefficients = TAPS[mode]
     row, weight = batch, None
     for i, position in enumerate(at):
