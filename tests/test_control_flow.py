@@ -163,7 +163,7 @@ def test_a_loop_that_fills_a_sequence_is_differentiated() -> None:
     testing.check_gradient(model, {"s": np.array([0.3, -1.2, 0.7]), "n": np.array(3)})
 
 
-RANDOM = np.random.default_rng(0)
+RNG = np.random.default_rng(0)
 TRAINED = {
     "if": (
         """g (float[N, 4] x) => (float[N, 3] y) { h = Gemm(x, w, b) total = ReduceSum <keepdims = 0> (x)
@@ -189,16 +189,16 @@ TRAINED = {
 def test_weights_in_bodies_train(name: str) -> None:
     model = parsed(
         TRAINED[name],
-        w=RANDOM.standard_normal((4, 3)),
-        b=RANDOM.standard_normal(3),
-        v=RANDOM.standard_normal((3, 3)),
-        u=RANDOM.standard_normal((3, 3)),
+        w=RNG.standard_normal((4, 3)),
+        b=RNG.standard_normal(3),
+        v=RNG.standard_normal((3, 3)),
+        u=RNG.standard_normal((3, 3)),
         none=np.array(3 if name == "loop" else 0),
     )
     step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.05))
     assert {x.name for x in roles.with_role(step, roles.Role.PARAMETER)} == {"w", "b", "v", "u"}
     executor = graphopt.Executor(step, threads=1)
-    x, labels = RANDOM.standard_normal((6, 4)).astype(np.float32), RANDOM.integers(0, 3, 6)
+    x, labels = RNG.standard_normal((6, 4)).astype(np.float32), RNG.integers(0, 3, 6)
     first = executor.state
     losses = [executor.step(x=sign * x, target=labels)["loss"] for _ in range(10) for sign in (1, -1)]
     assert sum(losses[-4:]) < sum(losses[:4])

@@ -165,9 +165,9 @@ def test_what_is_folded_is_what_the_runtime_computes_bit_for_bit():
     assert {op for op, kind in compared if kind == "f"} >= EXACT - {"And", "Not", "Or", "Xor", "Where"}
 
 
-RANDOM = np.random.default_rng(11)
-IMAGE = RANDOM.standard_normal((1, 2, 5, 6))
-GRID = RANDOM.uniform(-1.4, 1.4, (1, 3, 4, 2))
+RNG = np.random.default_rng(11)
+IMAGE = RNG.standard_normal((1, 2, 5, 6))
+GRID = RNG.uniform(-1.4, 1.4, (1, 3, 4, 2))
 THETA = np.array([[[0.9, 0.2, -0.1], [-0.3, 1.1, 0.25]]])
 
 # A node that reads constants alone, of what ONNX's reference evaluator computes otherwise than the runtime.
@@ -231,8 +231,8 @@ def test_weights_are_not_folded_before_parameters_are_chosen_nor_those_that_are_
     proto = model(
         "g (float[N,3] x) => (float[N,2] y) { a = Transpose(w)\n b = Transpose(v)\n"
         " p = MatMul(x, a)\n q = MatMul(x, b)\n y = Add(p, q) }",
-        w=RANDOM.standard_normal((2, 3)),
-        v=RANDOM.standard_normal((2, 3)),
+        w=RNG.standard_normal((2, 3)),
+        v=RNG.standard_normal((2, 3)),
     )
     passes.Simplify()(untrained := graphopt.load(proto))
     frozen = graphopt.compile(

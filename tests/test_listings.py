@@ -15,10 +15,10 @@ from graphopt import models
 from graphopt.graph.listing import size
 
 FOLDER = Path(__file__).parent / "listings"
-RNG = np.random.default_rng(0)
 
 
 def cnn():
+    rng = np.random.default_rng(0)
     return model(
         """g (float[N,1,8,8] x) => (float[N,3] y) {
             c = Conv<pads=[1,1,1,1]>(x, kernel, bias)
@@ -27,9 +27,9 @@ def cnn():
             f = Flatten(p)
             y = Gemm(f, weight)
         }""",
-        kernel=RNG.standard_normal((2, 1, 3, 3)),
+        kernel=rng.standard_normal((2, 1, 3, 3)),
         bias=np.zeros(2),
-        weight=RNG.standard_normal((32, 3)),
+        weight=rng.standard_normal((32, 3)),
     )
 
 

@@ -25,16 +25,16 @@ import passes
 from graphopt.testing.gradients import check_gradient
 from passes.lowering.registry import LOWERINGS
 
-RANDOM = np.random.default_rng(0)
+RNG = np.random.default_rng(0)
 OLD = onnxruntime.__version__.startswith("1.19")
 
 
 def floats(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
+    return RNG.standard_normal(shape).astype(np.float32)
 
 
 def bytes_(*shape: int) -> np.ndarray:
-    return RANDOM.integers(0, 256, shape).astype(np.uint8)
+    return RNG.integers(0, 256, shape).astype(np.uint8)
 
 
 def ints(*numbers: Any) -> np.ndarray:
@@ -102,7 +102,7 @@ MASKS = {
     "lengths": ints(3, 5),
     "ends and starts": ints(4, 5, 1, 0),
     "rows": ints([1, 1, 1, 0, 0], [1, 1, 1, 1, 1]),
-    "whole": (RANDOM.random((B, S, S)) > 0.3).astype(np.int32),
+    "whole": (RNG.random((B, S, S)) > 0.3).astype(np.int32),
 }
 
 
@@ -141,7 +141,7 @@ def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> C
 
 
 def embedding(segments: bool, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> Case:
-    ids = RANDOM.integers(0, 7, (B, S)).astype(np.int32)
+    ids = RNG.integers(0, 7, (B, S)).astype(np.int32)
     weights = {"words": floats(7, D), "positions": floats(9, D)}
     weights |= {"segment": floats(2, D)} if segments else {}
     weights |= {"gamma": GAMMA, "beta": BETA}
@@ -267,8 +267,8 @@ CASES = {
     ),
     "multi-head, heads split": multi_head(k=floats(B, N, 3, H), v=floats(B, N, 3, H)),
     "rotary": rotary(floats(B, N, S, H), np.array([2], np.int64)),
-    "rotary, positions": rotary(floats(B, N, S, H), RANDOM.integers(0, 12, (B, S))),
-    "rotary, merged heads": rotary(X, RANDOM.integers(0, 12, (B, S))),
+    "rotary, positions": rotary(floats(B, N, S, H), RNG.integers(0, 12, (B, S))),
+    "rotary, merged heads": rotary(X, RNG.integers(0, 12, (B, S))),
     "rotary, interleaved": rotary(X, np.array([0], np.int64), interleaved=1),
     "rotary, part of a head": rotary(
         floats(B, S, 16), np.array([1], np.int64), turned=4, rotary_embedding_dim=4, num_heads=2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -14,9 +15,16 @@ from graphopt.graph.schemas import defaults
 def listing(model: ir.Model) -> str:
     """Return a line for each input, initializer, node and output of a model.
 
-    Small constants stand in place; attributes that have their defaults are left out.
+    Small constants stand in place. Attributes with their default values are left out. Values that a pass emitted without
+    a name are numbered in the order of the lines, %0, %1, ..., whatever the compiler called them.
+
+    >>> import graphopt, passes
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError())
+    >>> print(graphopt.listing(step).splitlines()[0])
+    data x: float[N,2]
     """
-    return "\n".join(_lines(model.graph)) + "\n"
+    return "\n".join(_lines(model.graph, _Names())) + "\n"
 
 
 def size(model: ir.Model) -> int:
@@ -24,22 +32,36 @@ def size(model: ir.Model) -> int:
     return sum(node.op_type != "Constant" for node in model.graph)
 
 
-def _lines(graph: ir.Graph) -> Iterator[str]:
+class _Names:
+    """The names that a listing shows: those that an emitter numbered are numbered anew."""
+
+    _ANONYMOUS = re.compile(r"(.*/)?(val|body\d+)_\d+")
+
+    def __init__(self) -> None:
+        self._numbers: dict[ir.Value, int] = {}
+
+    def __getitem__(self, value: ir.Value) -> str:
+        if not self._ANONYMOUS.fullmatch(str(value.name)) or value.is_graph_input() or value.is_graph_output():
+            return str(value.name)
+        return f"%{self._numbers.setdefault(value, len(self._numbers))}"
+
+
+def _lines(graph: ir.Graph, names: _Names) -> Iterator[str]:
     for value in graph.inputs:
-        yield f"{_kind(value, 'input')} {_typed(value)}{_default(value)}"
+        yield f"{_kind(value, 'input')} {_typed(value, names)}{_default(value)}"
     for value in graph.initializers.values():
         if not value.is_graph_input() and inline(value) is None:
-            yield f"initializer {_typed(value)}"
+            yield f"initializer {_typed(value, names)}"
     for node in graph:
         if node.op_type != "Constant" or inline(node.outputs[0]) is None:
-            yield _node(node, graph.opset_imports)
+            yield _node(node, graph.opset_imports, names)
     for value in graph.outputs:
-        yield f"output {_kind(value, '')} {_typed(value)}".replace("  ", " ")
+        yield f"output {_kind(value, '')} {_typed(value, names)}".replace("  ", " ")
 
 
-def _node(node: ir.Node, versions: Mapping[str, int]) -> str:
-    outputs = ", ".join(_typed(value) for value in node.outputs)
-    inputs = ", ".join("-" if x is None else inline(x) or str(x.name) for x in node.inputs)
+def _node(node: ir.Node, versions: Mapping[str, int], names: _Names) -> str:
+    outputs = ", ".join(_typed(value, names) for value in node.outputs)
+    inputs = ", ".join("-" if x is None else inline(x) or names[x] for x in node.inputs)
     attributes = "".join(f" {name}={text}" for name, text in shown_attributes(node, versions))
     return f"{outputs} = {operator_of(node)}({inputs}){attributes}"
 
@@ -71,8 +93,8 @@ def _attribute(attribute: ir.Attr) -> str:
     )
 
 
-def _typed(value: ir.Value) -> str:
-    return f"{value.name}: {type_of(value)}"
+def _typed(value: ir.Value, names: _Names) -> str:
+    return f"{names[value]}: {type_of(value)}"
 
 
 def type_of(value: ir.Value) -> str:
