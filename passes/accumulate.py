@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.names import next_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
@@ -94,10 +95,8 @@ def _update_if(
 ) -> None:
     """Move what computes parameters, slots and the step into a branch; `kept` and `fresh` are the accumulators'."""
     graph = model.graph
-    nexts = {f"{x.name}.next": x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
-    updates = {
-        nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != f"{FORWARD}.next"
-    }
+    nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
+    updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import value_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 
@@ -41,7 +42,7 @@ class ReportGradients(Pass):
     parameters: Pattern = "*"
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {str(g.name).removesuffix(".grad"): g for g in _gradients(model, self)}
+        gradients = {value_of(g): g for g in _gradients(model, self)}
         chosen = {name: g for name, g in gradients.items() if matches(name, self.parameters)}
         if not chosen:
             raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import seed_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
@@ -42,7 +43,7 @@ class Differentiate(Pass):
         y = self._output(model)
         with Emitter(model) as op:
             if self.seeded:
-                seed = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
+                seed = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
                 model.graph.inputs.append(seed)
             else:
                 seed = op.Expand(op.constant(1.0, like=y), op.shape_of(y))

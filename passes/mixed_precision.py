@@ -17,6 +17,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.names import next_of
 from graphopt.graph.rewriting import Pass, Pattern, matches, retire
 from graphopt.graph.roles import STATE, Role, clear_role, role_of, set_role, with_role
 from graphopt.graph.schemas import takes
@@ -182,7 +183,7 @@ class DynamicLossScale(Pass):
                 f"DynamicLossScale needs a scaled loss and an optimizer's update, found {found}: set "
                 f"gradient.loss_scale, and run the optimizer first"
             )
-        states = {f"{x.name}.next": x for x in with_role(model, *STATE)}
+        states = {next_of(x): x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
             sums = [op.ReduceSum(op.Cast(gradient, to=WIDE), keepdims=0) for gradient in gradients]
             total = op.Sum(*sums)

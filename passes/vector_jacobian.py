@@ -11,6 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import gradient_of, seed_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
@@ -56,12 +57,12 @@ class VectorJacobianProduct(Pass):
                     "differentiably, found none"
                 )
             for x in gradients:
-                gradient = op.Identity(gradients[x], _outputs=[f"{x.name}.grad"])
+                gradient = op.Identity(gradients[x], _outputs=[gradient_of(x)])
                 model.graph.outputs.append(set_role(gradient, Role.GRADIENT))
 
 
 def _seed(model: ir.Model, y: ir.Value) -> ir.Value:
-    name = f"{y.name}.seed"
+    name = seed_of(y)
     state.check_free(model, name)
     seed = ir.Value(name=name, type=y.type, shape=y.shape)
     model.graph.inputs.append(set_role(seed, Role.SEED))
@@ -105,7 +106,7 @@ def yielding(model: ir.Model) -> ir.Model:
     graph = model.graph
     results = with_role(model, Role.PREDICTION, Role.NEXT)
     seeds = {str(seed.name): seed for seed in with_role(model, Role.SEED)}
-    given = [seeds.get(f"{y.name}.seed") for y in results]
+    given = [seeds.get(seed_of(y)) for y in results]
     gradients = with_role(model, Role.GRADIENT)
     for seed in seeds.values():
         graph.inputs.remove(seed)

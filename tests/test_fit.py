@@ -15,6 +15,7 @@ from sklearn import metrics as sk
 import graphopt
 import passes
 from graphopt.data import npy
+from graphopt.graph.metadata import TargetSpec
 from graphopt.training.fit import evaluate, fit
 from graphopt.training.metrics import Accuracy, Regression
 
@@ -134,11 +135,11 @@ def test_metrics_agree_with_scikit_learn() -> None:
     assert found["r2"] == pytest.approx(sk.r2_score(target, prediction))
     assert found["mae"] == pytest.approx(sk.mean_absolute_error(target, prediction))
     labels = RNG.integers(0, 3, 40)
-    accuracy = Accuracy("classification", axis=1, ignore_index=2)
+    accuracy = Accuracy(TargetSpec("y", "classification", axis=1, ignore_index=2))
     accuracy.add(prediction, labels)
     kept = labels != 2
     assert accuracy.result()["accuracy"] == sk.accuracy_score(labels[kept], prediction.argmax(1)[kept])
-    binary = Accuracy("binary", labels=[-1, 1], threshold=0.0)
+    binary = Accuracy(TargetSpec("y", "binary", labels=(-1, 1), threshold=0.0))
     binary.add(prediction[:, :1], np.sign(target[:, :1]))
     assert binary.result()["accuracy"] == np.mean((prediction[:, 0] > 0) == (target[:, 0] > 0))
 

@@ -232,7 +232,7 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
     """Return what the report says of weights that the exporter computed or left out, or that a rule decided."""
-    found = {name: f"{name}: left out by the exporter" for name in LeftOut(step)}
+    found = {name: f"{name}: left out by the exporter" for name in (LeftOut.read(step) or LeftOut()).names}
     for value in weights:
         origin = Origin.read(value)
         if not origin.certain or origin.kind is Kind.COMPUTED:

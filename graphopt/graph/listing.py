@@ -41,7 +41,11 @@ class _Names:
         self._numbers: dict[ir.Value, int] = {}
 
     def __getitem__(self, value: ir.Value) -> str:
-        if not self._ANONYMOUS.fullmatch(str(value.name)) or value.is_graph_input() or value.is_graph_output():
+        if (
+            not self._ANONYMOUS.fullmatch(str(value.name))
+            or value.is_graph_input()
+            or value.is_graph_output()
+        ):
             return str(value.name)
         return f"%{self._numbers.setdefault(value, len(self._numbers))}"
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.names import state_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
@@ -55,7 +56,7 @@ def estimate(model: ir.Model, sizes: Sizes) -> Memory:
     """
     sized = with_sizes(model, sizes)
     parameters = with_role(sized, Role.PARAMETER)
-    updated = {str(y.name).removesuffix(".next") for y in with_role(sized, Role.NEXT)}
+    updated = {state_of(y) for y in with_role(sized, Role.NEXT)}
     states = [x for x in sized.graph.inputs if role_of(x) in STATE]
     return Memory(
         parameters=sum(map(bytes_of, parameters)),

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 
 _INITIAL = "graphopt.initial"
@@ -91,7 +92,7 @@ def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Val
 
 def set_next(model: ir.Model, value: ir.Value, following: ir.Value) -> None:
     """Add the output `NAME.next` that replaces state `value` after the step."""
-    following.name = f"{value.name}.next"
+    following.name = next_of(value)
     model.graph.outputs.append(set_role(following, Role.NEXT))
 
 

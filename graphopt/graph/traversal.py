@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
+from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
 
 
@@ -51,7 +52,7 @@ def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> se
 
 def forward_nodes(model: ir.Model) -> set[ir.Node]:
     """Return the nodes of the forward pass: those that compute the loss, metrics, predictions and statistics."""
-    statistics = {f"{x.name}.next" for x in with_role(model, Role.STATISTIC)}
+    statistics = {next_of(x) for x in with_role(model, Role.STATISTIC)}
     results = with_role(model, Role.LOSS, Role.METRIC, Role.PREDICTION, Role.SOURCE)
     return ancestors([*results, *(y for y in with_role(model, Role.NEXT) if y.name in statistics)])
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import state_of
 from graphopt.graph.operators import RANDOM
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, role_of, with_role
@@ -37,7 +38,7 @@ class Unroll(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         graph = model.graph
-        following = {str(y.name).removesuffix(".next"): y for y in with_role(model, Role.NEXT)}
+        following = {state_of(y): y for y in with_role(model, Role.NEXT)}
         if not following:
             raise GraphoptError(
                 "Unroll needs a training graph, found one without state to update: add an optimizer"

@@ -21,6 +21,7 @@ from graphopt.graph import inference, metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import RUNTIME, original_name
+from graphopt.graph.names import gradient_of, next_of
 from graphopt.graph.roles import (
     STATE,
     TRAINING_RUNTIME,
@@ -147,7 +148,7 @@ def _refuse(steps: Sequence[Step]) -> None:
 def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
     """Carry a counter as float32, the one type of state that is updated in place; it starts again after 2^24 steps."""
     uses = list(counter.uses())
-    following = next(y for y in model.graph.outputs if y.name == f"{counter.name}.next")
+    following = next(y for y in model.graph.outputs if y.name == next_of(counter))
     place = list(model.graph.outputs).index(following)
     with Emitter(model) as op:
         counter.type = ir.TensorType(ir.DataType.FLOAT)
@@ -223,9 +224,9 @@ def _update_in_place(model: ir.Model) -> None:
         if role_of(x) is Role.PARAMETER:
             buffer = ir.Value(name=f"{_own_name(x)}_grad.accumulation.buffer", type=x.type, shape=x.shape)
             graph.inputs.append(buffer)
-            inputs = [buffer, results[f"{x.name}.grad"], reset]
+            inputs = [buffer, results[gradient_of(x)], reset]
         else:
-            inputs = [x, results[f"{x.name}.next"], always]
+            inputs = [x, results[next_of(x)], always]
         clear_role(inputs[1])
         node = ir.node("InPlaceAccumulatorV2", inputs, domain=DOMAIN)
         (done,) = node.outputs

@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.loading import Source
+from graphopt.graph.names import gradient_of
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
     FATAL,
@@ -197,7 +198,7 @@ def check_runtime(case: Case, gradients: Arrays) -> None:
     seeds = random_seeds(evaluate(model, point))
     found = execute(gradient_model(model), point | seeds)
     for name, expected in gradients.items():
-        gradient = found.get(f"{name}.grad", np.zeros_like(expected))
+        gradient = found.get(gradient_of(name), np.zeros_like(expected))
         error = distance(finite(gradient), finite(expected), 1e-3)
         if not error <= RUNTIME_TOLERANCE:
             raise GraphoptError(f"ONNX Runtime's gradient differs by {error:.1e}")

@@ -17,6 +17,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import values
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
+from graphopt.graph.names import gradient_of, output_of, seed_of
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import infer
@@ -132,9 +133,7 @@ def prove(
     differentiated = gradient_model(model)
     found = computed(differentiated, point | seeds)
     expected, oracle_name = _asked(oracle, model, point, seeds, outputs)
-    largest = sum(
-        float(np.vdot(np.abs(finite(outputs[name.removesuffix(".seed")])), x)) for name, x in seeds.items()
-    )
+    largest = sum(float(np.vdot(np.abs(finite(outputs[output_of(name)])), x)) for name, x in seeds.items())
     rounding = np.finfo(dtype.numpy()).eps * largest / step if expected is None else 0.0
     if expected is not None:
         tolerance = ORACLE_TOLERANCE[dtype]
@@ -142,7 +141,7 @@ def prove(
     for name, x in point.items():
         if name in held or not is_floating(x):
             continue
-        gradient = gradients[name] = found.get(f"{name}.grad", np.zeros_like(x))
+        gradient = gradients[name] = found.get(gradient_of(name), np.zeros_like(x))
         count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
         at = chosen(x, count if expected is None else None, outputs.values())
         slopes = (
@@ -268,13 +267,13 @@ def gradient_model(
     wrt = [x for x in model.graph.inputs if values.is_floating(x) and (by is None or x.name in by)]
     seeds = {}
     for y in filter(values.is_floating, model.graph.outputs):
-        seeds[y] = ir.Value(name=f"{y.name}.seed", type=y.type, shape=y.shape)
+        seeds[y] = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
     model.graph.inputs.extend(seeds.values())
     with Emitter(model) as op:
         gradients = (gradient or passes.Gradient()).backward(op, model, seeds, wrt)
         model.graph.outputs.clear()
         for x, dx in gradients.items():
-            output = op.Identity(dx, _outputs=[f"{x.name}.grad"])
+            output = op.Identity(dx, _outputs=[gradient_of(x)])
             output.type, output.shape = x.type, x.shape
             model.graph.outputs.append(output)
     model.graph.sort()
@@ -374,7 +373,7 @@ def random_seeds(outputs: Mapping[str, np.ndarray]) -> Arrays:
     random = np.random.default_rng(0)
     floating = {name: y for name, y in outputs.items() if is_floating(y)}
     return {
-        f"{name}.seed": np.asarray(random.uniform(0.5, 1.5, y.shape) * np.isfinite(y), y.dtype)
+        seed_of(name): np.asarray(random.uniform(0.5, 1.5, y.shape) * np.isfinite(y), y.dtype)
         for name, y in floating.items()
     }
 
@@ -388,7 +387,7 @@ def differences(
     at: tuple[np.ndarray, ...],
 ) -> np.ndarray:
     """Return the central differences of the projected outputs by the elements `at` some indices of one input."""
-    projected = [name.removesuffix(".seed") for name in seeds]
+    projected = [output_of(name) for name in seeds]
     slopes = np.zeros_like(point[name][at])
     indices = zip(*at, strict=True) if at else [()]
     for number, index in enumerate(indices):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import like
@@ -59,7 +60,7 @@ def scaled_gradients(model: ir.Model) -> bool:
 
 def _following(model: ir.Model) -> list[ir.Node]:
     """Return the nodes that compute parameters' next values."""
-    names = {f"{x.name}.next" for x in with_role(model, Role.PARAMETER)}
+    names = {next_of(x) for x in with_role(model, Role.PARAMETER)}
     return [y.producer() for y in with_role(model, Role.NEXT) if y.name in names and y.producer()]  # type: ignore[misc]
 
 

@@ -14,6 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
@@ -72,7 +73,7 @@ class GradientSource(Pass):
                 gradient = gradients[parameter]
                 if inverse is not None:
                     gradient = gradient * op.Cast(inverse, to=gradient.dtype)
-                gradient = op.Identity(gradient, _outputs=[f"{parameter.name}.grad"])
+                gradient = op.Identity(gradient, _outputs=[gradient_of(parameter)])
                 GRADIENT_OF.write(gradient, str(parameter.name))
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
@@ -89,7 +90,7 @@ class Optimizer(Pass):
                 f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
                 f"SGD without momentum: leave it out"
             )
-        parameters = {f"{p.name}.grad": p for p in with_role(model, Role.PARAMETER)}
+        parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
         self._check_groups([str(p.name) for p in parameters.values()])
         for gradient in gradients:
             model.graph.outputs.remove(gradient)

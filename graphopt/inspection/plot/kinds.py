@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphopt.graph.names import state_of
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 
@@ -62,7 +63,7 @@ def kind_of_input(value: ir.Value) -> Kind:
 def kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> Kind:
     """Return what an output of a graph is for, by the graph's inputs: what replaces a state is of its kind."""
     if role_of(value) is Role.NEXT:
-        return kind_of_input(inputs[str(value.name).removesuffix(".next")])
+        return kind_of_input(inputs[state_of(value)])
     return LOSS if role_of(value) is Role.LOSS else OUTPUT
 
 
@@ -102,7 +103,7 @@ def _next_by_owner(graph: ir.Graph) -> Iterable[list[ir.Value]]:
     slots = {value.name for value in graph.inputs if role_of(value) is Role.SLOT}
     by_owner: dict[str, list[ir.Value]] = {}
     for value in _outputs(graph, Role.NEXT):
-        state = str(value.name).removesuffix(".next")
+        state = state_of(value)
         by_owner.setdefault(state.rpartition(".")[0] if state in slots else state, []).append(value)
     return by_owner.values()
 
