@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def generator_of_its_own(request: pytest.FixtureRequest) -> None:
-    """Give each test a random generator, `RNG` of its module, so that it draws the same numbers alone as among others."""
+    """Give each test its own random generator, `RNG` of its module: it draws the same numbers alone as among others."""
     if hasattr(request.module, "RNG"):
         request.module.RNG = np.random.default_rng(zlib.crc32(request.node.name.encode()))

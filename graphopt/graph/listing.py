@@ -15,8 +15,8 @@ from graphopt.graph.schemas import defaults
 def listing(model: ir.Model) -> str:
     """Return a line for each input, initializer, node and output of a model.
 
-    Small constants stand in place. Attributes with their default values are left out. Values that a pass emitted without
-    a name are numbered in the order of the lines, %0, %1, ..., whatever the compiler called them.
+    Small constants stand in place. Attributes with their default values are left out. Values that a pass emitted
+    without a name are numbered in the order of the lines: %0, %1, ....
 
     >>> import graphopt, passes
     >>> from graphopt import models
