@@ -39,6 +39,36 @@ def test_four_quarters_of_a_batch_are_a_batch():
         np.testing.assert_allclose(parts.state[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path):
+    parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))
+    parts.run(quarters() + quarters()[:2], steps_per_call=3)
+    assert (parts.steps, parts.batches) == (parts.state["step"], 6) == (1, 6)
+    parts.save(tmp_path / "state.safetensors")
+    again = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))
+    again.load(tmp_path / "state.safetensors")
+    assert (again.steps, again.batches, again.properties) == (1, 6, {})
+    for executor in (parts, again):
+        executor.run(quarters()[2:])
+        assert (executor.steps, executor.batches) == (executor.state["step"], 8) == (2, 8)
+
+
+def test_epochs_of_accumulated_gradients_go_on_after_load_bit_for_bit(tmp_path):
+    def executor():
+        return graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(2)), threads=1)
+
+    def train(one, epochs):
+        graphopt.fit(one, {"x": X, "target": T}, epochs=epochs, batch_size=8, validation=None)
+
+    whole, first, second = executor(), executor(), executor()
+    train(whole, 4)
+    train(first, 2)
+    first.save(tmp_path / "state.safetensors")
+    second.load(tmp_path / "state.safetensors")
+    train(second, 2)
+    for name, array in whole.state.items():
+        np.testing.assert_array_equal(second.state[name], array, err_msg=name)
+
+
 def test_gradients_add_up_until_the_update_is_asked_for():
     whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
     parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate()))

@@ -50,7 +50,7 @@ def test_moments_of_rows_seen_once_end_at_zero(optimizer: Any, slot: str, thread
         executor = graphopt.Executor(step, threads=threads, flush_denormals=flush)
         executor.step(batch([*range(4000)]))
         seen = 0
-        for _ in executor.run([batch([0])] * 140, steps_per_call=1):
+        for _ in executor.iterate([batch([0])] * 140, steps_per_call=1):
             moments = np.abs(executor.state[slot])
             seen += int(np.any((moments > 0) & (moments < TINY)))
         assert bool(seen) == (not flush)
@@ -64,7 +64,7 @@ def test_several_steps_in_a_call_and_predictions_flush_as_well() -> None:
     )
     one, several = (graphopt.Executor(step, threads=1, steps_per_call=n) for n in (1, 16))
     batches = [batch([*range(40)]), *[batch([7] * 40)] * 200]
-    losses = [[x["loss"] for x in executor.run(batches)] for executor in (one, several)]
+    losses = [[x["loss"] for x in executor.iterate(batches)] for executor in (one, several)]
     assert losses[0] == losses[1]
     for name, array in one.state.items():
         np.testing.assert_array_equal(several.state[name], array)

@@ -153,6 +153,60 @@ def test_state_can_be_read_and_put_back(executor):
     assert [executor.step(x=X, target=T)["loss"] for _ in range(3)] == losses
 
 
+def test_run_trains_when_it_is_called_and_iterate_when_it_is_read(executor):
+    twin = graphopt.Executor(compiled(), threads=1)
+    batches = [{"x": X, "target": T}] * 5
+    records = executor.run(batches, steps_per_call=2)
+    assert isinstance(records, list) and executor.steps == 5
+    iterator = twin.iterate(iter(batches), steps_per_call=2)
+    assert twin.steps == 0
+    assert [record["loss"] for record in iterator] == [record["loss"] for record in records]
+    assert twin.steps == 5
+    assert executor.run([]) == [] == list(executor.iterate([]))
+
+
+WRONG = {
+    "unknown": ({"x": X, "target": T, "z": X}, "input 'z': unknown; the graph takes x, target"),
+    "missing": ({"target": T}, "input 'x': missing; found target"),
+    "type": ({"x": X.astype(float), "target": T}, "input 'x': expected float32, found float64"),
+    "shape": ({"x": X[:, :3], "target": T}, "input 'x': expected shape"),
+    "rows": (
+        {"x": X, "target": T[:3]},
+        "dimension 'N': expected one size in all inputs, found 8 in 'x', 3 in",
+    ),
+    "no tensor": ({"x": [1], "target": T}, "input 'x': expected an array"),
+    "rate": ({"x": X, "target": T, "learning_rate": -1.0}, "expected a finite number, 0 or more, found -1"),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "run", "iterate", "evaluate", "predict"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_call_checks_its_inputs_alike_before_anything_runs(executor, call, wrong):
+    feeds, message = WRONG[wrong]
+    given = [feeds] if call in ("run", "iterate") else feeds
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        getattr(executor, call)(given)
+    assert executor.steps == 0
+    assert executor.hyperparameters["learning_rate"] == np.float32(0.01)
+
+
+def test_prediction_needs_no_target_and_checks_one_that_is_given():
+    executor = graphopt.Executor(compiled(loss=passes.CrossEntropy()), threads=1)
+    labels = np.arange(8) % 3
+    expected = executor.predict(x=X)["y"]
+    np.testing.assert_array_equal(executor.predict(x=X, target=labels)["y"], expected)
+    for call in (executor.predict, executor.evaluate):
+        with pytest.raises(graphopt.GraphoptError, match="expected labels from 0 to 2, found 3"):
+            call(x=X, target=labels + 1)
+        with pytest.raises(graphopt.GraphoptError, match="dimension 'N': expected one size"):
+            call(x=X, target=labels[:2])
+
+
+def test_evaluation_feeds_hyperparameters_as_a_step_does(executor):
+    executor.evaluate(x=X, target=T, learning_rate=0.5)
+    assert executor.hyperparameters["learning_rate"] == 0.5
+
+
 def test_a_checkpoint_goes_on_bit_for_bit(executor, tmp_path):
     executor.step(x=X, target=T)
     executor.save(tmp_path / "state.safetensors")
@@ -450,7 +504,7 @@ def test_tensors_of_other_packages_are_read_where_they_are(executor):
         other = graphopt.Executor(compiled(), threads=1)
         assert other.evaluate(x=x, target=target)["loss"] == pytest.approx(expected, rel=1e-6)
         assert other.step(x=x, target=target)["loss"] == expected
-        assert len(list(other.run([{"x": x, "target": target}] * 6, steps_per_call=3))) == 6
+        assert len(other.run([{"x": x, "target": target}] * 6, steps_per_call=3)) == 6
         assert other.steps == 7
     shared = torch.from_numpy(X.copy())
     other = graphopt.Executor(compiled(), threads=1)

@@ -73,7 +73,7 @@ def test_several_steps_in_a_call_do_what_single_steps_do(bad: int, policy: Any) 
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                for reported in executor.run(batches, steps_per_call=several):
+                for reported in executor.iterate(batches, steps_per_call=several):
                     losses.append(reported["loss"])
             except graphopt.NonFiniteLoss as error:
                 caught = str(error)
@@ -159,7 +159,7 @@ def test_threads_that_share_an_executor_lose_no_update(tmp_path: Any) -> None:
         losses.extend(executor.step(BATCH)["loss"] for _ in range(count))
 
     def run(steps_per_call: int | None) -> None:
-        losses.extend(x["loss"] for x in executor.run([BATCH] * count, steps_per_call=steps_per_call))
+        losses.extend(x["loss"] for x in executor.iterate([BATCH] * count, steps_per_call=steps_per_call))
 
     def look(number: int) -> None:
         path = tmp_path / f"{number}.safetensors"
@@ -199,7 +199,7 @@ def test_every_state_that_a_thread_sees_is_that_after_a_whole_step() -> None:
     done = threading.Event()
 
     def train() -> None:
-        for _ in executor.run([{"x": one, "target": one}] * 1000, steps_per_call=3):
+        for _ in executor.iterate([{"x": one, "target": one}] * 1000, steps_per_call=3):
             pass
         done.set()
 
@@ -246,7 +246,7 @@ def test_threads_that_share_a_layer_lose_no_pass() -> None:
 
 def test_a_step_between_the_steps_of_a_run_counts() -> None:
     executor, alone = (graphopt.Executor(compiled(mlp(), passes.AdamW(0.01)), threads=1) for _ in range(2))
-    for _ in executor.run([BATCH] * 6, steps_per_call=3):
+    for _ in executor.iterate([BATCH] * 6, steps_per_call=3):
         executor.step(BATCH)
     for _ in range(12):
         alone.step(BATCH)

@@ -232,7 +232,7 @@ def test_ort_values_come_out_where_they_are_asked_for() -> None:
         assert isinstance(found["y"], onnxruntime.OrtValue)
         np.testing.assert_array_equal(found["y"].numpy(), expected["y"])
     kept = found["y"].numpy().copy()
-    runs = [list(each.run([FEEDS] * 6, steps_per_call=3)) for each in (plain, values)]
+    runs = [each.run([FEEDS] * 6, steps_per_call=3) for each in (plain, values)]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(other["y"].numpy(), one["y"])
     np.testing.assert_array_equal(found["y"].numpy(), kept)

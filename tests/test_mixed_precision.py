@@ -217,6 +217,7 @@ def test_a_step_whose_gradients_are_not_finite_changes_the_scale_alone() -> None
     assert after["loss_scale"] == before["loss_scale"] / 2
     for name in before.keys() - {"loss_scale"}:
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    assert (executor.steps, executor.batches) == (0, 1)
     for _ in range(40):
         executor.step(x=100 * X, target=T)
     assert 0 < executor.state["step"] < 41

@@ -152,7 +152,7 @@ def test_labels_outside_the_classes_are_refused_by_a_step(kind: str, wrong: int)
     message = f"input 'target': expected labels from 0 to 2, found {wrong}"
     feeds = {"x": X, "target": make(bad)}
     calls = {
-        "run": lambda: list(executor.run([{"x": X, "target": LABELS}, feeds], steps_per_call=2)),
+        "run": lambda: executor.run([{"x": X, "target": LABELS}, feeds], steps_per_call=2),
         "evaluate": lambda: executor.evaluate(feeds),
     }
     call = calls.get(kind, lambda: executor.step(feeds))

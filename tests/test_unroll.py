@@ -44,7 +44,7 @@ def test_calls_of_several_steps_are_single_steps(name, count):
     step = compiled(**STEPS[name])
     single, several = graphopt.Executor(step, threads=1), graphopt.Executor(step, threads=1)
     expected = [single.step(batch) for batch in BATCHES]
-    found = list(several.run(BATCHES, steps_per_call=count))
+    found = several.run(BATCHES, steps_per_call=count)
     assert len(found) == 50
     for one, other in zip(expected, found, strict=True):
         assert list(one) == list(other)
@@ -52,7 +52,8 @@ def test_calls_of_several_steps_are_single_steps(name, count):
             assert type(other[key]) is type(value)
             np.testing.assert_array_equal(other[key], value)
     equal(single, several)
-    assert several.steps == single.steps == 50
+    assert several.batches == single.batches == 50
+    assert several.steps == single.steps == single.state["step"]
     single.step(BATCHES[0])
     several.step(BATCHES[0])
     equal(single, several)
@@ -69,7 +70,7 @@ def test_a_ragged_last_batch_has_a_call_of_its_own():
 
 def test_how_many_is_chosen_by_the_time_of_a_step():
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
-    assert len(list(executor.run(BATCHES))) == 50
+    assert len(executor.run(BATCHES)) == 50
     assert executor.steps == 50
     assert executor._pace.steps > 1
     executor._pace._together[:] = [0.1] * 5
@@ -172,8 +173,6 @@ def test_what_is_wrong_is_said():
         passes.Unroll()(graphopt.compile(mlp(), loss=passes.MeanSquaredError()))
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     with pytest.raises(graphopt.GraphoptError, match="steps_per_call: expected 1 or more, or None, found 0"):
-        list(executor.run(BATCHES, steps_per_call=0))
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"input 'x': expected shape \[steps,N,4\], found \[2, 8, 3\]"
-    ):
-        list(executor.run([{"x": X[0, :, :3], "target": T[0]}] * 2, steps_per_call=2))
+        executor.run(BATCHES, steps_per_call=0)
+    with pytest.raises(graphopt.GraphoptError, match=r"input 'x': expected shape \[N,4\], found \[8, 3\]"):
+        executor.run([{"x": X[0, :, :3], "target": T[0]}] * 2, steps_per_call=2)

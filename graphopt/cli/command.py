@@ -167,9 +167,9 @@ def _train(recipe: Recipe, folder: Path) -> float:
         with Display(console, epochs=not sweep) as display:
             records = fit(executor, recipe.data, **options, observers=[files, header, display])
     except (KeyboardInterrupt, NonFiniteLoss) as error:
-        if executor.steps:
+        if executor.batches:
             save(executor.trained(), trained)
-            say(console, "stopped", f"after step {executor.steps}: {trained}")
+            say(console, "stopped", f"after step {executor.batches}: {trained}")
         if isinstance(error, NonFiniteLoss) and sweep:
             _complain(error)
             return math.inf

@@ -16,7 +16,6 @@ from graphopt.graph.large_models import is_large, weights_apart
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.denormals import Flushing, supported
-from graphopt.runtime.signature import Input
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -335,23 +334,6 @@ class Device:
         if self.kind == "cpu" or self.cuda_graph or not isinstance(tensor, np.ndarray):
             return tensor
         return self.value(tensor, tensor.dtype)
-
-    def fit(self, accepted: Input, tensor: Tensor) -> Sequence[int]:
-        """Return the shape of a tensor as `value` takes it.
-
-        Raises:
-            GraphoptError: it is no tensor, or of another type or shape than an input accepts.
-        """
-        if isinstance(tensor, np.ndarray):
-            accepted.check(tensor)
-            return tensor.shape
-        try:
-            value = self.value(tensor, accepted.dtype)
-        except GraphoptError as error:
-            raise GraphoptError(f"{accepted}: {error}") from error
-        shape: list[int] = value.shape()
-        accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
-        return tuple(shape)
 
     def fill(self, buffer: onnxruntime.OrtValue, tensor: Tensor, dtype: np.dtype[Any]) -> None:
         """Copy a tensor as `value` takes it into a buffer of its shape, by way of the host."""

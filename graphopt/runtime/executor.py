@@ -18,7 +18,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference
-from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.roles import FED, Role, role_of, with_role
@@ -26,14 +25,16 @@ from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, STEP
 from graphopt.graph.unroll import Unroll
 from graphopt.runtime.checkpoint import Property, save_state
 from graphopt.runtime.device import Device, Tensor
+from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.program import Pace, Program, Reported
-from graphopt.runtime.signature import Input
+from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import Buffers, joined, parted
 
 if TYPE_CHECKING:
-    import onnxruntime
+    pass
 
 SHAPE = attrgetter("shape")
+_BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -58,7 +59,8 @@ class NonFiniteLoss(GraphoptError):
 class Executor:
     """Runs a training graph step by step; its state lives on the device.
 
-    Threads may share an executor: its calls run one after the other, each whole, `run` a call of the runtime at a time.
+    Threads may share an executor: its calls run one after the other, each whole, those of `run` and `iterate` a call of
+    the runtime at a time.
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
@@ -68,8 +70,8 @@ class Executor:
         on_nonfinite: what a step does whose loss, or a number of the state after it, is not finite: `raise` an error,
             `warn` and go on, or `skip` the step; with `raise` and `skip` the state stays as it was, so that all of
             it is finite if it was so at first.
-        steps_per_call: how many steps `run` does in one call of the runtime; None tries calls of several, and keeps
-            them if a step takes a tenth less time.
+        steps_per_call: how many steps `run` and `iterate` do in one call of the runtime; None tries calls of several,
+            and keeps them if a step takes a tenth less time.
         report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
             nothing, so that nothing is read from the device and what is not finite goes unnoticed.
         provider, provider_options, cuda_graph, low_memory, flush_denormals, session_options: as for `Device`. A CUDA
@@ -122,11 +124,9 @@ class Executor:
         self._as_numpy = as_numpy
         self._model = load(step)
         self._lock = threading.RLock()
-        self.steps = 0
+        self._batches = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
-        self._inputs = {str(v.name): Input(v) for v in self._model.graph.inputs}
-        targets = {str(v.name): labels_of(v) for v in with_role(self._model, Role.TARGET)}
-        self._labels = {name: labels for name, labels in targets.items() if labels is not None}
+        self._signature = Signature(self._device, with_role(self._model, *FED))
         self._report = self._checked_report(report)
         self._buffers = Buffers(self._device, self._model)
         self._open()
@@ -145,37 +145,54 @@ class Executor:
         feeds = {**(data or {}), **named} if named else data or {}
         with self._lock:
             if not self._program.fits(feeds):
-                fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-                feeds = {name: tensor for name, tensor in feeds.items() if name not in fed}
+                fed, feeds = self._split(feeds)
                 self._program.check(feeds)
                 self.set_hyperparameters(**fed)
-            self._check_labels(feeds)
+            self._signature.check_labels(feeds)
             reported = self._program.run(self._buffers.current, feeds)
             if self._accept(reported):
                 self._buffers.swap()
-                self.steps += 1
+                self._batches += 1
             return reported
 
     def run(
         self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
-    ) -> Iterator[Reported]:
-        """Run a step on each batch and yield what it reports, several in one call of the runtime.
+    ) -> list[Reported]:
+        """Train on all batches and return what each step reports; see `iterate`."""
+        return list(self.iterate(batches, steps_per_call=steps_per_call))
 
-        A call takes the batches stacked, and a graph in which a Scan goes through them: the same numbers as of single
-        steps. Batches of another shape, the last of an epoch, have calls of their own.
+    def iterate(
+        self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
+    ) -> Iterator[Reported]:
+        """Return an iterator that trains on each batch and yields what its step reports.
+
+        The first batch is checked at once; steps run as the iterator is read. Several steps run in one call of the
+        runtime: it takes the batches stacked, and a graph in which a Scan goes through them. The numbers are those of
+        single steps. Batches of another shape, the last of an epoch, have calls of their own.
 
         Args:
-            steps_per_call: how many; by default as many as the executor was told.
+            steps_per_call: how many steps a call does; by default as many as the executor was told.
 
         Raises:
             GraphoptError: an array does not fit; no step of its call has run.
-            NonFiniteLoss: a loss or the new state is infinite or not a number: the state is that before the step, as a
-                call in which this happens is done again step by step.
+            NonFiniteLoss: a loss or the new state is infinite or not a number. The state is that before the step: the
+                steps of its call are done again, one by one.
         """
         chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
         if chosen is None and not self._device.on_cpu:
             chosen = 1
         left = iter(batches)
+        for first in left:
+            with self._lock:
+                fed, tensors = self._split(first)
+                self._signature.check(tensors)
+                self._buffers.check_hyperparameters(fed)
+                self._signature.check_labels(tensors)
+            return self._steps(itertools.chain([first], left), chosen)
+        return iter(())
+
+    def _steps(self, left: Iterator[Mapping[str, Tensor]], chosen: int | None) -> Iterator[Reported]:
+        """Yield what a step on each batch reports, of several steps a call, or as many as is faster."""
         while not (chosen == 1 or (chosen is None and self._pace.alone)):
             waiting = list(itertools.islice(left, chosen or self._pace.steps))
             if not waiting:
@@ -220,12 +237,12 @@ class Executor:
             self._several = self._compiled(model)
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._several.check(stacked)
-        self._check_labels(stacked)
+        self._signature.check_labels(stacked)
         reported = self._several.run(self._buffers.current, stacked)
         if self._wrong(reported) is not None:
             return None
         self._buffers.swap()
-        self.steps += len(batches)
+        self._batches += len(batches)
         return reported
 
     def placement(self) -> dict[str, dict[str, int]]:
@@ -241,14 +258,18 @@ class Executor:
         return {name: self._device.placed(tensor) for name, tensor in batch.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the losses and the model's outputs on some data; the state stays as it is."""
+        """Return the losses and the model's outputs on some data; the state stays as it is.
+
+        Raises:
+            GraphoptError: as `step` does.
+        """
         return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the model's outputs; no target is needed.
+        """Return the model's outputs; no target is needed, and one that is given is checked.
 
         Raises:
-            GraphoptError: an array is missing or does not fit, or the model has no output beside its own loss.
+            GraphoptError: as `step` does, or the model has no output beside its own loss.
         """
         outputs = self._of(Role.PREDICTION)
         if not outputs:
@@ -276,7 +297,26 @@ class Executor:
         with self._lock:
             self._buffers.update(arrays)
             if STEP in arrays:
-                self.steps = int(arrays[STEP])
+                self._batches = int(arrays[STEP])
+
+    @property
+    def steps(self) -> int:
+        """How many updates of the parameters led to the state: its counter `step`, which schedules read.
+
+        A batch whose gradients are only added up (`passes.Accumulate`) or that is skipped (`passes.DynamicLossScale`,
+        `on_nonfinite="skip"`) is no update; `batches` counts it. A graph without that counter updates in each batch.
+        """
+        with self._lock:
+            return self._buffers.counter(STEP, self._batches)
+
+    @property
+    def batches(self) -> int:
+        """How many batches led to the state, those without an update of the parameters too; checkpoints hold it.
+
+        A step that `on_nonfinite` refuses or skips leaves no trace in the state and is not counted. `update_state`
+        with a counter `step` sets it to that number.
+        """
+        return self._batches
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -357,7 +397,7 @@ class Executor:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
         with self._lock:
-            arrays, properties = self._buffers.arrays(), dict(self.properties)
+            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
         save_state(arrays, path, properties)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -370,6 +410,7 @@ class Executor:
         arrays, properties = self._buffers.load(path)
         with self._lock:
             self.update_state(arrays)
+            self._batches = int(properties.pop(_BATCHES, self.steps))
             self.properties = properties
 
     @property
@@ -432,15 +473,9 @@ class Executor:
         self._program = self._compiled(self._reporting)
         self._several = None
         self._pace = Pace()
-        self._forwards: dict[tuple[str, ...], tuple[ir.Model, onnxruntime.InferenceSession]] = {}
-
-    def _check_labels(self, feeds: Mapping[str, Tensor]) -> None:
-        """Raise an error unless labels are the loss's, as far as they lie in the host's memory."""
-        for name, labels in self._labels.items():
-            array = self._device.on_host(feeds[name]) if name in feeds else None
-            if array is not None and not labels.fit(array):
-                found = array[labels.wrong(array)][0]
-                raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
+        self._forwards = ForwardRunner(
+            self._device, self._model, self._buffers, self._signature, as_numpy=self._as_numpy
+        )
 
     def _pruned(self) -> ir.Model:
         """Return the training graph without what computes outputs that are not reported."""
@@ -482,7 +517,7 @@ class Executor:
         wrong = self._wrong(reported)
         if wrong is None:
             return True
-        message = f"step {self.steps}: {wrong}"
+        message = f"step {self._batches}: {wrong}"
         if self._on_nonfinite == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
@@ -502,33 +537,18 @@ class Executor:
             return None
         return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
 
-    def _forward(self, names: Sequence[str], feeds: Mapping[str, Tensor]) -> Reported:
-        """Run the part of the graph that computes some of its outputs, in its inference form."""
-        with self._lock:
-            return self._part(tuple(names), feeds)
+    def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return hyperparameters and tensors that are fed together."""
+        fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
+        return fed, {name: tensor for name, tensor in feeds.items() if name not in fed}
 
-    def _part(self, wanted: tuple[str, ...], feeds: Mapping[str, Tensor]) -> Reported:
-        if wanted not in self._forwards:
-            outputs = {str(y.name): y for y in self._model.graph.outputs}
-            part = inference.extract(self._model, [outputs[name] for name in wanted])
-            self._forwards[wanted] = part, self._device.session(part)
-        part, session = self._forwards[wanted]
-        binding, held, kept = session.io_binding(), self._buffers.read(), []
-        for value in part.graph.inputs:
-            name = str(value.name)
-            if name in held:
-                binding.bind_ortvalue_input(name, held[name])
-            elif name in feeds:
-                self._device.fit(self._inputs[name], feeds[name])
-                self._check_labels({name: feeds[name]})
-                kept.append(self._device.bind(binding, name, feeds[name], self._inputs[name].dtype))
-            else:
-                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
-        for value in part.graph.outputs:
-            self._device.bind_output(binding, str(value.name), on_host=self._as_numpy or value.shape == ())
-        self._device.run(session, binding)
-        values = zip(part.graph.outputs, binding.get_outputs(), strict=True)
-        return {str(v.name): _python(o.numpy()) if self._as_numpy or v.shape == () else o for v, o in values}
+    def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
+        """Compute outputs of the graph in its inference form."""
+        with self._lock:
+            fed, tensors = self._split(feeds)
+            self._forwards.check(names, tensors)
+            self.set_hyperparameters(**fed)
+            return self._forwards.compute(names, tensors)
 
 
 def _checked_count(steps_per_call: int | None) -> int | None:
@@ -553,7 +573,3 @@ def _alike(batches: list[Mapping[str, Tensor]]) -> Iterator[list[Mapping[str, Te
 
 def _shapes(batch: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
     return [(name, getattr(tensor, "shape", None)) for name, tensor in batch.items()]
-
-
-def _python(array: np.ndarray) -> Any:
-    return array.item() if array.ndim == 0 else array

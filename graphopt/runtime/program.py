@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.folding import fold
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.runtime.device import Device, Tensor
-from graphopt.runtime.signature import Input, check_shared, shared_dimensions
+from graphopt.runtime.signature import Input, Signature, description
 from graphopt.runtime.state_buffers import Buffers
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class Program:
     ) -> None:
         self._device = device
         self.inputs = {str(x.name): x for x in with_role(model, *FED)}
-        self._accepts = {name: Input(x) for name, x in self.inputs.items()}
-        self._shared = shared_dimensions(self.inputs.values())
+        self._signature = Signature(device, list(self.inputs.values()))
         self._static = static_shapes
         self._bound: dict[Any, Bound] = {}
         self._bind = functools.partial(Bound, device, model, buffers, report, as_numpy)
@@ -70,22 +69,13 @@ class Program:
         """Raise an error unless tensors fit; the same names, shapes and types are looked at once."""
         if self.fits(feeds):
             return
-        for name in feeds:
-            if name not in self._accepts:
-                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.inputs)}")
-        shapes = {name: self._device.fit(self._accepts[name], tensor) for name, tensor in feeds.items()}
-        for name in self.inputs:
-            if name not in feeds:
-                raise GraphoptError(f"input {name!r}: missing; found {', '.join(feeds) or 'nothing'}")
-        check_shared(self._shared, shapes)
+        shapes = self._signature.check(feeds)
         if self._static:
             key = tuple(sorted(shapes.items()))
             if key not in self._bound:
                 self._bound[key] = self._bind(shapes)
             self._chosen = self._bound[key]
-        self._checked = [
-            (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
-        ]
+        self._checked = description(feeds)
 
     def run(self, source: int, feeds: Mapping[str, Any]) -> Reported:
         """Read state of set `source`, write the other, and return what is reported; numbers as Python's.

@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.labels import labels_of
+from graphopt.runtime.device import Device, Tensor
 
 Dimension = tuple[str, list[tuple[str, int]]]  # its name, and the inputs and axes that share it
 
@@ -24,9 +26,9 @@ def shared_dimensions(values: Iterable[ir.Value]) -> list[Dimension]:
 
 
 def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise an error unless each of some shared dimensions has one size in `shapes`."""
+    """Raise an error unless each of some shared dimensions has one size in the inputs that `shapes` holds."""
     for dimension, places in dimensions:
-        sizes = {name: shapes[name][axis] for name, axis in places}
+        sizes = {name: shapes[name][axis] for name, axis in places if name in shapes}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
             raise GraphoptError(f"dimension {dimension!r}: expected one size in all inputs, found {found}")
@@ -63,3 +65,65 @@ class Input:
             or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True))
         ):
             raise GraphoptError(f"{self}: expected shape {self._text}, found {list(shape)}")
+
+
+class Signature:
+    """What a graph takes by name: element types, shapes, dimensions that inputs share, and labels.
+
+    Args:
+        values: the inputs.
+    """
+
+    def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
+        self._device = device
+        self.accepted = {str(x.name): Input(x) for x in values}
+        self._shared = shared_dimensions(values)
+        labels = {str(x.name): labels_of(x) for x in values}
+        self._labels = {name: each for name, each in labels.items() if each is not None}
+
+    def check(
+        self, tensors: Mapping[str, Tensor], needed: Iterable[str] | None = None
+    ) -> dict[str, Sequence[int]]:
+        """Return the shapes of tensors.
+
+        Args:
+            needed: the inputs that must be there; all by default.
+
+        Raises:
+            GraphoptError: a tensor is unknown, missing, or of another type or shape than its input.
+        """
+        for name in tensors:
+            if name not in self.accepted:
+                raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.accepted)}")
+        shapes = {name: self._shape(self.accepted[name], tensor) for name, tensor in tensors.items()}
+        for name in self.accepted if needed is None else needed:
+            if name not in tensors:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(tensors) or 'nothing'}")
+        check_shared(self._shared, shapes)
+        return shapes
+
+    def check_labels(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise an error unless labels are the loss's, as far as they lie in the host's memory."""
+        for name, labels in self._labels.items():
+            array = self._device.on_host(tensors[name]) if name in tensors else None
+            if array is not None and not labels.fit(array):
+                found = array[labels.wrong(array)][0]
+                raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
+
+    def _shape(self, accepted: Input, tensor: Tensor) -> Sequence[int]:
+        """Return the shape of a tensor that fits an input."""
+        if isinstance(tensor, np.ndarray):
+            accepted.check(tensor)
+            return tensor.shape
+        try:
+            value = self._device.value(tensor, accepted.dtype)
+        except GraphoptError as error:
+            raise GraphoptError(f"{accepted}: {error}") from error
+        shape: list[int] = value.shape()
+        accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
+        return tuple(shape)
+
+
+def description(tensors: Mapping[str, Any]) -> list[Any]:
+    """Return the names, shapes and types of tensors, by which those that were checked before are known again."""
+    return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]

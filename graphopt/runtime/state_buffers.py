@@ -74,6 +74,11 @@ class Buffers:
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
+    def counter(self, name: str, default: int) -> int:
+        """Return a counter of the state, or a default where there is none of the name."""
+        buffer = self.sets[self.current].get(name)
+        return default if buffer is None else int(buffer.numpy())
+
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replace some of the state by name; nothing is written if one of the arrays does not fit.
 
@@ -88,8 +93,8 @@ class Buffers:
         for name, array in arrays.items():
             buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
 
-    def feed(self, values: Mapping[str, Any]) -> None:
-        """Replace hyperparameters.
+    def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Check values for hyperparameters; nothing is replaced.
 
         Raises:
             GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
@@ -105,6 +110,14 @@ class Buffers:
                 raise GraphoptError(
                     f"hyperparameter {name!r}: expected a finite number{least}, found {value}"
                 )
+
+    def feed(self, values: Mapping[str, Any]) -> None:
+        """Replace hyperparameters; nothing is replaced if one of the values does not fit.
+
+        Raises:
+            GraphoptError: as `check_hyperparameters` says.
+        """
+        self.check_hyperparameters(values)
         for name, value in values.items():
             if self.hyperparameters[name] is not value:
                 array = np.asarray(value, self._inputs[name].dtype)

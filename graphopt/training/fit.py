@@ -59,10 +59,10 @@ def fit(
 ) -> list[Record]:
     """Train on all batches of a data set, the last one too, and return a record an epoch.
 
-    A record has the epoch, the steps done, the mean of each reported number over the epoch, the
-    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
+    A record has the epoch, `step` (the number of batches trained on), the mean of each reported number over the
+    epoch, the `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
 
-    The order of an epoch's rows follows from the seed and from the epochs that the executor's steps make up: two
+    The order of an epoch's rows follows from the seed and from the epochs that the executor's batches make up: two
     epochs, and two more after `executor.save` and `load`, are four, bit for bit.
 
     Args:
@@ -117,13 +117,13 @@ def fit(
             validation_rows=len(held_out.rows) if held_out else 0,
         )
     records = []
-    before = round(executor.steps / math.ceil(len(rows) / batch_size))  # epochs
+    before = round(executor.batches / math.ceil(len(rows) / batch_size))  # epochs
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
         drawn = draw(rows, batch_size, shuffle, np.random.default_rng([seed, before + epoch]))
         record = _mean(_steps(executor, batches, drawn, prefetch, observers, epoch))
         seconds = time.perf_counter() - start
-        record = {"epoch": epoch, "step": executor.steps, **record}
+        record = {"epoch": epoch, "step": executor.batches, **record}
         if held_out is not None and (epoch % validation_every == 0 or epoch == epochs):
             measured = held_out.measure(executor, batch_size)
             record |= {"validation_loss": measured.pop("data_loss", measured["loss"])}
@@ -239,10 +239,10 @@ def _steps(
             drawn.append(len(rows))
             yield executor.on_device(batches.take(rows))
 
-    step = executor.steps
+    step = executor.batches
     one_by_one = any(getattr(observer, "reads_state", True) for observer in observers)
     with contextlib.closing(prefetched(feeds(), prefetch)) as ahead:
-        for values in executor.run(ahead, steps_per_call=1 if one_by_one else None):
+        for values in executor.iterate(ahead, steps_per_call=1 if one_by_one else None):
             step += 1
             rows = drawn.popleft()
             values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))

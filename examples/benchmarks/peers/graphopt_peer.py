@@ -46,7 +46,7 @@ def build(job: Job) -> Step:
     if job.device == "cuda":
         batches = [executor.on_device(batch) for batch in batches]
     if "run" in job.words:
-        reports = executor.run(itertools.cycle(batches))
+        reports = executor.iterate(itertools.cycle(batches))
         return lambda i: next(reports)["loss"]
     return lambda i: executor.step(batches[i])["loss"]
 

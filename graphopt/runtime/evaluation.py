@@ -1,0 +1,93 @@
+"""Evaluation and prediction: parts of a training graph in their inference form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from graphopt.graph import inference
+from graphopt.runtime.device import Device, Tensor
+from graphopt.runtime.program import Reported
+from graphopt.runtime.signature import Signature, description
+from graphopt.runtime.state_buffers import Buffers
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class ForwardRunner:
+    """Compute some outputs of a training graph from the state as it is, which no call changes.
+
+    Args:
+        signature: of all inputs of a step, which tensors are checked by.
+        as_numpy: return arrays; otherwise values on the device.
+    """
+
+    def __init__(
+        self, device: Device, model: ir.Model, buffers: Buffers, signature: Signature, *, as_numpy: bool
+    ) -> None:
+        self._device, self._model, self._buffers = device, model, buffers
+        self._signature, self._as_numpy = signature, as_numpy
+        self._parts: dict[tuple[str, ...], _Part] = {}
+
+    def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Check tensors as a step does, but that inputs which outputs `names` do not need may be missing.
+
+        Raises:
+            GraphoptError: a tensor is unknown, missing, or of another type or shape, or a label is none of the loss's.
+        """
+        part = self._part(names)
+        found = description(tensors)
+        if part.checked != found:
+            self._signature.check(tensors, part.fed)
+            part.checked = found
+        self._signature.check_labels(tensors)
+
+    def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
+        """Return outputs by name.
+
+        Args:
+            tensors: what `check` has just let through.
+        """
+        part = self._part(names)
+        binding, kept = part.session.io_binding(), []
+        state = self._buffers.read()
+        for name in part.state:
+            binding.bind_ortvalue_input(name, state[name])
+        for name in part.fed:
+            kept.append(self._device.bind(binding, name, tensors[name], self._signature.accepted[name].dtype))
+        on_host = [self._as_numpy or value.shape == () for value in part.model.graph.outputs]
+        for name, here in zip(names, on_host, strict=True):
+            self._device.bind_output(binding, name, on_host=here)
+        self._device.run(part.session, binding)
+        values = zip(names, on_host, binding.get_outputs(), strict=True)
+        return {name: _python(value) if here else value for name, here, value in values}
+
+    def _part(self, names: Sequence[str]) -> _Part:
+        """Return the part of the graph that computes outputs, compiled when it is first asked for."""
+        key = tuple(names)
+        if key not in self._parts:
+            self._parts[key] = _Part(self._device, self._model, key, self._buffers.read())
+        return self._parts[key]
+
+
+class _Part:
+    """A part of a graph with its session: the names of the state and of the tensors that it reads."""
+
+    def __init__(
+        self, device: Device, model: ir.Model, names: Sequence[str], state: Mapping[str, Any]
+    ) -> None:
+        outputs = {str(y.name): y for y in model.graph.outputs}
+        self.model = inference.extract(model, [outputs[name] for name in names])
+        self.session: onnxruntime.InferenceSession = device.session(self.model)
+        inputs = [str(x.name) for x in self.model.graph.inputs]
+        self.state = [name for name in inputs if name in state]
+        self.fed = [name for name in inputs if name not in state]
+        self.checked: list[Any] | None = None  # the description of the tensors that were checked last
+
+
+def _python(value: onnxruntime.OrtValue) -> Any:
+    array = value.numpy()
+    return array if array.ndim else array.item()
