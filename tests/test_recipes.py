@@ -22,7 +22,9 @@ from graphopt.cli.help import fields
 from graphopt.compiler import STANDARD
 
 FOLDER = Path(recipes.__file__).parent
-FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "experiment")
+FILES = sorted(
+    path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "experiment" and path.stem != "base"
+)
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 REQUIRED = {  # what a recipe leaves to be set, for the test to set
     "loss/custom": {"function": lambda op, p, t: op.Abs(p - t)},
@@ -55,6 +57,13 @@ def defaults(target: Any) -> dict[str, Any]:
     }
 
 
+def options(path: Path) -> dict[str, Any]:
+    """Return the fields of a recipe, with those of the base that it names."""
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    base = options(path.parent / "base.yaml") if "base" in node.pop("defaults", ()) else {}
+    return {**base, **node}
+
+
 def check(node: dict[str, Any], elsewhere: set[str] = frozenset()) -> None:
     expected = defaults(pkgutil.resolve_name(node["_target_"]))
     expected = {name: value for name, value in expected.items() if name not in elsewhere}
@@ -78,7 +87,16 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         assert node["dtype"] == path.stem
         check({**node, "dtype": "float16"})
     else:
-        check(OmegaConf.to_container(OmegaConf.load(path)), FROM_ELSEWHERE.get(path.parent.name, set()))
+        check(options(path), FROM_ELSEWHERE.get(path.parent.name, set()))
+
+
+@pytest.mark.parametrize("group", sorted(path.parent.name for path in FOLDER.glob("*/base.yaml")))
+def test_fields_of_a_base_class_are_written_once(group: str) -> None:
+    shared = yaml.safe_load((FOLDER / group / "base.yaml").read_text())
+    for path in (FOLDER / group).glob("*.yaml"):
+        own = yaml.safe_load(path.read_text())
+        if "base" in own.get("defaults", ()):
+            assert not {name for name in own if name in shared and own[name] == shared[name]}, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -144,7 +162,7 @@ def test_the_primary_config_has_the_standard_pipeline() -> None:
         node = steps[name]
         if node == f"${{{name}}}":
             path = FOLDER / name / f"{chosen.get(name)}.yaml"
-            node = OmegaConf.to_container(config[name] if name in config else OmegaConf.load(path))
+            node = OmegaConf.to_container(config[name]) if name in config else options(path)
         if name in standard:
             assert node["_target_"] == f"passes.{type(standard[name][0]).__name__}"
             check(node)

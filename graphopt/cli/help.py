@@ -27,6 +27,7 @@ Train an ONNX model by a recipe.
   graphopt --config-dir my_recipes experiment=mine run a recipe of your own
   graphopt --cfg job                               show the whole recipe that would run
 """
+BASE = "base"  # what the recipes of a group inherit, and no option
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 COMMENTED = re.compile(r"( *)(?:- )?(\w+):.*?(?: # (.*))?")
 
@@ -74,9 +75,9 @@ def fields(
     """
     comments = commented(folder / "graphopt.yaml")
     for group, choice in choices.items():
-        path = folder / group / f"{choice}.yaml"
-        if path.exists():
-            comments.update({f"{group}.{name}": text for name, text in commented(path).items()})
+        for path in (folder / group / f"{BASE}.yaml", folder / group / f"{choice}.yaml"):
+            if path.exists():
+                comments.update({f"{group}.{name}": text for name, text in commented(path).items()})
     yield from _fields(recipe, "", comments)
 
 
@@ -95,7 +96,7 @@ def page(options: str, groups: str, described_fields: Iterable[tuple[str, Any, s
         lines += textwrap.wrap(text, width, initial_indent=f"{head:<40}  ", subsequent_indent=" " * 42) or [
             head
         ]
-    groups = textwrap.indent(groups, "  ")
+    groups = textwrap.indent(re.sub(rf"\b{BASE}, ", "", groups), "  ")
     parts = [USAGE, f"Options:\n\n{options}", f"Choose one of each group with GROUP=OPTION:\n\n{groups}"]
     title = "Set any field with FIELD=VALUE; those of another option: graphopt --help GROUP=OPTION\n"
     return "\n".join([*parts, title, *lines])
