@@ -121,7 +121,7 @@ def test_the_limit_counts_what_a_step_multiplies(peers, tmp_path):
     assert min(limit.Limit(protocol.Job(tmp_path, "linear", "sgd")).measure(0)) > 0
 
 
-def test_results_are_written_with_what_is_missing(peers):
+def test_results_are_written_with_what_is_missing(peers, tmp_path):
     run, report = peers("run"), peers("report")
     results = [
         run.Result("linear", "sgd", 1, "graphopt", 10, rounds=[10.0, 12.0], apart=0.0, compile=0.1, peak=100),
@@ -138,6 +138,12 @@ def test_results_are_written_with_what_is_missing(peers):
     assert "| 1 thread |  | graphopt, us | PyTorch | onnxsim |" in short
     assert "| linear regression | sgd | 11.0 | 10.00 | - |" in short
     assert "| CNN | adamw | 20.0 |  |  |" in short
+    brief = report.brief(results, titles)
+    assert "| 1 thread |  | graphopt, us | PyTorch |" in brief and "| CNN | adamw | 20.0 |  |" in brief
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- peers -->\nold\n<!-- peers end -->\nafter\n")
+    run.replace_table(page, brief)
+    assert page.read_text() == f"before\n<!-- peers -->\n\n{brief}\n\n<!-- peers end -->\nafter\n"
 
 
 def test_results_on_a_gpu_have_tables_of_their_own(peers):

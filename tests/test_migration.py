@@ -1,4 +1,4 @@
-"""What README's table promises to those who come from onnxruntime-training, onnxcustom and scikit-learn."""
+"""What the guide promises to those who come from onnxruntime-training, onnxcustom and scikit-learn."""
 
 from __future__ import annotations
 

@@ -1,64 +1,132 @@
-"""The README's blocks run as they are written, in order, in one folder."""
+"""Every code block of the README and of the guides runs as it is written: a page is a program in a folder of its own."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from graphopt import cli
+from graphopt import cli, compiler
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
+WORDS = 1000  # that the README has at most
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[str]:
+    return [
+        line
+        for block in blocks(page, "sh")
+        if INSTALLS not in block
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the Python blocks have run, one after the other, as one program."""
-    path = tmp_path_factory.mktemp("readme")
-    script = path / "readme.py"
-    script.write_text("\n".join(blocks("python")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], cwd=path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[0]) < 0.7
-    return path
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in."""
+    folders: dict[Path, Path] = {}
+
+    def run(page: Path) -> Path:
+        if page not in folders:
+            folder = tmp_path_factory.mktemp(page.stem)
+            (folder / "page.py").write_text("\n".join(blocks(page, "python")))
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run(
+                [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            (folder / "printed.txt").write_text(done.stdout)
+            folders[page] = folder
+        return folders[page]
+
+    return run
 
 
-def test_the_python_blocks_run(folder: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
+    folder_of(page)
+
+
+def test_the_first_example_learns(folder_of: Callable[[Path], Path]) -> None:
+    folder = folder_of(ROOT / "README.md")
     assert {"my.onnx", "step.onnx", "trained.onnx", "train.npz"} <= set(os.listdir(folder))
+    loss, accuracy = map(float, (folder / "printed.txt").read_text().split())
+    assert loss < 0.5 and accuracy > 0.9
 
 
-COMMANDS = [
-    line
-    for block in blocks("sh")
-    if INSTALLS not in block
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.strip()
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_runs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "command"), [(page, command) for page in PAGES for command in commands(page)], ids=str
+)
+def test_a_command_runs(
+    page: Path, command: str, folder_of: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, *arguments = shlex.split(command, comments=True)
     assert program == "graphopt"
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(folder_of(page))
     shorter = [] if "--help" in arguments or "fit.epochs" in command else ["fit.epochs=1"]
     assert cli.main([*arguments, *shorter]) == 0
 
 
-def test_every_block_is_run() -> None:
-    assert len(COMMANDS) >= 7
-    languages = set(re.findall(r"^```(\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert languages <= {"python", "sh", "mermaid"}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_is_run(page: Path) -> None:
+    languages = re.findall(r"^```(\w*)\n.*?^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert set(languages) <= {"python", "sh", "mermaid"}
+
+
+def test_there_is_a_page_for_each_kind_of_user() -> None:
+    index = (ROOT / "examples/guides/README.md").read_text()
+    assert all(f"({page.name})" in index for page in PAGES if page.name != "README.md")
+    assert sum(len(commands(page)) for page in PAGES) >= 10
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names under which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not link.startswith("https://"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_named_tests_and_programs_are_there() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"\b(?:tests|examples|passes|graphopt|recipes)/[\w/]+\.\w+", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_table_of_passes_is_the_standard_pipeline() -> None:
+    text = (ROOT / "examples/guides/passes.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", text, re.MULTILINE))
+    assert [name for name in rows if name != "step"] == list(compiler.STANDARD)
+    passes = importlib.import_module("passes")
+    named = {name for row in rows.values() for name in re.findall(r"`([A-Z]\w+)", row)}
+    assert named <= set(passes.__all__)
+    by_default = {name for name, row in rows.items() if row.startswith("by default")}
+    assert by_default == set(compiler.standard())
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= WORDS

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BASES = ("graphopt", "graphopt-cuda", "graphopt-cuda-mixed")
+FRAMEWORKS = ("graphopt", "torch", "torch-compile", "jax", "onnxruntime-training")
 HEADINGS = {
     "graphopt": "graphopt, us",
     "graphopt-run": "graphopt `run`",
@@ -121,7 +122,7 @@ def groups(table: Sequence[Any], gpu: Sequence[Any], card: str | None) -> Iterat
 def summary(
     table: Sequence[Any], gpu: Sequence[Any], titles: Mapping[str, str], machine: str, card: str | None
 ) -> str:
-    """Return the short tables, for the README."""
+    """Return the short tables, for the guide."""
     lines = [
         f"Microseconds a step of ours, and times of others by ours: above 1 graphopt is faster. {machine}."
     ]
@@ -129,6 +130,13 @@ def summary(
         head, *rest = ratios(results, titles, short=True)
         lines += ["", head.replace("|  |", f"| {title} |", 1), *rest]
     return "\n".join(lines)
+
+
+def brief(table: Sequence[Any], titles: Mapping[str, str]) -> str:
+    """Return the first of the short tables, of the frameworks alone, for the README."""
+    title, results = next(groups(table, (), None))
+    lines = ratios([result for result in results if result.peer in FRAMEWORKS], titles, short=True)
+    return "\n".join(lines).replace("|  |", f"| {title} |", 1)
 
 
 def markdown(

@@ -9,7 +9,7 @@ On a machine with an NVIDIA GPU four workloads are also measured there, in float
 
 Run it: python examples/benchmarks/peers/run.py
     [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling gpu]
-It prints tables, writes them to RESULTS.md, short ones to the README, and draws cost against batch size, width and
+It prints tables, writes them to RESULTS.md, short ones to the guide and the README, and draws cost against batch size, width and
 depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run left it
 beside the environments.
 Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
@@ -35,12 +35,12 @@ from typing import Any
 import environments
 from environments import CACHE, ROOT, Missing
 from processes import PEERS, Failure, Process
-from report import BASES, markdown, summary
+from report import BASES, brief, markdown, summary
 
 HERE = Path(__file__).resolve().parent
 REFERENCES = ("torch", "torch-cuda")
 TOLERANCE, ROUNDED = 1e-3, 3e-2  # the latter of 16 bits
-MARKS = "<!-- peers -->", "<!-- peers end -->"  # of the table in the README
+MARKS = "<!-- peers -->", "<!-- peers end -->"  # around the tables in pages
 
 TABLE = (
     ("linear", "sgd"),
@@ -246,6 +246,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--write", type=Path, default=HERE.parent / "RESULTS.md")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="whose table is replaced")
+    guide = ROOT / "examples" / "guides" / "benchmarks.md"
+    parser.add_argument("--guide", type=Path, default=guide, help="whose tables are replaced")
     parser.add_argument("--pictures", type=Path, default=ROOT / "examples" / "pictures")
     options = parser.parse_args()
     options.work = options.environments / "work"
@@ -266,6 +268,13 @@ def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
                 print(f"{name}: {missing}")
                 found[name] = missing
     return found
+
+
+def replace_table(page: Path, table: str) -> None:
+    """Replace what stands between the marks of a page."""
+    text = page.read_text()
+    start, end = (text.index(mark) for mark in MARKS)
+    page.write_text(f"{text[:start]}{MARKS[0]}\n\n{table}\n\n{text[end:]}")
 
 
 def main() -> None:
@@ -300,11 +309,8 @@ def main() -> None:
         titles = {name: (options.work / f"{name}.txt").read_text() for name in named}
         options.write.write_text(markdown(results["table"], results["gpu"], titles, machine(), card, used))
         print(f"written to {options.write}")
-        text = options.readme.read_text()
-        start, end = (text.index(mark) for mark in MARKS)
-        short = summary(results["table"], results["gpu"], titles, machine(), card)
-        table = f"{MARKS[0]}\n\n{short}\n\n"
-        options.readme.write_text(text[:start] + table + text[end:])
+        replace_table(options.guide, summary(results["table"], results["gpu"], titles, machine(), card))
+        replace_table(options.readme, brief(results["table"], titles))
     if "scaling" in options.parts:
         environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))
         print(f"drawn in {options.pictures}")
