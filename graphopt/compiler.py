@@ -127,7 +127,7 @@ def compile(
     >>> from graphopt import models
     >>> step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
     >>> [output.name for output in step.graph.outputs][:2]
-    ['logits', 'loss']
+    ['loss', 'y']
     """
     steps = dict(locals())
     del steps["model"]

@@ -1,4 +1,4 @@
-"""Every code block of the README and of the guides runs as it is written: a page is a program in a folder of its own."""
+"""Every code block of the README and of the guides runs as it is written: each page is one program in a new folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_architecture import FLOORS
 
 from graphopt import cli, compiler
 
@@ -56,7 +57,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     return run
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+)
 def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
     folder_of(page)
 
@@ -109,6 +112,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_contributing_has_the_floors_of_the_architecture_test() -> None:
+    floors: list[set[str]] = [set() for _ in FLOORS]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for floor, rooms in re.findall(r"^\| (\d+) \| (.*?) \|", text, re.MULTILINE):
+        floors[int(floor)].update(re.findall(r"`(\w+)`", rooms))
+    assert floors == FLOORS
 
 
 def test_named_tests_and_programs_are_there() -> None:

@@ -22,7 +22,7 @@ def listing(model: ir.Model) -> str:
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError())
     >>> print(graphopt.listing(step).splitlines()[0])
-    data x: float[N,2]
+    data x: float[batch,2]
     """
     return "\n".join(_lines(model.graph, _Names())) + "\n"
 

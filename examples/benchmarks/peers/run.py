@@ -9,9 +9,9 @@ On a machine with an NVIDIA GPU four workloads are also measured there, in float
 
 Run it: python examples/benchmarks/peers/run.py
     [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling gpu]
-It prints tables, writes them to RESULTS.md, short ones to the guide and the README, and draws cost against batch size, width and
-depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run left it
-beside the environments.
+It prints tables, writes them to RESULTS.md, short ones to the guide and the README, and draws cost against batch size,
+width and depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run
+left it beside the environments.
 Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
 """
 

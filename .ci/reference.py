@@ -1,0 +1,52 @@
+"""Write the API reference, from docstrings, to build/docs: python -W error .ci/reference.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import typing
+from pathlib import Path
+
+import pdoc
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = (
+    "graphopt",
+    "graphopt.data",
+    "graphopt.models",
+    "graphopt.testing",
+    "graphopt.training.fit",
+    "graphopt.graph.emitter",
+    "graphopt.graph.rewriting",
+    "graphopt.graph.roles",
+    "passes",
+    "passes.gradients.registry",
+    "passes.lowering.registry",
+)
+
+
+def resolve_inherited_fields() -> None:
+    """Evaluate the annotations of dataclasses, each in the module that declares the field, where pdoc does not look."""
+    for module in [sys.modules[name] for name in sys.modules if name.split(".")[0] in ("graphopt", "passes")]:
+        for member in list(vars(module).values()):
+            if (
+                isinstance(member, type)
+                and dataclasses.is_dataclass(member)
+                and member.__module__ == module.__name__
+            ):
+                init = vars(member).get("__init__")
+                if init is not None:
+                    hints = typing.get_type_hints(member)
+                    init.__annotations__ |= {
+                        name: hint for name, hint in hints.items() if name in init.__annotations__
+                    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    for name in PUBLIC:
+        importlib.import_module(name)
+    resolve_inherited_fields()
+    pdoc.render.configure(docformat="google")
+    pdoc.pdoc(*PUBLIC, output_directory=ROOT / "build" / "docs")
