@@ -1,0 +1,55 @@
+"""What we take of onnxscript and Hydra that is private: in one file each, and as it was when we took it."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from onnxscript import TapeBuilder
+
+from graphopt.graph.emitter import Emitter
+
+ROOT = Path(__file__).parents[1]
+
+# Methods of TapeBuilder that Emitter overrides or calls.
+OF_ONNXSCRIPT = [
+    *("_adapt_outputs", "_add_initializer", "_add_node", "_constant_propagation", "_infer_shapes"),
+    *("_partition_inputs_attributes", "_promote_constant"),
+]
+OF_HYDRA = [
+    (ConfigLoaderImpl, "load_configuration"),
+    (ConfigLoaderImpl, "get_search_path"),
+    (ConfigRepository, "load_config"),
+]
+
+
+@pytest.mark.parametrize("name", OF_ONNXSCRIPT)
+def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
+    version = f"onnxscript {metadata.version('onnxscript')}: TapeBuilder.{name}, of graphopt/graph/emitter.py"
+    theirs = getattr(TapeBuilder, name, None)
+    assert theirs is not None, f"{version}, is gone"
+    ours = getattr(Emitter, name)
+    if ours is not theirs:
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), version
+
+
+@pytest.mark.parametrize(("owner", "name"), OF_HYDRA)
+def test_hydra_has_the_methods_that_recipes_are_composed_by(owner: type, name: str) -> None:
+    version = f"hydra-core {metadata.version('hydra-core')}: {owner.__name__}.{name}"
+    assert hasattr(owner, name), f"{version}, of graphopt/cli/hydra_config.py, is gone"
+
+
+def test_private_names_stay_in_their_files() -> None:
+    sources = [path for folder in ("graphopt", "passes") for path in (ROOT / folder).rglob("*.py")]
+    internal = {path.name for path in sources if "hydra._internal" in path.read_text()}
+    overriding = {path.name for path in sources if "TapeBuilder" in path.read_text()}
+    assert (internal, overriding) == ({"hydra_config.py"}, {"emitter.py"})
+
+
+def test_their_next_minor_versions_are_not_taken_unseen() -> None:
+    required = (ROOT / "pyproject.toml").read_text()
+    assert '"onnxscript>=0.7.2,<0.8"' in required and '"hydra-core>=1.3.8,<1.4"' in required
