@@ -137,19 +137,24 @@ def compile(
 def grad(
     model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
 ) -> ir.Model:
-    """Return a model with the gradients of one of its outputs by inputs or weights as outputs `OF.grad.X`.
+    """Return a model that computes the gradients of one of its outputs by inputs or weights, as outputs `OF.grad.X`.
 
-    It is a model like any other, so that `grad` of it gives second derivatives.
+    The result is a model like any other: `grad` of it gives second derivatives.
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
         wrt: the names of the inputs and weights to differentiate by.
-        of: the output to differentiate, which is summed; the only floating one by default.
-        seeded: add an input `OF.seed` that weighs the output's elements: a vector-Jacobian product.
+        of: the output to differentiate; its elements are summed. By default the only floating-point output.
+        seeded: add an input `OF.seed` that weights the output's elements: a vector-Jacobian product.
         keep: keep the model's own outputs.
 
     Raises:
-        GraphoptError: the model cannot be read, a name is unknown, or operators on the way have no rule.
+        GraphoptError: the model cannot be read, a name is unknown, or operators in between have no rule.
+
+    >>> from graphopt import models
+    >>> model = graphopt.grad(models.linear((2,), 1), ["x"])
+    >>> [output.name for output in model.graph.outputs]
+    ['y', 'y.grad.x']
     """
     import passes
 

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 
 class GraphoptError(ValueError):
-    """One line: the thing, what was expected, what was found, what to do.
+    """Report what a user can correct, in one line: the thing, what was expected, what was found, what to do.
 
-    What no terminal shows as it is, in names that files give, is escaped.
+    Characters of file names that no terminal shows are escaped.
+
+    >>> try:
+    ...     graphopt.load("missing.onnx")
+    ... except graphopt.GraphoptError as error:
+    ...     print("missing.onnx" in str(error))
+    True
     """
 
     def __init__(self, message: str) -> None:

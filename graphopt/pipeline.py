@@ -18,10 +18,19 @@ Step = Callable[[ir.Model], Any]
 
 
 class Pipeline(Mapping[str, tuple[Step, ...]]):
-    """A mapping of named passes, run in order; a step is a pass, several, or None, which is left out.
+    """Run named passes in order; a mapping of names to passes.
 
-    `pipeline(model)` returns a rewritten copy. `pipeline.until(name)` and `pipeline.after(name)` are its two parts:
-    the model between them can be saved and loaded.
+    `pipeline(model)` returns a rewritten copy of the model. `pipeline.until(name)` and `pipeline.after(name)` split
+    the pipeline in two, so that you can save the model between them.
+
+    Args:
+        steps: by name, a pass, a sequence of passes, or None, which leaves the step out.
+
+    >>> from graphopt import models
+    >>> pipeline = graphopt.Pipeline(sort=passes.SortInitializers(), simplify=passes.Simplify())
+    >>> list(pipeline), list(pipeline.until("sort"))
+    (['sort', 'simplify'], ['sort'])
+    >>> model = pipeline(models.linear((2,), 1))
     """
 
     def __init__(self, **steps: Step | Sequence[Step] | None) -> None:
@@ -62,11 +71,11 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         return model
 
     def until(self, name: str) -> Pipeline:
-        """Return the steps up to and with `name`."""
+        """Return the steps up to and including `name`."""
         return Pipeline(**dict(list(self._steps.items())[: self._index(name) + 1]))
 
     def after(self, name: str) -> Pipeline:
-        """Return the steps that follow `name`."""
+        """Return the steps after `name`."""
         return Pipeline(**dict(list(self._steps.items())[self._index(name) + 1 :]))
 
     def _index(self, name: str) -> int:

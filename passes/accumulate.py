@@ -25,18 +25,24 @@ FORWARD = "forward_step"
 
 @dataclass(frozen=True)
 class Accumulate(Pass):
-    """Add gradients up over steps, and update parameters in some of them only; it follows the optimizer.
+    """Add up the gradients of several steps, and update in some of these steps only; run it after the optimizer.
 
-    What updates moves into the branch of an If, so that the other steps do none of its work. Schedules and the
-    optimizer count updates; Dropout draws a mask each step.
+    The update moves into a branch of an If, so that the other steps do none of its work. Schedules and the optimizer
+    count updates. Dropout draws a mask in each step.
 
     Args:
-        steps: update in each step that makes up this many; None adds the hyperparameter `apply`, true by default:
-            feed false to accumulate, true to update and start again.
+        steps: the number of steps per update; None adds the hyperparameter `apply`, true by default: feed false to
+            accumulate, and true to update and start again.
         mean: update by the mean of the accumulated gradients; otherwise by their sum.
 
     Raises:
         GraphoptError: `steps` is less than 1, or there is no optimizer.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "accumulate": passes.Accumulate(4)}
+    >>> step = graphopt.compile(models.linear((2,), 1), **steps)
+    >>> "If" in [node.op_type for node in step.graph]
+    True
     """
 
     steps: int | None = within("[1, inf)", None, whole=True)

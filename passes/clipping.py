@@ -24,10 +24,18 @@ from passes.diagnostics import report_norm
 
 @dataclass(frozen=True)
 class Clip(Pass):
-    """Replace every gradient.
+    """Replace every gradient by a clipped one.
+
+    This is the base class of clipping passes. A subclass writes `clip`.
 
     Raises:
         GraphoptError: there are no gradients, or the bound is not above 0 and finite.
+
+    >>> class SignOnly(passes.Clip):
+    ...     def clip(self, op, model, gradients):
+    ...         return [op.Sign(gradient) for gradient in gradients]
+    >>> SignOnly()
+    SignOnly()
     """
 
     @abstractmethod
@@ -50,12 +58,18 @@ class Clip(Pass):
 
 @dataclass(frozen=True)
 class ClipGlobalNorm(Clip):
-    """Scale all gradients together so that their norm is at most `max_norm`; reports `gradient_norm`.
+    """Scale all gradients together so that their norm is at most `max_norm`, and report `gradient_norm`.
 
     Pascanu, Mikolov, Bengio 2013. 16-bit gradients are summed in float32.
 
     Args:
-        fused: one kernel of onnxruntime-training, which reports no norm; float32 alone.
+        max_norm: the largest Euclidean norm of all gradients together.
+        fused: use one kernel of onnxruntime-training, which reports no norm; float32 only.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipGlobalNorm(1.0), "optimizer": passes.SGD(0.1)}
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
+    ['loss', 'y', 'gradient_norm']
     """
 
     max_norm: float = within("(0, inf)", 1.0)
@@ -80,7 +94,16 @@ class ClipGlobalNorm(Clip):
 
 @dataclass(frozen=True)
 class ClipValue(Clip):
-    """Bound every element of the gradients to the interval from -limit to limit."""
+    """Bound every element of the gradients to the interval from -limit to limit.
+
+    Args:
+        limit: the largest absolute value of an element.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipValue(0.5), "optimizer": passes.SGD(0.1)}
+    >>> "Clip" in [node.op_type for node in graphopt.compile(models.linear((2,), 1), **steps).graph]
+    True
+    """
 
     limit: float = within("(0, inf)", 1.0)
 

@@ -16,10 +16,15 @@ from graphopt.graph.roles import Role, set_role, with_role
 
 @dataclass(frozen=True)
 class GradientNorm(Pass):
-    """Report `gradient_norm`, the Euclidean norm of all gradients together; `ClipGlobalNorm` does so too.
+    """Report `gradient_norm`, the Euclidean norm of all gradients together, as `ClipGlobalNorm` does.
 
     Raises:
         GraphoptError: there are no gradients.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
+    ['loss', 'y', 'gradient_norm']
     """
 
     def rewrite(self, model: ir.Model) -> None:
@@ -30,13 +35,19 @@ class GradientNorm(Pass):
 
 @dataclass(frozen=True)
 class ReportGradients(Pass):
-    """Report the gradient of each parameter NAME as `NAME.gradient`, as the optimizer would have it at this place.
+    """Report the gradient of each parameter NAME as `NAME.gradient`, as it is at this place of the pipeline.
 
     Args:
-        parameters: of which parameters, by name.
+        parameters: shell-style patterns of names, one or several.
 
     Raises:
         GraphoptError: there are no gradients, or no parameter matches.
+
+    >>> from graphopt import models
+    >>> report = passes.ReportGradients("*.bias")
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": report, "optimizer": passes.SGD(0.1)}
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
+    ['loss', 'y', 'layers.0.bias.gradient']
     """
 
     parameters: Pattern = "*"

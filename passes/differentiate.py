@@ -20,13 +20,19 @@ class Differentiate(Pass):
     """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` by X.
 
     Args:
-        wrt: inputs, weights or other values of the graph, by name.
-        of: the output to differentiate; the only floating one by default.
-        seeded: add an input `OF.seed` of the shape of `of`, by which its elements are weighted before they are
+        wrt: names of inputs, weights or other values of the graph.
+        of: the output to differentiate; by default the only floating-point one.
+        seeded: add an input `OF.seed` of the shape of `of`, whose elements weight those of `of` before they are
             summed: a vector-Jacobian product.
 
     Raises:
         GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or operators have no rule.
+
+    >>> from graphopt import models
+    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), grad=passes.Differentiate(("x",)))
+    >>> model = pipeline(models.linear((2,), 1))
+    >>> [output.name for output in model.graph.outputs]
+    ['y', 'y.grad.x']
     """
 
     wrt: tuple[str, ...] | list[str]

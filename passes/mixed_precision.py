@@ -35,28 +35,34 @@ PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # its gradient what it read with what it gave, as MaxPool: on the CPU one of them may not be rounded.
 FOLLOWING = """
     Abs Add AveragePool Clip Concat DepthToSpace Div Dropout Elu Expand Flatten Gather Gelu HardSigmoid HardSwish
-    Identity LeakyRelu Max Min Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze Sub
-    Tanh Tile Transpose Unsqueeze Where
+    Identity LeakyRelu Max Min Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze
+    Sub Tanh Tile Transpose Unsqueeze Where
     """
 NARROW = PRODUCTS.union(FOLLOWING.split())
 
 
 @dataclass(frozen=True)
 class MixedPrecision(Pass):
-    """Compute matrix products and convolutions, and what lies between them, in 16 bits; before Gradient.
+    """Compute matrix products and convolutions, and what lies between them, in 16 bits; run it before Gradient.
 
-    Parameters, their gradients, slots, reductions, normalizations, Softmax, recurrent operators, bodies of If, Loop and
-    Scan, the loss and all that the graph takes and returns stay float32. Evaluation, prediction and the trained model
-    are in float32 throughout. In float16 small gradients vanish: scale the loss (`Gradient(loss_scale=...)`,
+    Parameters, their gradients, slots, reductions, normalizations, Softmax, recurrent operators, bodies of If, Loop
+    and Scan, the loss and all inputs and outputs of the graph stay float32. Evaluation, prediction and the trained
+    model are in float32 throughout. In float16 small gradients vanish: scale the loss (`Gradient(loss_scale=...)`,
     `DynamicLossScale`).
 
     Args:
-        dtype: `float16`, or `bfloat16`, which has the range of float32 and which fewer runtimes have kernels for.
-        keep: names of nodes to leave in float32, shell-style, one or several.
+        dtype: `float16`, or `bfloat16`, which has the range of float32 and kernels on fewer runtimes.
+        keep: shell-style patterns of the names of nodes to leave in float32, one or several.
 
     Raises:
-        GraphoptError: `dtype` is another, `keep` matches no node, the gradient is there already, or no operator could
-            be cast.
+        GraphoptError: `dtype` is another one, `keep` matches no node, there are gradients already, or no operator
+            can be cast.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.CrossEntropy(), "precision": passes.MixedPrecision("float16")}
+    >>> step = graphopt.compile(models.mlp((4,), 3), **steps)
+    >>> "FLOAT16" in {value.dtype.name for node in step.graph for value in node.outputs if value.dtype}
+    True
     """
 
     dtype: Literal["float16", "bfloat16"] = "float16"
@@ -156,17 +162,26 @@ def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 @dataclass(frozen=True)
 class DynamicLossScale(Pass):
-    """Let the scale of the loss follow what gradients bear; after the optimizer and the schedule, before Accumulate.
+    """Skip a step whose gradients overflow, and adapt the scale of the loss.
 
-    In a step in which a gradient is not finite all state stays as it was, and the scale shrinks; after so many steps
-    without one it grows. It becomes state.
+    A step in which a gradient is not finite leaves all state as it was and reduces the scale. After `interval` steps
+    with finite gradients the scale grows. The scale becomes state. Run it after the
+    optimizer and the schedule, and before `Accumulate`.
 
     Args:
-        growth: what the scale is multiplied by after `interval` steps in which all gradients were finite.
-        backoff: what it is multiplied by after a step in which one was not.
+        growth: the factor of the scale after `interval` steps in which all gradients were finite.
+        backoff: the factor of the scale after a step in which a gradient was not finite.
+        interval: the number of steps with finite gradients after which the scale grows.
 
     Raises:
-        GraphoptError: a factor is out of its range, the loss has no scale, or there is no optimizer.
+        GraphoptError: a factor is outside its interval, the loss has no scale, or there is no optimizer.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    >>> scaled = {"gradient": passes.Gradient(loss_scale=1024.0), "loss_scale": passes.DynamicLossScale()}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((2,), 3), **steps, **scaled))
+    >>> float(executor.state["loss_scale"])
+    1024.0
     """
 
     growth: float = within("[1, inf)", 2.0)

@@ -41,18 +41,25 @@ IR_VERSION = 10
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Convert to opset 21 and IR version 10, inline functions without a rule, lift weights, infer every type.
+    """Convert to opset 21 and IR version 10, and infer the type of every value.
 
-    Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`), and so
-    does a Gelu that is written out. Sequences become the tensors that they hold, where the graph tells these. Outputs
-    that are strings, and labels of classical models, are set aside: the trained model has them again.
-    Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers;
-    initializers stop being inputs; unknown dimensions get names of their own. A model that
-    needs a newer opset keeps it, with a warning.
+    - Functions without a gradient rule are inlined.
+    - Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`), and so
+      does a Gelu that is written out.
+    - Sequences become the tensors that they hold, where the graph determines these.
+    - Outputs that are strings, and labels of classical models, are removed; the trained model has them again.
+    - Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers,
+      initializers stop being inputs, and unknown dimensions get names.
+    - A model that needs a newer opset keeps it, with a warning.
 
     Raises:
-        GraphoptError: the model is invalid, a value's type cannot be inferred, or an operator is used in a way that
-            its lowering does not cover; names the node.
+        GraphoptError: the model is invalid, the type of a value cannot be inferred, or an operator is used in a way
+            that its lowering does not cover; names the node.
+
+    >>> from graphopt import models
+    >>> model = graphopt.load(models.linear((2,), 1))
+    >>> passes.Normalize()(model).model.opset_imports[""]
+    21
     """
 
     def rewrite(self, model: ir.Model) -> None:

@@ -26,13 +26,17 @@ from passes.weights.initializers import duplicate
 
 @dataclass(frozen=True)
 class Untie(Pass):
-    """Give every use of the matching initializers a copy of its own, `NAME.1`, `NAME.2`, ..., so that they train apart.
+    """Give every use of the matching initializers its own copy, `NAME.1`, `NAME.2`, ..., so that they train separately.
 
     Args:
         weights: shell-style patterns of names, one or several.
 
     Raises:
-        GraphoptError: `weights` matches no floating initializer.
+        GraphoptError: `weights` matches no floating-point initializer.
+
+    >>> from graphopt import models
+    >>> model = graphopt.load(models.linear((2,), 1))
+    >>> result = passes.Untie("*.weight")(model)
     """
 
     weights: Pattern
@@ -49,31 +53,37 @@ class Untie(Pass):
 
 @dataclass(frozen=True)
 class Parameters(Pass):
-    """Make initializers parameters: what trains in the program that the model was exported from, by default.
+    """Choose which initializers train; by default, those that train in the program that the model was exported from.
 
-    Each floating initializer is decided by the first of these that tells:
+    The first of these that decides about a floating-point initializer applies:
 
     1. the fields of this pass;
-    2. what PyTorch's exporters write: parameters and buffers, and what they folded, merged or computed from them;
-       what scikit-learn's and TensorFlow's converters write;
-    3. how the graph uses it: running statistics, first values of scatters and recurrences, the unit scale of a
-       normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's input.
-       One number that arithmetic takes is a literal, unless the exporter calls it a parameter;
-    4. otherwise it is a parameter if a gradient flows from an output to it.
+    2. what PyTorch's exporters write about parameters and buffers, and about what they folded, merged or computed
+       from them; what scikit-learn's and TensorFlow's converters write;
+    3. how the graph uses it: running statistics, initial values of scatters and recurrences, the unit scale of a
+       normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's
+       input. A single number in arithmetic is a literal, unless the exporter calls it a parameter;
+    4. otherwise it is a parameter if a gradient flows to it from an output.
 
     A copy of a weight that the exporter folded, transposed or reshaped, is computed from the weight again (tied).
-    What only a rule of 3 decides, or what equal numbers alone tie, is unsure: a warning counts it and `run=report`
-    lists it. Patterns are shell-style, one or several.
+    A decision by rule 3 alone, and a tie by equal numbers alone, is unsure: a warning counts these and `graphopt
+    report` lists them. Patterns are shell-style, one or several.
 
     Args:
         pattern: train these and no others.
         freeze: do not train these.
-        unfreeze: train these, too, whatever the rules say.
-        untie: tie these to nothing, and give each of their uses a copy of its own.
+        unfreeze: train these, too, whatever the rules decide.
+        untie: tie these to nothing, and give each of their uses its own copy.
         retie: tie these to the weights of equal numbers, transposed or not.
 
     Raises:
-        GraphoptError: nothing is left to train, or a pattern matches no floating initializer.
+        GraphoptError: nothing is left to train, or a pattern matches no floating-point initializer.
+
+    >>> from graphopt import models
+    >>> steps = {"parameters": passes.Parameters(freeze="layers.0.*"), "loss": passes.MeanSquaredError()}
+    >>> step = graphopt.compile(models.mlp((4,), 1, hidden=[8]), **steps)
+    >>> [output.name for output in step.graph.outputs if output.name.endswith(".grad")]
+    ['layers.2.bias.grad', 'layers.2.weight.grad']
     """
 
     pattern: Pattern = None

@@ -27,21 +27,25 @@ NEGLIGIBLE = 1e-3  # the share of what is saved below which a value stays
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Run parts of the forward pass again in the backward pass, so that fewer of its values are kept; after Gradient.
+    """Run parts of the forward pass again in the backward pass, so that fewer values are kept; run it after Gradient.
 
-    What is read by the backward pass is kept, or computed again from what is kept, in segments (Chen, Xu, Zhang,
-    Guestrin 2016, https://arxiv.org/abs/1604.06174). What costs least for its bytes is computed again, and no
-    segment grows beyond a size; of several sizes that meet the budget the one with the least work is taken. The
-    numbers stay the same. A segment reads what it starts from through a Reshape whose shape depends on gradients
-    that come before, so that no runtime can run it earlier, or merge it with the forward pass.
+    The backward pass reads values that are kept, or that segments compute again from kept ones (Chen, Xu, Zhang,
+    Guestrin 2016, https://arxiv.org/abs/1604.06174). The pass computes again what costs least for its bytes, in
+    segments of a limited size. Of the sizes that meet the budget it takes the one with the least work. The results
+    stay the same. A segment starts with a Reshape whose shape depends on earlier gradients, so that no runtime can
+    run it earlier or merge it with the forward pass.
 
     Args:
-        budget: the share of the bytes that the forward pass now keeps for the backward pass that may be held at any
-            time, kept or computed again; None for as little as there can be.
-        batch: the size that symbolic dimensions are given when bytes are counted.
+        budget: the largest share of the bytes, of those that the forward pass keeps for the backward pass now, that may
+            be held at any time, kept or computed again; None for as little as possible.
+        batch: the size that stands for symbolic dimensions when bytes are counted.
 
     Raises:
         GraphoptError: `budget` is no share, there is no gradient yet, or the budget cannot be met.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.CrossEntropy(), "recompute": passes.Recompute(budget=0.8)}
+    >>> step = graphopt.compile(models.transformer((8,), 16, vocabulary=16), **steps)
     """
 
     budget: float | None = within("(0, 1]", None)

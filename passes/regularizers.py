@@ -24,8 +24,20 @@ from graphopt.intervals import within
 class Regularizer(Pass):
     """Add to the loss a penalty of the parameters whose names match `parameters`.
 
+    This is the base class of regularizers. A subclass writes `penalty`. A step reports `loss`, and its two parts
+    `data_loss` and `penalty`. Several regularizers add up.
+
+    Args:
+        parameters: shell-style patterns of names, one or several.
+
     Raises:
         GraphoptError: there is no loss, no parameter matches, or a strength is negative or not finite.
+
+    >>> class Largest(passes.Regularizer):
+    ...     def penalty(self, op, w):
+    ...         return op.ReduceMax(op.Abs(w), keepdims=0)
+    >>> Largest(parameters="*.weight").parameters
+    '*.weight'
     """
 
     parameters: Pattern = field(default="*", kw_only=True)
@@ -70,7 +82,16 @@ class Regularizer(Pass):
 
 @dataclass(frozen=True)
 class L1(Regularizer):
-    """strength * sum |w|."""
+    """Add the penalty strength * sum |w|.
+
+    Args:
+        strength: the factor of the sum.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=passes.L1(1e-3))
+    >>> [output.name for output in step.graph.outputs][:3]
+    ['loss', 'data_loss', 'penalty']
+    """
 
     strength: float = within("[0, inf)", 1e-4)
 
@@ -80,7 +101,17 @@ class L1(Regularizer):
 
 @dataclass(frozen=True)
 class L2(Regularizer):
-    """strength * sum w^2."""
+    """Add the penalty strength * sum w^2.
+
+    Args:
+        strength: the factor of the sum.
+
+    >>> from graphopt import models
+    >>> penalty = passes.L2(1e-4, parameters="*.weight")
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
+    >>> [output.name for output in step.graph.outputs][:3]
+    ['loss', 'data_loss', 'penalty']
+    """
 
     strength: float = within("[0, inf)", 1e-4)
 
@@ -90,7 +121,18 @@ class L2(Regularizer):
 
 @dataclass(frozen=True)
 class ElasticPenalty(Regularizer):
-    """l1 * sum |w| + l2 * sum w^2 (Zou, Hastie 2005)."""
+    """Add the penalty l1 * sum |w| + l2 * sum w^2 (Zou, Hastie 2005).
+
+    Args:
+        l1: the factor of the absolute values.
+        l2: the factor of the squares.
+
+    >>> from graphopt import models
+    >>> penalty = passes.ElasticPenalty(l1=1e-4, l2=1e-3)
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
+    >>> [output.name for output in step.graph.outputs][:3]
+    ['loss', 'data_loss', 'penalty']
+    """
 
     l1: float = within("[0, inf)", 1e-4)
     l2: float = within("[0, inf)", 1e-4)

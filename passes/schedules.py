@@ -24,16 +24,26 @@ from graphopt.intervals import within
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Compute the learning rate from the number of steps done, 0 in the first step.
+    """Compute the learning rate in the graph, from the number of steps done.
+
+    This is the base class of schedules. A subclass writes `rate`. The optimizer's learning rate is the base rate,
+    which becomes the hyperparameter `base_learning_rate`; each step reports its own rate as `learning_rate`.
 
     Args:
-        warmup: steps in which the rate grows linearly from base / warmup to base, before the schedule starts.
-        warmup_from_zero: it grows from 0, the rate of the first step, and is base a step later: as by
-            onnxruntime-training's LinearLRScheduler and Hugging Face's schedules.
+        warmup: the number of steps in which the rate grows linearly from base / warmup to base, before the schedule
+            starts.
+        warmup_from_zero: let the rate grow from 0, in the first step, and reach base one step later, as
+            onnxruntime-training's LinearLRScheduler and Hugging Face's schedules do.
 
     Raises:
-        GraphoptError: there is no hyperparameter `learning_rate`, or a number is outside of its interval. Steps are
-            whole numbers, factors above 0 and finite.
+        GraphoptError: there is no hyperparameter `learning_rate`, or a number is outside its interval. Steps are
+            whole numbers; factors are finite and above 0.
+
+    >>> class Halved(passes.Schedule):
+    ...     def rate(self, op, base, t):
+    ...         return base * 0.5
+    >>> Halved(warmup=10).warmup
+    10
     """
 
     warmup: int = within("[0, inf)", 0, kw_only=True)
@@ -70,7 +80,17 @@ class Schedule(Pass):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """base."""
+    """Keep the base rate; with `warmup`, after the rate has grown to it.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Constant(warmup=4)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    [0.025, 0.05, 0.075, 0.1, 0.1]
+    """
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         return base
@@ -78,7 +98,12 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class _Finite(Schedule):
-    """A schedule that ends after `steps` steps, the warm-up among them, and stays at base * `end`."""
+    """Let the rate fall from base to base * `end` in `steps` steps, and stay there.
+
+    Args:
+        steps: the number of steps after which the rate has fallen, including the warm-up.
+        end: the last rate, as a share of the base rate.
+    """
 
     steps: int = within("[1, inf)", 1000)
     end: float = within("[0, inf)", 0.0)
@@ -104,7 +129,21 @@ class _Finite(Schedule):
 
 @dataclass(frozen=True)
 class Linear(_Finite):
-    """base (1 - p), where p is the share of the steps done."""
+    """Let the rate fall linearly: base (1 - p), where p is the share of the steps done.
+
+    Args:
+        steps: the number of steps after which the rate has fallen, including the warm-up.
+        end: the last rate, as a share of the base rate.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Linear(steps=4)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    [0.1, 0.075, 0.05, 0.025, 0.0]
+    """
 
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
         return 1.0 - progress
@@ -112,7 +151,23 @@ class Linear(_Finite):
 
 @dataclass(frozen=True)
 class Cosine(_Finite):
-    """base (1 + cos(pi p)) / 2, where p is the share of the steps done (Loshchilov, Hutter 2017)."""
+    """Let the rate fall by half a cosine: base (1 + cos(pi p)) / 2, where p is the share of the steps done.
+
+    Loshchilov, Hutter 2017.
+
+    Args:
+        steps: the number of steps after which the rate has fallen, including the warm-up.
+        end: the last rate, as a share of the base rate.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Cosine(steps=4, end=0.1)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    [0.1, 0.0868, 0.055, 0.0232, 0.01]
+    """
 
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
         return _half_cosine(op, progress)
@@ -120,7 +175,22 @@ class Cosine(_Finite):
 
 @dataclass(frozen=True)
 class Polynomial(_Finite):
-    """base (1 - p)^power, where p is the share of the steps done."""
+    """Let the rate fall by a power: base (1 - p)^power, where p is the share of the steps done.
+
+    Args:
+        steps: the number of steps after which the rate has fallen, including the warm-up.
+        end: the last rate, as a share of the base rate.
+        power: the exponent; 1 is `Linear`.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Polynomial(steps=4)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
+    [0.1, 0.0563, 0.025]
+    """
 
     power: float = within("[0, inf)", 2.0)
 
@@ -130,7 +200,21 @@ class Polynomial(_Finite):
 
 @dataclass(frozen=True)
 class StepDecay(Schedule):
-    """base factor^floor(t / every)."""
+    """Multiply the rate by a factor at regular intervals: base factor^floor(t / every).
+
+    Args:
+        every: the number of steps between two falls.
+        factor: the factor of the rate at each fall.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.StepDecay(every=2)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(4)]
+    [0.1, 0.1, 0.01, 0.01]
+    """
 
     every: int = within("[1, inf)", 1000)
     factor: float = within("(0, inf)", 0.1)
@@ -141,7 +225,20 @@ class StepDecay(Schedule):
 
 @dataclass(frozen=True)
 class Exponential(Schedule):
-    """base factor^t."""
+    """Multiply the rate by a factor in each step: base factor^t.
+
+    Args:
+        factor: the factor of the rate in each step.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Exponential(0.5)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
+    [0.1, 0.05, 0.025]
+    """
 
     factor: float = within("(0, inf)", 0.999)
 
@@ -151,11 +248,22 @@ class Exponential(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """From base / start up to base and down to base / start / finish, each by half a cosine (Smith, Topin 2019).
+    """Let the rate grow to base and fall below its first value, each by half a cosine (Smith, Topin 2019).
 
     Args:
-        steps: steps in all.
+        steps: the number of steps of the whole cycle.
         rise: the share of the steps in which the rate grows.
+        start: the divisor of base that gives the first rate.
+        finish: the divisor of the first rate that gives the last rate.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.OneCycle(steps=5, rise=0.4, start=10)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    [0.01, 0.1, 0.075, 0.025, 0.0]
     """
 
     steps: int = within("[1, inf)", 1000)
@@ -173,7 +281,7 @@ class OneCycle(Schedule):
 
     @property
     def _top(self) -> float:
-        """The step of the highest rate."""
+        """Return the step of the highest rate."""
         return self.rise * self.steps - 1
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
@@ -192,10 +300,20 @@ def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class InverseScaling(Schedule):
-    """base / (t + 1)^power: scikit-learn's `invscaling`.
+    """Divide the rate by a power of the step: base / (t + 1)^power, scikit-learn's `invscaling`.
 
     Args:
-        every: steps of the same rate, those of an epoch say: base / (floor(t / every) + 1)^power.
+        power: the exponent.
+        every: the number of steps of the same rate, such as those of an epoch: base / (floor(t / every) + 1)^power.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.InverseScaling(power=1)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
+    [0.1, 0.05, 0.0333]
     """
 
     power: float = within("[0, inf)", 0.25)
@@ -208,9 +326,21 @@ class InverseScaling(Schedule):
 
 @dataclass(frozen=True)
 class Optimal(Schedule):
-    """1 / (alpha (t + t0)), with Bottou's t0 = 1 / (alpha sqrt(1 / sqrt(alpha))): scikit-learn's `optimal`.
+    """Use the rate 1 / (alpha (t + t0)), scikit-learn's `optimal`.
 
-    The base rate counts for nothing.
+    Ignores the optimizer's learning rate. Bottou's t0 is 1 / (alpha sqrt(1 / sqrt(alpha))).
+
+    Args:
+        alpha: the factor; scikit-learn uses the strength of its regularizer.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> schedule = passes.Optimal(alpha=0.01)
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
+    >>> one = numpy.ones((1, 1), numpy.float32)
+    >>> [round(executor.step(x=one, target=one)["learning_rate"], 3) for _ in range(3)]
+    [3.162, 3.065, 2.974]
     """
 
     alpha: float = within("(0, inf)", 1e-4)

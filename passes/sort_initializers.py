@@ -16,11 +16,18 @@ from graphopt.graph.roles import Role, role_of
 class SortInitializers(Pass):
     """Put initializers, and the parameter inputs made of them, in alphabetical order.
 
-    With `rename`, a text with `{index}` (zero-padded, in graph order) and `{name}` in it, such as "{index}_{name}",
-    graph order stays and names change so that alphabetical order agrees with it; the trained model has the old names.
+    Args:
+        rename: a text with `{index}` (zero-padded, in graph order) and `{name}`, such as "{index}_{name}". The graph
+            order then stays, and names change so that their alphabetical order agrees with it. The trained model has
+            the old names.
 
     Raises:
         GraphoptError: `rename` does not give different names in alphabetical order.
+
+    >>> from graphopt import models
+    >>> model = graphopt.load(models.linear((2,), 1))
+    >>> list(passes.SortInitializers(rename="{index}_{name}")(model).model.graph.initializers)
+    ['0_layers.0.weight', '1_layers.0.bias']
     """
 
     rename: str | None = None

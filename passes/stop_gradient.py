@@ -14,19 +14,29 @@ from graphopt.graph.values import like
 
 
 def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
-    """Return the value of `x`, held constant in gradients: for traced functions."""
+    """Return the value of `x`, held constant in gradients; call it in traced functions.
+
+    >>> def distillation(op, prediction, target):
+    ...     return op.Pow(prediction - passes.stop_gradient(op, target), 2)
+    >>> passes.CustomLoss(distillation).reduction
+    'mean'
+    """
     return stop_gradient_at(like(op.Identity(x), x))
 
 
 @dataclass(frozen=True)
 class StopGradient(Pass):
-    """Hold the values named `values` constant in gradients: nothing trains through them.
+    """Hold the values named `values` constant in gradients, so that nothing trains through them.
 
     Args:
-        values: the names of values of the graph, or shell-style patterns of them.
+        values: shell-style patterns of the names of values, one or several.
 
     Raises:
         GraphoptError: no value of the graph has such a name.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "gradient": [passes.StopGradient("x"), passes.Gradient()]}
+    >>> step = graphopt.compile(models.linear((2,), 1), **steps)
     """
 
     values: Pattern

@@ -29,26 +29,31 @@ SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
 @dataclass(frozen=True)
 class TrainingMode(Pass):
-    """Let BatchNormalization use each batch's statistics and Dropout drop, whichever mode the model comes in.
+    """Make BatchNormalization use the statistics of each batch, and Dropout drop, whatever the mode of the model.
 
-    BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). ONNX's
-    specification, Keras and Flax divide the batch's squared deviations by their count n, PyTorch by n - 1 (Bessel's
-    correction) for the running variance, and by n for what the batch is normalized with. Dropout's mask comes from
-    integers alone (see `uniform`): the same on every runtime, another each step, and the same again when training
-    resumes. Evaluation, prediction and the trained model have the inference form, with the new statistics.
+    BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). For the running
+    variance, ONNX's specification, Keras and Flax divide the batch's squared deviations by their count n, PyTorch by
+    n - 1 (Bessel's correction). All of them normalize the batch with the variance by n. Dropout's mask comes from
+    integer arithmetic (see `uniform`): it is the same on every runtime, differs in each step, and is the same again
+    when training resumes. Evaluation, prediction and the trained model have the inference form, with the new
+    statistics.
 
-    A BatchNormalization that keeps no statistics, as standardized weights do, stays as it is.
+    A BatchNormalization that keeps no statistics, as for standardized weights, stays as it is.
 
     Args:
         batch_normalization: switch BatchNormalization.
         dropout: switch Dropout.
-        unbiased_variance: whether the running variance divides by n - 1; None: in models that PyTorch exported. One
-            value a channel, which PyTorch refuses to train on, counts as the variance 0.
-        seed: of the masks.
+        unbiased_variance: divide the running variance by n - 1; None does so in models that PyTorch exported. A
+            single value per channel, on which PyTorch refuses to train, counts as the variance 0.
+        seed: the seed of the masks.
 
     Raises:
         GraphoptError: a running statistic is no initializer, a Dropout's ratio is no constant, or one of these
-            operators is in a body of If, Loop or Scan, whose state would be another each turn.
+            operators is in a body of If, Loop or Scan, whose state would differ from turn to turn.
+
+    >>> from graphopt import models
+    >>> steps = {"training": passes.TrainingMode(seed=1), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    >>> executor = graphopt.Executor(graphopt.compile(models.mlp((4,), 3), **steps))
     """
 
     batch_normalization: bool = True
@@ -189,11 +194,11 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
     """Emit int32 numbers from -2^31 to 2^31 - 1, uniform, of a counter (seed, number, step, position).
 
-    Positions are spread by the golden ratio's multiples and mixed by two rounds of x -> x (x / 2^16 + k) modulo 2^32: a
-    hash of our own, without operators on bits, which the CUDA provider has no kernels for. In 2^22 numbers, chi-squared
-    tests of 1024 bins and of pairs at five distances, and the spectrum, tell it from random numbers as little as
-    NumPy's. The key that is added comes of (seed, number, step) by x -> x^5, a permutation of the integers modulo the
-    prime p = 2^31 - 1, as 5 does not divide p - 1 (Lidl, Niederreiter, Finite Fields, theorem 7.8).
+    Positions are spread by the golden ratio's multiples and mixed by two rounds of x -> x (x / 2^16 + k) modulo
+    2^32: a hash of our own, without operators on bits, which the CUDA provider has no kernels for. In 2^22 numbers,
+    chi-squared tests of 1024 bins and of pairs at five distances, and the spectrum, tell it from random numbers as
+    little as NumPy's. The key that is added comes of (seed, number, step) by x -> x^5, a permutation of the integers
+    modulo the prime p = 2^31 - 1, as 5 does not divide p - 1 (Lidl, Niederreiter, Finite Fields, theorem 7.8).
     """
     random = np.random.default_rng([seed, number])
     factor, offset = (int(value) for value in random.integers(1, LARGEST, 2))

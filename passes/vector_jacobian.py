@@ -25,17 +25,22 @@ VIEWS = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsq
 
 @dataclass(frozen=True)
 class VectorJacobianProduct(Pass):
-    """Differentiate what follows the model by its inputs and parameters: an output `X.grad` for each such X.
+    """Differentiate by the inputs and parameters, for a loss outside the model: add an output `X.grad` for each X.
 
-    For each floating output Y there is an input `Y.seed` of its shape: the gradient by Y of what follows. An input on
-    which no output depends differentiably has no `X.grad`.
+    For each floating-point output Y it adds an input `Y.seed` of the same shape: the gradient of the objective by Y.
+    An input on which no output depends differentiably has no `X.grad`.
 
     Args:
-        inputs: which floating inputs to differentiate by, shell-style patterns; None for none.
+        inputs: shell-style patterns of the floating-point inputs to differentiate by; None for none.
 
     Raises:
-        GraphoptError: no floating output depends on anything differentiably, or none on a parameter; or operators on
-            the way have no rule.
+        GraphoptError: no floating-point output depends differentiably on anything, or none on a parameter; or
+            operators in between have no rule.
+
+    >>> from graphopt import models
+    >>> layer = graphopt.ForwardBackward(models.linear((2,), 1), gradient=passes.VectorJacobianProduct(inputs=None))
+    >>> [value.name for value in layer.backward_model.graph.outputs]
+    ['layers.0.bias.grad', 'layers.0.weight.grad']
     """
 
     inputs: Pattern = "*"

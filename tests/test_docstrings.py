@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ import pytest
 
 import graphopt
 import passes
+from passes.gradients import registry
 
+ROOT = Path(__file__).parents[1]
+WITHOUT = {"Executor", "ForwardBackward", "NonFiniteLoss", "run"}  # for now
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = [(module, name) for module in (graphopt, passes) for name in module.__all__]
 
@@ -29,7 +36,44 @@ def test_the_example_of_a_public_name_runs(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examples(module, name)
+    assert found.examples or name in WITHOUT, f"{module.__name__}.{name} has no example in its docstring"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     messages: list[str] = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(found, out=messages.append)
     assert not result.failed, "".join(messages)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of all sources, and the pages, each with its place."""
+    for path in sorted(path for folder in ("graphopt", "passes") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                yield f"{path.name}:{getattr(node, 'name', '')}", ast.get_docstring(node) or ""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples/guides").glob("*.md")):
+        yield page.name, page.read_text()
+
+
+def exists(name: str) -> bool:
+    """Tell whether a dotted name is a module, or something in one."""
+    first, *rest = name.split(".")
+    found, path = importlib.import_module(first), first
+    for part in rest:
+        path = f"{path}.{part}"
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(path)
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def test_names_in_docstrings_and_pages_exist() -> None:
+    missing = {
+        f"{place}: {name}"
+        for place, text in docstrings()
+        for name in re.findall(r"`((?:graphopt|passes)(?:\.\w+)+)", text)
+        if not exists(name)
+    }
+    assert not missing

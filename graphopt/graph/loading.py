@@ -41,20 +41,26 @@ Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
 def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
-    """Return a model of one's own, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
+    """Return a new model, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
 
-    External data is read into memory by the onnx package, which refuses paths that leave the model's folder. Outputs
-    that are sequences or maps are set aside; the tensors that they are made of become outputs.
+    The onnx package reads external data into memory, and refuses paths that leave the model's folder. Outputs
+    that are sequences or maps are removed; the tensors that they are made of become outputs.
 
     A file may come from anyone: nothing in it runs, no other file than its external data is read, and what it
-    describes is measured before it is expanded. What it says in graphopt's own metadata is checked.
+    describes is measured before it is expanded. Metadata of graphopt in it is checked.
 
     Args:
-        limits: how large the model may become; those it has, or the defaults of `Limits`.
+        source: the model.
+        limits: how large the model may become; by default its own limits, or those of `Limits`.
 
     Raises:
-        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind, or is
-            larger than `limits`.
+        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind, or
+            is larger than `limits`.
+
+    >>> from graphopt import models
+    >>> model = graphopt.load(models.linear((2,), 1))
+    >>> list(model.graph.initializers)
+    ['layers.0.weight', 'layers.0.bias']
     """
     if isinstance(source, ir.Model):
         limits = limits or limits_of(source)
@@ -167,7 +173,13 @@ def _cloned(model: ir.Model) -> ir.Model:
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to one file, whole or not at all; of more than 2 GB, its weights to `PATH.data` beside it."""
+    """Write a model to one file, whole or not at all; beyond 2 GB, write its weights to `PATH.data` beside it.
+
+    >>> from graphopt import models
+    >>> graphopt.save(models.linear((2,), 1), "model.onnx")
+    >>> graphopt.load("model.onnx").graph.outputs[0].name
+    'y'
+    """
     if large.is_large(model) if isinstance(model, ir.Model) else weigh(model) > large.LIMIT:
         _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
         return

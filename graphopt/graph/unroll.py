@@ -22,16 +22,21 @@ from graphopt.intervals import within
 
 @dataclass(frozen=True)
 class Unroll(Pass):
-    """Take the batches of several steps, stacked along a new first axis, and carry the state from one to the next.
+    """Run several steps in one call: take their batches stacked along a new first axis, and carry the state along.
 
-    What a step reports comes back stacked; the state is that after the last step, bit for bit. What is the same in
+    Reports come back stacked, and the state is that after the last step, bit for bit. What is the same in
     every step, such as the size of a batch, is computed once.
 
     Args:
-        steps: how many steps a call does; None: as many as batches are fed.
+        steps: the number of steps per call; None for as many as there are batches.
 
     Raises:
-        GraphoptError: `steps` is less than 1, or nothing is trained.
+        GraphoptError: `steps` is less than 1, or nothing trains.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> passes.Unroll(steps=4)(step).model.graph.inputs[0].shape
+    Shape([4, SymbolicDim('batch'), 2])
     """
 
     steps: int | None = within("[1, inf)", None, whole=True)

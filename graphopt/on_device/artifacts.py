@@ -39,18 +39,26 @@ PathLike = str | os.PathLike[str]
 
 
 def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> None:
-    """Write what onnxruntime-training's Module and Optimizer train `model` with, on any device.
+    """Write the files with which onnxruntime-training's Module and Optimizer train `model`, on any device.
 
     The folder gets `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`, all or none.
-    Module takes the data in the order of the training graph's inputs, and returns the loss; in evaluation the losses
-    and the model's outputs. Parameters have the names that they have in `model`. Any ONNX Runtime can write them.
+    Module takes the data in the order of the training graph's inputs, and returns the loss; in evaluation it returns
+    the losses and the model's outputs. Parameters keep their names. Any ONNX Runtime can write the files.
 
     Args:
         model: an inference model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        pipeline: the recipe: `graphopt.standard(loss=..., optimizer=...)`.
+        pipeline: the passes: `graphopt.standard(loss=..., optimizer=...)`.
+        folder: the folder to write to.
 
     Raises:
         GraphoptError: the model cannot be read, or a device cannot do what a step of the pipeline says.
+
+    >>> import os
+    >>> from graphopt import models
+    >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-3))
+    >>> graphopt.export_artifacts(models.linear((2,), 1), pipeline, "artifacts")
+    >>> sorted(os.listdir("artifacts"))
+    ['checkpoint', 'eval_model.onnx', 'optimizer_model.onnx', 'training_model.onnx']
     """
     from graphopt.on_device.graphs import on_device
 
@@ -72,10 +80,16 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
 
 
 def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
-    """Return onnxruntime-training's CheckpointState, Module and Optimizer of a folder's files.
+    """Return onnxruntime-training's CheckpointState, Module and Optimizer for a folder's files.
+
+    Args:
+        folder: the folder that `export_artifacts` wrote.
+        device: the device to train on.
 
     Raises:
         GraphoptError: a file is missing, or onnxruntime-training, or PyTorch, which its Python module imports.
+
+    >>> state, module, optimizer = graphopt.load_artifacts("artifacts")  # doctest: +SKIP
     """
     missing = [name for name in FILES if not Path(folder, name).is_file()]
     if missing:
@@ -141,10 +155,16 @@ def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
     Args:
         model: the model that was exported, or an `eval_model.onnx` or a training graph made of it: a path, an
             onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        checkpoint: the file, or the folder of artifacts that it is in.
+        checkpoint: the file, or the folder of artifacts that contains it.
 
     Raises:
-        GraphoptError: the checkpoint cannot be read, or is another model's: a name, a shape or a type differs.
+        GraphoptError: the checkpoint cannot be read, or belongs to another model: a name, a shape or a type differs.
+
+    >>> from graphopt import models
+    >>> model = models.linear((2,), 1)
+    >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-3))
+    >>> graphopt.export_artifacts(model, pipeline, "artifacts")
+    >>> trained = graphopt.from_checkpoint(model, "artifacts")
     """
     read = parameters(checkpoint)
     arrays = {name: array for name, array in read.items() if not name.startswith(COUNTERS)}

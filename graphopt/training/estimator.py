@@ -36,31 +36,39 @@ ROWS = 1024  # how many are predicted at a time
 
 
 class Trainer:
-    """Trains an ONNX model on arrays; an estimator that scikit-learn's tools (clone, GridSearchCV, pickle) take.
+    """Train an ONNX model on arrays: an estimator for scikit-learn's tools, such as clone, GridSearchCV and pickle.
 
     Args:
         model: the inference model: a path, an onnx.ModelProto or an onnx_ir.Model.
         loss: a loss pass; `passes.MeanSquaredError()` by default.
         optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
         regularizer, clip, training, parameters: passes of the standard pipeline, see `graphopt.compile`.
-        schedule: `constant`, `invscaling`, `optimal`, `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
-            pass. `invscaling` counts steps, as SGDRegressor's, which has one a row, and `adaptive` epochs of `fit`.
+        schedule: `constant`, `invscaling`, `optimal` or `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
+            pass. `invscaling` counts steps, as SGDRegressor does, which has one per row. `adaptive` counts epochs of
+            `fit`.
         max_iter: the number of epochs.
-        batch_size: the rows of a batch; the last of an epoch may have fewer, and no row is left out.
-        shuffle: rows in random order, or batches of `consecutive` ones.
+        batch_size: the number of rows of a batch; the last batch of an epoch may have fewer, and no row is left out.
+        shuffle: True for rows in random order, `consecutive` for batches of neighbouring rows in random order.
         validation_every: the number of epochs from one validation to the next.
-        warm_start: `fit` goes on from where the last one ended, with the optimizer's state and the next epoch's order
-            of the rows: two epochs and two more are four, bit for bit, unless by `adaptive`, which starts anew.
-            Otherwise each starts from the model's own weights. Pretrained weights are never drawn anew.
-        random_state: the seed of orders that are drawn.
-        device, threads: as for `Executor`.
+        warm_start: let `fit` continue from the end of the last one, with the optimizer's state and the next epoch's
+            order of the rows: two epochs and two more are four, bit for bit, except with `adaptive`, which starts
+            anew. Otherwise each `fit` starts from the model's own weights.
+        random_state: the seed of the order of rows.
+        device, threads: see `Executor`.
 
     Attributes:
         train_losses_: the mean loss of each epoch of the last `fit`.
         validation_losses_: the losses of its validations.
-        history_: its records, an epoch each, as `graphopt.fit` returns them.
+        history_: its records, one per epoch, as `graphopt.fit` returns them.
         n_iter_: the number of its epochs.
-        classes_: of a classification, the labels that `predict` may return.
+        classes_: for a classification, the labels that `predict` may return.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> trainer = graphopt.Trainer(models.linear((1,), 1), optimizer=passes.SGD(0.1)).fit(X, 2 * X + 1)
+    >>> round(trainer.score(X, 2 * X + 1), 3)
+    1.0
     """
 
     def __init__(
@@ -136,8 +144,8 @@ class Trainer:
     def predict(self, X: Arrays) -> np.ndarray:
         """Return what the model predicts: class numbers for a classification, otherwise what it computes.
 
-        Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model has
-        a last axis of one. Before `fit` it is the model's own.
+        Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model
+        has a last axis of one. Before `fit` it is the model's own.
         """
         predicted, metric = self._predict(X)
         predicted = metric.predicted(predicted) if metric else predicted

@@ -1,4 +1,4 @@
-"""Training on a data set: epochs of batches, and validation."""
+"""Train on a data set: epochs of batches, and validation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Data = Dataset | Mapping[str, np.ndarray]
 
 
 class Observer(Protocol):
-    """Watches a training run: `start` once, then `step` after each step and `epoch` after each epoch.
+    """Watch a training run: `start` is called once, `step` after each step and `epoch` after each epoch.
 
-    In `step` the executor's state is that after this very step, and can be saved. An observer that does not look at it
-    has an attribute `reads_state`, False: if all have, several steps may run in one call before the first is shown.
+    In `step` the executor's state is that after this very step, and can be saved. An observer that does not look at
+    it sets an attribute `reads_state` to False. If all observers do, several steps may run in one call before the
+    first is shown.
     """
 
     def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
@@ -57,28 +58,40 @@ def fit(
     prefetch: int | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[Record]:
-    """Train on all batches of a data set, the last one too, and return a record an epoch.
+    """Train on all batches of a data set, and return a record per epoch.
 
-    A record has the epoch, `step` (the number of batches trained on), the mean of each reported number over the
-    epoch, the `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
+    A record has the epoch, the number of steps so far, the mean of each reported number over the epoch, the
+    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
 
-    The order of an epoch's rows follows from the seed and from the epochs that the executor's batches make up: two
+    The order of an epoch's rows follows from the seed and from the epochs that the executor's steps make up: two
     epochs, and two more after `executor.save` and `load`, are four, bit for bit.
 
     Args:
+        executor: the executor of a training graph.
         data: a data set, or arrays named like the model's inputs, and `target`.
-        shuffle: draw the rows to hold out and each epoch's order, or of batches of `consecutive` rows; otherwise
-            rows stay in order, the last out.
-        validation: the share of rows to hold out, a data set of its own, or None.
-        validation_every: the number of epochs from one validation to the next; there is one after the last epoch.
-        allow_nan: train on data with NaN or infinities in it.
-        prefetch: how many batches a thread makes while steps run; None: 2 of memory-mapped data or for a GPU, otherwise
-            none.
-        observers: what watches, such as a display.
+        epochs: the number of times to train on all rows.
+        batch_size: the number of rows of a batch; the last batch of an epoch may have fewer.
+        shuffle: True to draw the held-out rows and the order of each epoch; `consecutive` to draw the order of
+            batches of neighbouring rows; False to keep the order of the rows and hold out the last ones.
+        seed: the seed of what is drawn.
+        validation: the share of rows to hold out, another data set, or None.
+        validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
+        allow_nan: train on data that contains NaN or infinities.
+        prefetch: the number of batches that a thread prepares while steps run; None for 2 with memory-mapped data or
+            on a GPU, and 0 otherwise.
+        observers: objects that watch the run, such as a display; see `graphopt.training.fit.Observer`.
 
     Raises:
-        GraphoptError: the data does not fit the model; says which array, what was expected and what found.
+        GraphoptError: the data does not fit the model; names the array, what was expected and what was found.
         NonFiniteLoss: the loss is infinite or not a number.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> records = graphopt.fit(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, epochs=50, batch_size=10)
+    >>> len(records), records[-1]["validation_loss"] < 1e-3
+    (50, True)
     """
     if epochs < 1:
         raise GraphoptError(f"epochs: expected 1 or more, found {epochs}")
@@ -136,14 +149,15 @@ def fit(
 
 
 class Adaptive:
-    """Divides the learning rate by 5 each time that the loss of so many epochs in a row has not fallen: an observer.
+    """Divide the learning rate by 5 whenever the loss of several epochs in a row has not fallen; an observer for `fit`.
 
-    It is scikit-learn's schedule `adaptive`, but that training does not end where the rate falls below 1e-6: it stays.
+    This is scikit-learn's schedule `adaptive`, except that training does not end when the rate falls below 1e-6: the
+    rate stays.
 
     Args:
-        executor: whose `learning_rate` it sets; its graph has no schedule.
-        patience: the number of epochs.
-        tolerance: by how much the mean loss of an epoch must be below the least so far to count as fallen.
+        executor: the executor whose `learning_rate` it sets; its graph has no schedule.
+        patience: the number of epochs in a row.
+        tolerance: how far the mean loss of an epoch must be below the least so far to count as fallen.
     """
 
     reads_state = False
@@ -168,10 +182,23 @@ class Adaptive:
 def evaluate(
     executor: Executor, data: Data, *, batch_size: int = 256, allow_nan: bool = False
 ) -> dict[str, float]:
-    """Return the loss and the metrics on a data set: accuracy, or R2 and the mean absolute error.
+    """Return the loss and the metrics on a data set: the accuracy, or R2 and the mean absolute error.
+
+    Args:
+        executor: the executor of a training graph.
+        data: a data set, or arrays named like the model's inputs, and `target`.
+        batch_size: the number of rows per call.
+        allow_nan: accept data that contains NaN or infinities.
 
     Raises:
         GraphoptError: the data does not fit the model.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> sorted(graphopt.evaluate(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}))
+    ['loss', 'mae', 'r2']
     """
     return _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan)).measure(executor, batch_size)
 
@@ -191,7 +218,7 @@ def held_out_rows(rows: int, share: float) -> int:
 
 
 def reported(step: ir.Model) -> list[str]:
-    """Return the outputs of a training graph that a record is made of: numbers, not predictions."""
+    """Return the outputs of a training graph that go into a record: numbers, not predictions."""
     roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
     return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
 

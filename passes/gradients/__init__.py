@@ -26,15 +26,20 @@ from passes.gradients.walk import backward, lost
 
 @dataclass(frozen=True)
 class GradientSource(Pass):
-    """Differentiate the loss by every parameter: an output `NAME.grad` each.
+    """Differentiate the loss by every parameter: add an output `NAME.grad` for each.
+
+    This is the base class of `Gradient` and `OrtGradient`.
 
     Args:
-        loss_scale: differentiate the loss times the hyperparameter `loss_scale`, which starts as this, and divide the
-            gradients by it: what is computed in 16 bits on the way does not vanish.
+        loss_scale: the initial value of a hyperparameter `loss_scale`: the loss is multiplied by it before it is
+            differentiated, and the gradients are divided by it, so that 16-bit intermediate values do not vanish.
 
     Raises:
         GraphoptError: there is no loss or no parameter; operators without a gradient block a parameter; or the loss
             does not depend on a parameter.
+
+    >>> issubclass(passes.Gradient, passes.GradientSource)
+    True
     """
 
     loss_scale: float | None = within("(0, inf)", None, kw_only=True)
@@ -81,11 +86,16 @@ class GradientSource(Pass):
 
 @dataclass(frozen=True)
 class Gradient(GradientSource):
-    """Differentiate the loss by every parameter, in standard operators: an output `NAME.grad` each.
+    """Differentiate the loss by every parameter, in standard operators: add an output `NAME.grad` for each.
 
     Raises:
         GraphoptError: there is no loss or no parameter; operators without a rule block a parameter; or the loss
             does not depend on a parameter.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), gradient=passes.Gradient())
+    >>> [output.name for output in step.graph.outputs]
+    ['loss', 'y', 'layers.0.bias.grad', 'layers.0.weight.grad']
     """
 
     def backward(

@@ -65,11 +65,19 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
 
 def gradient(domain: str, op_type: str) -> Callable[[F], F]:
-    """Register the decorated function as the rule of an operator, or of a function in models, of any domain.
+    """Register the decorated function as the gradient rule of an operator, or of a function in models, of any domain.
 
-    It is a traced function, as above, or an `@onnxscript.script` function of the gradients of the operator's outputs
-    and of its inputs, in this order, that returns the gradients of its inputs. It stands in for a rule that is there.
-    A function in models that has a rule is not inlined: this is how a function gets a backward of its own.
+    The rule is a traced function, as the module describes, or an `@onnxscript.script` function: it takes the
+    gradients of the operator's outputs and then the inputs, and returns the gradients of the inputs. It replaces an
+    existing rule. A function in models that has a rule is not inlined, so that it gets its own backward pass.
+
+    Args:
+        domain: the domain of the operator; "" for ONNX's own.
+        op_type: the name of the operator or the function.
+
+    >>> @passes.gradient("my.domain", "Step")
+    ... def straight_through(op, dy, x, *, threshold):
+    ...     return [dy * op.Cast(op.Less(op.Abs(x), threshold), to=dy.dtype)]
     """
 
     def register(function: F) -> F:

@@ -19,7 +19,15 @@ MANY = 2**20  # classes, whose numbers the graph computes rather than holds
 
 @dataclass(frozen=True)
 class Hinge(Loss):
-    """max(0, 1 - t p), of targets -1 and 1."""
+    """Take max(0, 1 - t p), for a prediction p and a target t of -1 or 1.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Hinge())
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[-1], [1]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
+    1.0
+    """
 
     task = "binary"
 
@@ -32,11 +40,19 @@ class Hinge(Loss):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Loss):
-    """-t log p - (1 - t) log(1 - p), of targets from 0 to 1.
+    """Take -t log p - (1 - t) log(1 - p), for a probability p and a target t from 0 to 1.
 
     Args:
-        from_logits: the model predicts logits, p = sigmoid(x): softplus(x) - t x, which no x makes overflow;
-            otherwise probabilities, which are clipped away from 0 and 1 unless a Sigmoid makes them.
+        from_logits: the model predicts logits x, and p = sigmoid(x); the loss is then softplus(x) - t x, which does
+            not overflow. Otherwise the model predicts probabilities, which are clipped away from 0 and 1 unless a
+            Sigmoid computes them.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.BinaryCrossEntropy())
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[0], [1]])
+    >>> round(float(graphopt.run(step, {"x": zero, "target": target})["loss"]), 4)  # the logarithm of 2
+    0.6931
     """
 
     from_logits: bool = True
@@ -60,17 +76,25 @@ class BinaryCrossEntropy(Loss):
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """-sum_c q_c w_c log p_c over the classes c along `axis`.
+    """Take -sum_c q_c w_c log p_c over the classes c along `axis`, for predicted probabilities p and targets q.
 
     Args:
         axis: the axis of the classes.
-        from_logits: the model predicts logits, p = softmax(x); otherwise probabilities, which are clipped away from
-            0 unless a Softmax makes them.
-        target_probabilities: targets are probabilities of the prediction's shape; otherwise int64 class numbers of
-            its shape without `axis`.
-        label_smoothing: the share of q spread over all classes (Szegedy et al. 2016).
-        class_weights: a weight w a class; the mean over integer targets is weighted by their classes' weights.
-        ignore_index: integer targets of this number cost nothing and count for nothing.
+        from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities, which are
+            clipped away from 0 unless a Softmax computes them.
+        target_probabilities: targets are probabilities, in the shape of the prediction. Otherwise they are int64
+            class numbers, in this shape without `axis`.
+        label_smoothing: the share of q that is spread over all classes (Szegedy et al. 2016).
+        class_weights: a weight w per class; the mean over integer targets is weighted by the weights of their
+            classes.
+        ignore_index: the integer target that adds nothing to the loss and is not counted.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.CrossEntropy())
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.array([0, 3])
+    >>> round(float(graphopt.run(step, {"x": zero, "target": target})["loss"]), 4)  # the logarithm of 4
+    1.3863
     """
 
     axis: int = 1
@@ -164,10 +188,18 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True)
 class KLDivergence(Loss):
-    """sum_c t_c (log t_c - log p_c), of target probabilities t, over the classes c along `axis`.
+    """Take sum_c t_c (log t_c - log p_c) over the classes c along `axis`, for target probabilities t.
 
     Args:
-        from_logits: the model predicts logits, p = softmax(x); otherwise probabilities.
+        axis: the axis of the classes.
+        from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 2), loss=passes.KLDivergence())
+    >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[0.5, 0.5]])
+    >>> abs(float(graphopt.run(step, {"x": zero, "target": target})["loss"])) < 1e-6  # the model predicts the same
+    True
     """
 
     axis: int = 1

@@ -1,4 +1,4 @@
-"""Losses of one's own, and several together."""
+"""Losses of your own, and several losses together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ from passes.losses.loss import Loss, report_loss
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """A loss of one's own: a traced function `f(op, prediction, target)` or an onnxscript function of two inputs.
+    """Take your own function of a prediction and a target.
 
     Args:
-        function: the function, or its name, `package.module:function`.
-        integer_target: targets are int64 of the prediction's shape without its last axis.
+        function: a traced function `f(op, prediction, target)`, an onnxscript function of two inputs, or the name
+            `package.module:function` of one.
+        integer_target: targets are int64, in the shape of the prediction without its last axis.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> loss = passes.CustomLoss(lambda op, prediction, target: op.Pow(op.Abs(prediction - target), 3))
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=loss)
+    >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])
+    8.0
     """
 
     function: Callable[..., ir.Value] | OnnxFunction[..., Any] | str
@@ -43,9 +52,16 @@ class CustomLoss(Loss):
 
 @dataclass(frozen=True)
 class Losses(Pass):
-    """A loss for each of several outputs, with a target `target_OUTPUT` and a reported `loss_OUTPUT` each.
+    """Sum up a loss per output, each with its own target `target_OUTPUT` and its own reported `loss_OUTPUT`.
 
-    The objective is their sum, weighted by `weights` (1 where an output has none).
+    Args:
+        losses: a loss for each output, by the name of the output.
+        weights: the factors of the losses in the sum, by the name of the output; 1 by default.
+
+    >>> from graphopt import models
+    >>> loss = passes.Losses({"y": passes.MeanSquaredError()}, weights={"y": 0.5})
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), loss=loss, optimizer=passes.SGD(0.1))).reported
+    ['loss', 'y', 'loss_y']
     """
 
     losses: Mapping[str, Loss]

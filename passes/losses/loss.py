@@ -21,17 +21,25 @@ from graphopt.graph.values import is_floating
 
 @dataclass(frozen=True)
 class Loss(Pass):
-    """Compare the model's floating output, or the one named `output`, with a new input `target`.
+    """Compare the model's floating-point output, or the one named `output`, with a new input `target`.
+
+    This is the base class of losses. A subclass writes `compare`.
 
     Args:
-        output: the name of the output to compare, where the model has several floating ones.
-        reduction: `mean` over all elements (weighted, where there are weights) or `sum`; `none`: a loss a row, the
-            mean of its elements, which no gradient is taken of.
-        sample_weight: add an input `sample_weight`, a weight a row: `mean` is then the weighted mean.
+        output: the name of the output to compare, if the model has several floating-point ones.
+        reduction: `mean` over all elements (weighted, if there are weights) or `sum`; `none` gives a loss per row,
+            the mean of its elements, which has no gradient.
+        sample_weight: add an input `sample_weight`, a weight per row: `mean` is then the weighted mean.
 
     Raises:
-        GraphoptError: a number is outside of its interval; `output` is no floating output of the model, or is not
-            said and there are several.
+        GraphoptError: a number is outside its interval; `output` is no floating-point output of the model, or is not
+            given and there are several.
+
+    >>> class Cubed(passes.Loss):
+    ...     def compare(self, op, prediction, target):
+    ...         return op.Pow(op.Abs(prediction - target), 3)
+    >>> Cubed(reduction="sum").reduction
+    'sum'
     """
 
     output: str | None = field(default=None, kw_only=True)

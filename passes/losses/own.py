@@ -18,18 +18,26 @@ from passes.losses.loss import report_loss
 
 @dataclass(frozen=True)
 class OwnLoss(Pass):
-    """Train by one of the model's own outputs, a loss that the model computes.
+    """Train by an output of the model that is already a loss.
 
-    Inputs that no other output needs are fed in training alone, as targets; evaluation takes them, prediction and the
+    Inputs that no other output needs are treated as targets: training and evaluation take them, prediction and the
     trained model do not. A model without other outputs keeps its loss as its output `loss`.
 
     Args:
-        output: the name of the output, a number of any rank; the only such by default.
+        output: the name of the output, a number of any rank; by default the only such output.
         sample_weight: the name of an input that holds a weight for each row.
 
     Raises:
-        GraphoptError: the model has no such output, several where none is named, or the output is no number; or it
-            has no such input.
+        GraphoptError: the model has no such output or input, has several outputs where none is named, or the output
+            is no number.
+
+    >>> import onnx
+    >>> model = onnx.parser.parse_model(
+    ...     '''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N,2] x, float[N,2] t) => (float loss) <float[2] w = {1, 1}> {
+    ...         p = Mul(x, w)  d = Sub(p, t)  loss = ReduceL2<keepdims = 0>(d) }'''
+    ... )
+    >>> step = graphopt.compile(model, loss=passes.OwnLoss(), optimizer=passes.SGD(0.1))
     """
 
     output: str | None = field(default=None)

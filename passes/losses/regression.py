@@ -13,7 +13,15 @@ from passes.losses.loss import Loss, positive
 
 @dataclass(frozen=True)
 class MeanSquaredError(Loss):
-    """(p - t)^2."""
+    """Take (p - t)^2, for a prediction p and a target t.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError())
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [3]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
+    5.0
+    """
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         return op.Pow(prediction - target, 2)
@@ -21,7 +29,15 @@ class MeanSquaredError(Loss):
 
 @dataclass(frozen=True)
 class MeanAbsoluteError(Loss):
-    """|p - t|."""
+    """Take |p - t|, for a prediction p and a target t.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanAbsoluteError())
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [3]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
+    2.0
+    """
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         return op.Abs(prediction - target)
@@ -29,7 +45,19 @@ class MeanAbsoluteError(Loss):
 
 @dataclass(frozen=True)
 class Elastic(Loss):
-    """l1 |p - t| + l2 (p - t)^2."""
+    """Take l1 |p - t| + l2 (p - t)^2, for a prediction p and a target t.
+
+    Args:
+        l1: the factor of the absolute error.
+        l2: the factor of the squared error.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Elastic(l1=1.0, l2=0.5))
+    >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
+    4.0
+    """
 
     l1: float = within("[0, inf)", 0.5)
     l2: float = within("[0, inf)", 0.5)
@@ -41,7 +69,18 @@ class Elastic(Loss):
 
 @dataclass(frozen=True)
 class Huber(Loss):
-    """d^2 / 2 where d = |p - t| is at most `delta`, delta (d - delta / 2) beyond (Huber 1964)."""
+    """Take d^2 / 2 if d = |p - t| is at most `delta`, and delta (d - delta / 2) beyond (Huber 1964).
+
+    Args:
+        delta: the error beyond which the loss is linear.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Huber(delta=1.0))
+    >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[3]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
+    2.5
+    """
 
     delta: float = within("(0, inf)", 1.0)
 
@@ -53,7 +92,18 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class Quantile(Loss):
-    """The pinball loss max(q (t - p), (q - 1) (t - p)), whose minimum is the `quantile` q (Koenker, Bassett 1978)."""
+    """Take the pinball loss max(q (t - p), (q - 1) (t - p)), whose minimum is the quantile q (Koenker, Bassett 1978).
+
+    Args:
+        quantile: the quantile q to predict, between 0 and 1.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Quantile(0.75))
+    >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [-1]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the mean of 0.75 and 0.25
+    0.5
+    """
 
     quantile: float = within("(0, 1)", 0.5)
 
@@ -64,10 +114,17 @@ class Quantile(Loss):
 
 @dataclass(frozen=True)
 class Poisson(Loss):
-    """The negative log-likelihood of counts t, without its constant: e^p - t p, or p - t log p of rates p.
+    """Take the negative log-likelihood of counts t, without its constant: e^p - t p, or p - t log p for rates p.
 
     Args:
         log_rates: the model predicts the logarithms of rates, not rates.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Poisson())
+    >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
+    >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts a rate of 1
+    1.0
     """
 
     log_rates: bool = True

@@ -14,10 +14,20 @@ from passes.optimizers.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """w - rate m' / (sqrt(v') + epsilon), of bias-corrected moments of g (Kingma, Ba 2015).
+    """Update by w - rate m' / (sqrt(v') + epsilon), with bias-corrected moments m' and v' (Kingma, Ba 2015).
 
-    The slots are sums, decayed by beta each step: exp_avg is (1 - beta1) exp_sum, exp_avg_sq is (1 - beta2)
-    exp_sum_sq. What is left of the formula is in two numbers a step. The fused kernel keeps averages.
+    The slots are sums, which each step multiplies by beta: exp_avg is (1 - beta1) exp_sum, and exp_avg_sq is
+    (1 - beta2) exp_sum_sq. The rest of the formula is two numbers per step. The fused kernel keeps averages.
+
+    Args:
+        beta1: the decay of the mean of gradients.
+        beta2: the decay of the mean of squared gradients.
+        epsilon: the number that is added to the root of the mean, against division by 0.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-3))
+    >>> sorted(graphopt.Executor(step).state)[:3]
+    ['layers.0.bias', 'layers.0.bias.exp_sum', 'layers.0.bias.exp_sum_sq']
     """
 
     beta1: float = within("[0, 1)", 0.9)
@@ -42,7 +52,17 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weight decay decoupled from the gradient (Loshchilov, Hutter 2019)."""
+    """Update as Adam does, with weight decay decoupled from the gradient (Loshchilov, Hutter 2019).
+
+    Args:
+        weight_decay: the share of each parameter that a step takes away, times the rate.
+
+    >>> from graphopt import models
+    >>> optimizer = passes.AdamW(1e-3, weight_decay=0.1)
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
+    >>> round(graphopt.Executor(step).learning_rate, 6)
+    0.001
+    """
 
     weight_decay: float = within("[0, inf)", 0.01, kw_only=True)
 
@@ -55,7 +75,17 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """w - rate g / (sqrt(s) + epsilon), where s is the sum of g^2 so far (Duchi, Hazan, Singer 2011)."""
+    """Update by w - rate g / (sqrt(s) + epsilon), where s is the sum of g^2 so far (Duchi, Hazan, Singer 2011).
+
+    Args:
+        initial_accumulator: the initial value of the sum.
+        epsilon: the number that is added to the root of the sum, against division by 0.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adagrad(0.1))
+    >>> sorted(graphopt.Executor(step).state)[:2]
+    ['layers.0.bias', 'layers.0.bias.sum']
+    """
 
     initial_accumulator: float = within("[0, inf)", 0.0)
     epsilon: float = within("[0, inf)", 1e-10)
@@ -72,9 +102,19 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """w - rate g / (sqrt(v) + epsilon), where v is the moving mean of g^2, minus the mean's square if centered.
+    """Update by w - rate g / (sqrt(v) + epsilon), where v is the moving mean of g^2 (Tieleman, Hinton 2012).
 
-    Tieleman, Hinton 2012; with momentum, the step is accumulated as in PyTorch.
+    Args:
+        alpha: the decay of the mean of squared gradients.
+        epsilon: the number that is added to the root of the mean, against division by 0.
+        momentum: the decay of the velocity, which accumulates the steps as in PyTorch; 0 for none.
+        centered: subtract the square of the mean gradient from the mean of squares.
+
+    >>> from graphopt import models
+    >>> optimizer = passes.RMSprop(0.01, centered=True)
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
+    >>> sorted(graphopt.Executor(step).state)[:3]
+    ['layers.0.bias', 'layers.0.bias.grad_avg', 'layers.0.bias.square_avg']
     """
 
     alpha: float = within("[0, 1)", 0.99)
@@ -102,7 +142,18 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """w - rate sign(beta1 m + (1 - beta1) g), with decoupled weight decay (Chen et al. 2023)."""
+    """Update by w - rate sign(beta1 m + (1 - beta1) g), with decoupled weight decay (Chen et al. 2023).
+
+    Args:
+        learning_rate: the rate of all parameters.
+        beta1: the share of the mean in the update's direction.
+        beta2: the decay of the mean m of gradients.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Lion(1e-4))
+    >>> sorted(graphopt.Executor(step).state)[:2]
+    ['layers.0.bias', 'layers.0.bias.exp_avg']
+    """
 
     learning_rate: float = within("[0, inf)", 1e-4)
     beta1: float = within("[0, 1)", 0.9)
@@ -122,6 +173,6 @@ class Lion(Optimizer):
 
 
 def _rounded(number: float, like: ir.Value) -> float:
-    """Return a number as it is in the type of `like`: 1 - 0.999 is then what corrects the bias of a float32 moment."""
+    """Round a number to the type of `like`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
     assert like.dtype is not None
     return float(like.dtype.numpy().type(number))

@@ -15,13 +15,25 @@ from passes.optimizers.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """w - rate * d, where d is g or, with momentum, b = momentum b + (1 - dampening) g; g + momentum b if Nesterov.
+    """Update by w - rate d, where d is the gradient g or, with momentum, a velocity.
 
-    As in PyTorch, b is g in the first step (Sutskever et al. 2013).
+    The velocity is b = momentum b + (1 - dampening) g, and d is b, or g + momentum b with `nesterov`. As in PyTorch,
+    b is g in the first step (Sutskever et al. 2013).
 
     Args:
-        rate_in_velocity: w - d, where d is v = momentum v + rate (1 - dampening) g; rate g + momentum v if Nesterov:
-            scikit-learn's and Keras's form. The same while the rate is; under a schedule past gradients keep theirs.
+        momentum: the decay of the velocity; 0 for none.
+        dampening: the share of a gradient that the velocity leaves out.
+        nesterov: look ahead along the velocity.
+        rate_in_velocity: multiply gradients by the rate when they enter the velocity: v = momentum v + rate
+            (1 - dampening) g, and the update is w - v, or w - rate g - momentum v with `nesterov`. scikit-learn and
+            Keras do this. Under a schedule, past gradients keep the rate that they came with; at a constant rate
+            nothing changes.
+
+    >>> from graphopt import models
+    >>> optimizer = passes.SGD(0.1, momentum=0.9)
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
+    >>> sorted(graphopt.Executor(step).state)[:2]
+    ['layers.0.bias', 'layers.0.bias.momentum']
     """
 
     momentum: float = within("[0, 1]", 0.0)

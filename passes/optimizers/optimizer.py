@@ -29,7 +29,16 @@ SMALL = 4096  # numbers
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose names match `pattern`: their rate as a multiple of the optimizer's, their own weight decay."""
+    """Give the parameters whose names match `pattern` their own learning rate and weight decay.
+
+    Args:
+        pattern: shell-style patterns of names, one or several.
+        learning_rate: the multiple of the optimizer's rate that these parameters train with.
+        weight_decay: their weight decay; None for the optimizer's.
+
+    >>> passes.AdamW(groups=(passes.Group("*.bias", weight_decay=0.0),)).groups[0].learning_rate
+    1.0
+    """
 
     pattern: Pattern
     learning_rate: float = within("[0, inf)", 1.0)
@@ -41,21 +50,29 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer(Pass):
-    """Add `NAME.next` for every parameter that has a gradient, and the hyperparameter `learning_rate`.
+    """Add an output `NAME.next` for every parameter that has a gradient, and the hyperparameter `learning_rate`.
 
-    16-bit parameters are updated in float32, in which their slots are kept.
+    This is the base class of optimizers. A subclass writes `update`, and `slots` if it keeps state. 16-bit
+    parameters are updated in float32, in which their slots are kept.
 
     Args:
-        learning_rate: the rate of all parameters, fed to change it, unless a schedule computes it.
-        weight_decay: what multiplies a parameter and is added to its gradient (decoupled from it in AdamW and Lion).
-        groups: other rates and weight decays by name; the first group that matches holds.
-        flat: update vectors of up to 4096 numbers, biases and scales, end to end as one: the same numbers.
-        fused: one kernel of onnxruntime-training for all parameters, in AdamW and in SGD without momentum; float32
-            and 16 bit.
+        learning_rate: the rate of all parameters; feed it to change it, unless a schedule computes it.
+        weight_decay: the factor of the parameter that is added to its gradient (in AdamW and Lion, the share of the
+            parameter that each step takes away, times the rate).
+        groups: other rates and weight decays, by name; the first group that matches a parameter applies.
+        flat: update vectors of up to 4096 numbers, such as biases, together as one; the results are the same.
+        fused: use one kernel of onnxruntime-training for all parameters; only AdamW and SGD without momentum have
+            one, for float32 and 16 bits.
 
     Raises:
-        GraphoptError: a number is outside of its interval, there are no gradients, a group matches no parameter, or
+        GraphoptError: a number is outside its interval, there are no gradients, a group matches no parameter, or
             there is no such kernel. Rates, decays and epsilons are finite and 0 or more, moments' factors in [0, 1).
+
+    >>> class SignDescent(passes.Optimizer):
+    ...     def update(self, op, w, g, rate, t):
+    ...         return (w - rate * op.Sign(g),)
+    >>> SignDescent(learning_rate=0.01).learning_rate
+    0.01
     """
 
     learning_rate: float = within("[0, inf)", 1e-3)

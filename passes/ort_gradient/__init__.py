@@ -20,13 +20,16 @@ from passes.ort_gradient.limits import prepare, wrong
 
 @dataclass(frozen=True)
 class OrtGradient(GradientSource):
-    """Differentiate the loss by every parameter, as onnxruntime-training does: an output `NAME.grad` each.
+    """Differentiate the loss by every parameter with onnxruntime-training: add an output `NAME.grad` for each.
 
-    The graph has operators of com.microsoft that onnxruntime-training alone runs; its metadata say so.
+    The graph then has operators of com.microsoft that only onnxruntime-training runs. Its metadata says so.
 
     Raises:
         GraphoptError: onnxruntime-training is not installed; the model's opset is newer than it; there is no loss or
             no parameter; operators without a gradient there block a parameter; or the loss does not depend on one.
+
+    >>> graphopt.standard(loss=passes.MeanSquaredError(), gradient=passes.OrtGradient())["gradient"]
+    (OrtGradient(loss_scale=None),)
     """
 
     def backward(

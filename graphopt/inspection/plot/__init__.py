@@ -33,21 +33,24 @@ def plot(
 ) -> Svg | None:
     """Draw graphs side by side, into a file or, without `path`, as SVG, which notebooks show.
 
-    Values are coloured by their roles, nodes by what needs them: the model, the loss, gradients, updates. Constants of
-    at most four numbers stand in the nodes that read them. Bodies of If, Loop and Scan are frames. Graphviz takes 0.6 s
-    for 300 nodes, 3 s for 1000, half a minute for 2000.
+    Values are coloured by role, and nodes by what needs them: the model, the loss, gradients or updates. Constants of
+    at most four numbers stand inside the nodes that read them. Bodies of If, Loop and Scan are frames. Graphviz
+    takes 0.6 s for 300 nodes, 3 s for 1000, and half a minute for 2000.
 
     Args:
         model, more: paths, onnx.ModelProtos or onnx_ir.Models.
-        path: what to write: .svg, .png and .pdf are drawn by Graphviz, from the package pygraphviz of the extra `plot`;
-            .dot and .gv are Graphviz's language, .mmd and .mermaid a Mermaid flowchart, and need no package.
-        titles: one for each graph, which stands above it.
+        path: the file to write: .svg, .png and .pdf are drawn by Graphviz, from the package pygraphviz of the extra
+            `plot`; .dot and .gv are Graphviz's language, .mmd and .mermaid a Mermaid flowchart, and need no package.
+        titles: the title above each graph, one for each.
         names: write the names of values on the edges between nodes.
         types: write the element types and shapes of values on the edges between nodes.
 
     Raises:
         GraphoptError: a model cannot be read; the ending of `path` is another one; pygraphviz is not installed; there
             are too many boxes for a picture; there are titles, but not one for each graph.
+
+    >>> from graphopt import models
+    >>> graphopt.plot(models.linear((2,), 1), path="graph.mmd")
     """
     ending = ".svg" if path is None else Path(path).suffix.lower()
     if ending not in (*PICTURES, *TEXTS):
@@ -66,14 +69,24 @@ def plot(
 def dot(
     model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
 ) -> str:
-    """Return what `plot` draws in Graphviz's language; see there for arguments and errors."""
+    """Return the picture that `plot` draws, in Graphviz's language; see `plot` for arguments and errors.
+
+    >>> from graphopt import models
+    >>> graphopt.dot(models.linear((2,), 1)).split()[0]
+    'digraph'
+    """
     return text.dot(_drawing([model, *more], titles, names, types))
 
 
 def mermaid(
     model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
 ) -> str:
-    """Return what `plot` draws as a Mermaid flowchart; see there for arguments and errors."""
+    """Return the picture that `plot` draws, as a Mermaid flowchart; see `plot` for arguments and errors.
+
+    >>> from graphopt import models
+    >>> "flowchart" in graphopt.mermaid(models.linear((2,), 1))
+    True
+    """
     return text.mermaid(_drawing([model, *more], titles, names, types))
 
 
