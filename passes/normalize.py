@@ -23,7 +23,7 @@ from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
 from graphopt.graph.opsets import note_versions
 from graphopt.graph.postprocessing import set_aside
-from graphopt.graph.rewriting import Pass, hidden, needed, outputs_kept
+from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import check_expanded, fold_shapes, infer
 from graphopt.graph.state import make_room
@@ -67,7 +67,7 @@ class Normalize(Pass):
         origins = exporters.read(model)
         left_out = exporters.left_out(model)
         note_versions(model)
-        with outputs_kept(model):
+        with keep_interface(model):
             self._prepare(model)
             infer(model)
             lower_sequences(model)
@@ -114,7 +114,7 @@ class Normalize(Pass):
         materialize(model)
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
         try:
-            with hidden(needed(model)):
+            with protect(needed(model)):
                 common.IdentityEliminationPass()(model)
         except ValueError as error:
             raise GraphoptError(

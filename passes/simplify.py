@@ -23,7 +23,7 @@ from onnxscript.rewriter.rules.common import (
 )
 
 from graphopt.graph.folding import fold
-from graphopt.graph.rewriting import Pass, hidden, needed, outputs_kept
+from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.traversal import results_when_ready
 
 
@@ -78,28 +78,30 @@ def _rewrite(model: ir.Model) -> None:
 
 
 @contextlib.contextmanager
-def _outputs_aside(model: ir.Model) -> Iterator[None]:
-    """Let one value stand for all outputs: onnx_ir goes through the outputs for each node that it removes.
+def _one_output(model: ir.Model) -> Iterator[None]:
+    """Replace all outputs by one while the block runs: onnx_ir goes through the outputs for each node that it removes.
 
-    Each output has a node of its own between, as replacing an input goes through the inputs of its node.
+    A node stands between each output and the one, as replacing an input goes through the inputs of its node.
     """
     outputs = model.graph.outputs
     readers = [ir.Node("graphopt.interface", "Output", [output]) for output in outputs]
     whole = ir.Node("graphopt.interface", "Outputs", [reader.outputs[0] for reader in readers])
     model.graph.extend([*readers, whole])
     outputs[:] = whole.outputs
-    yield
-    kept = [reader for x in whole.inputs if x is not None and (reader := x.producer()) is not None]
-    outputs[:] = [output for reader in kept if (output := reader.inputs[0]) is not None]
-    model.graph.remove({whole, *kept})
-    for reader in kept:
-        reader.replace_input_with(0, None)
+    try:
+        yield
+    finally:
+        kept = [reader for x in whole.inputs if x is not None and (reader := x.producer()) is not None]
+        outputs[:] = [output for reader in kept if (output := reader.inputs[0]) is not None]
+        model.graph.remove({whole, *kept})
+        for reader in kept:
+            reader.replace_input_with(0, None)
 
 
 def simplify(model: ir.Model) -> None:
     """Do what `Simplify` does, and leave the rest of the nodes in their order; inside a pass."""
-    with outputs_kept(model), hidden(needed(model)):
-        with _outputs_aside(model):
+    with keep_interface(model), protect(needed(model)):
+        with _one_output(model):
             _rewrite(model)
             fold(model)
             common.IdentityEliminationPass()(model)

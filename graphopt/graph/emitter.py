@@ -6,6 +6,7 @@ so does arithmetic: `1 - y * y`. Python numbers take the element type of the val
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -107,7 +108,7 @@ class Emitter(TapeBuilder):
         return adapted and [self._named(value) for value in adapted]
 
     def _named(self, value: ir.Value) -> ir.Value:
-        names = (f"body{self._depth}_{i}" for i in range(len(self._taken), 2**62))
+        names = (f"body{self._depth}_{i}" for i in itertools.count(len(self._taken)))
         value.name = value.name or next(name for name in names if name not in self._taken)
         self._taken.add(value.name)
         return value

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxscript.optimizer
 
 from graphopt.graph.metadata import UNTRAINED
-from graphopt.graph.rewriting import hidden
+from graphopt.graph.rewriting import protect
 from graphopt.graph.roles import Role, with_role
 
 # Operators that leave an implementation no choice of a bit. The rest stays in the graph, where the runtime folds it.
@@ -49,7 +49,7 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         return _is_small(y) if node.op_type in GROWING else None
 
-    with hidden(_splits_of_many(model)):  # for which onnxscript writes out as many tensors
+    with protect(_splits_of_many(model)):  # for which onnxscript writes out as many tensors
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=infer_shapes, should_fold=should_fold)
 
 

@@ -15,7 +15,7 @@ from graphopt.graph import metadata
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
-from graphopt.graph.rewriting import hidden, needed, outputs_kept
+from graphopt.graph.rewriting import keep_interface, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.values import like
 
@@ -50,12 +50,12 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
         return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
     extracted = part(model.graph, outputs)
-    with outputs_kept(extracted):
+    with keep_interface(extracted):
         _switch_to_inference(extracted.graph)
     # Again, as what the bodies of nodes without a use read counts as used.
     extracted = part(extracted.graph, extracted.graph.outputs)
     graph = extracted.graph
-    with hidden(needed(extracted)):
+    with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     RemoveUnusedNodesPass()(extracted)
     for value in list(graph.inputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 import tempfile
@@ -23,9 +24,9 @@ from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.postprocessing import set_aside
 
 # Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
-RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 2**31}
+RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Those that onnxruntime-training has there alone: a copy with them elsewhere is checked.
-TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], 2**31)
+TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
 # What the onnx package raises when it reads a file, by the file's format.
 _UNREADABLE = (
@@ -103,7 +104,7 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     return _without(proto, {output.name: output.type for output in made_of_tensors})
 
 
-def _with_domains(proto: onnx.ModelProto, added: Mapping[str, int]) -> onnx.ModelProto:
+def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.ModelProto:
     """Return a model in which operators that ONNX Runtime adds to ONNX's domain stand in its own."""
     version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
     own = [op_type for op_type, since in added.items() if version < since]

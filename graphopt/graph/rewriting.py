@@ -62,8 +62,8 @@ class Pass(ir.passes.InPlacePass):
 
 
 @contextlib.contextmanager
-def outputs_kept(model: ir.Model) -> Iterator[None]:
-    """Keep inputs' and outputs' names, and outputs' metadata, while rewriters that know nothing of them run."""
+def keep_interface(model: ir.Model) -> Iterator[None]:
+    """Restore the names of inputs and outputs, and the outputs' metadata, after the rewriters in the block."""
     outputs = model.graph.outputs
     given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
     kept = [(str(output.name), metadata.all_of(output)) for output in outputs]
@@ -83,18 +83,20 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hidden(nodes: Iterable[ir.Node]) -> Iterator[None]:
-    """Keep rewriters from nodes of the default domain that they would remove, whatever they are told."""
+def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
+    """Hide nodes from rewriters by moving them to a private domain while the block runs."""
     nodes = list(nodes)
     for node in nodes:
         node.domain = "graphopt.hidden"
-    yield
-    for node in nodes:
-        node.domain = ""
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
 
 
 def needed(model: ir.Model) -> list[ir.Node]:
-    """Return the nodes that change no number, or its precision alone, and mean something.
+    """Return the Identity and Cast nodes that look redundant and must be kept.
 
     These are: where gradients stop; what bodies return, of which an output could else be an outer value, which is
     invalid; and casts that inference leaves out, as a constant that was cast would stay so.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.limits import check_constants, limits_of, set_limits
-from graphopt.graph.rewriting import hidden, needed
+from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.traversal import forward_nodes, subgraphs
 
 GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
@@ -52,7 +53,7 @@ def _ifs(model: ir.Model) -> int:
 def _fold(model: ir.Model) -> None:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
-    with hidden([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
+    with protect([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
         fold(model, floating=False, infer_shapes=True)
 
 
@@ -89,7 +90,7 @@ STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
 
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value, those of bodies too; unknown dimensions get names."""
-    names = (f"unknown_{i}" for i in range(2**62))
+    names = (f"unknown_{i}" for i in itertools.count())
     name_dimensions(model.graph.inputs, names)
     propagate = check_expanded(model)
     _infer_all(model, propagate)

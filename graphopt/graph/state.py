@@ -8,6 +8,7 @@ value for a constant, and fold a step counter that starts at 0 for ever.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -133,7 +134,7 @@ def make_room(model: ir.Model) -> None:
 def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
     """Give a value a name that no other has."""
     own = str(value.name)
-    names = (own.replace(".", "_") + "_" * i for i in range(2**62))
+    names = (own.replace(".", "_") + "_" * i for i in itertools.count())
     value.name = next(name for name in names if name not in taken)
     if value.is_initializer():
         ORIGINAL_NAME.write(value, ORIGINAL_NAME.read(value) or own)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.rewriting import Pass, outputs_kept
+from graphopt.graph.rewriting import Pass, keep_interface
 from passes.fusion.arithmetic import Factors, Square
 from passes.fusion.column_sums import column_sums
 from passes.fusion.convolution import convolution_columns, convolution_inputs
@@ -71,7 +71,7 @@ class Fuse(Pass):
                 raise GraphoptError(unknown("fusion", name, FUSIONS))
 
     def rewrite(self, model: ir.Model) -> None:
-        with outputs_kept(model):
+        with keep_interface(model):
             found = [fusion(model) for name, fusion in FUSIONS.items() if name not in self.leave_out]
         if any(found):
             Simplify().rewrite(model)

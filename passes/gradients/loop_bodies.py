@@ -121,9 +121,9 @@ def floating(values: Iterable[Value]) -> list[Value]:
     return [x for x in values if is_floating(x)]
 
 
-def padded(numbers: Sequence[int]) -> Sequence[int]:
-    """Return axes or directions, which are 0 where they are left out."""
-    return numbers or [0] * 10**4
+def padded(numbers: Sequence[int], count: int) -> Sequence[int]:
+    """Return as many axes or directions, which are 0 where they are left out."""
+    return numbers or [0] * count
 
 
 def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value]:

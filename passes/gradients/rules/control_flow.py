@@ -147,10 +147,13 @@ def scan(
 ) -> Gradients:
     """Scan the other way, over the states that each step began with, its slices and its outputs' gradients."""
     n, end = len(node.inputs) - num_scan_inputs, len(node.inputs)
-    axes = [axis % len(dims_of(x)) for axis, x in zip(padded(scan_input_axes), inputs[n:end], strict=False)]
+    axes = [
+        axis % len(dims_of(x))
+        for axis, x in zip(padded(scan_input_axes, end - n), inputs[n:end], strict=False)
+    ]
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[end:] if x in active), dys, 0, n)
-    ways = padded(scan_input_directions)[: len(back.slices)]
+    ways = padded(scan_input_directions, len(back.slices))[: len(back.slices)]
     turned = [1 - way for way in ways]
     length = dims_of(inputs[n])[axes[0]]
     slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, ways, strict=True))
@@ -164,11 +167,10 @@ def scan(
         for x, sequence, axis, way in zip(back.slices, inputs[n:end], axes, turned, strict=True)
         if x.uses()
     ]
+    stacked, ends = padded(scan_output_axes, len(dys)), padded(scan_output_directions, len(dys))
     sequences += [
         (end_, dy_, axis, 1 - way)
-        for end_, dy_, axis, way in zip(
-            back.ends[n:], dys[n:], padded(scan_output_axes), padded(scan_output_directions), strict=False
-        )
+        for end_, dy_, axis, way in zip(back.ends[n:], dys[n:], stacked, ends, strict=False)
         if end_ is not None and dy_ is not None and end_.uses()
     ]
     if not sequences:  # one tells how many steps there are
