@@ -8,11 +8,13 @@ from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.layer import ForwardBackward
 from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
 from graphopt.training.estimator import Trainer
 from graphopt.training.fit import evaluate, fit
 
 __all__ = [
+    "Device",
     "Executor",
     "ForwardBackward",
     "NonFiniteLoss",

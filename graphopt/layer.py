@@ -17,9 +17,11 @@ from graphopt.graph import inference
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
-from graphopt.runtime.device import Device, Tensor
+from graphopt.runtime.device import Device, DeviceOptions
 from graphopt.runtime.layer_engines import Agent, Engine, Graphs, names_of, refuses_agent
-from graphopt.runtime.signature import Input, check_shared, shared_dimensions
+from graphopt.runtime.session import Session
+from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
+from graphopt.runtime.tensors import Tensor, buffer, to_ort
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -95,7 +97,7 @@ class ForwardBackward:
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        device: `cpu`, `cuda` or `cuda:N`.
+        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which has the options of a device itself.
         threads: threads an operator may use; the runtime's choice by default.
         engine: `graphs`, which are `forward_model` and `backward_model`, on any ONNX Runtime; `agent`, one graph run
             in two parts by onnxruntime-training's TrainingAgent; `auto` takes the agent where there is one.
@@ -110,7 +112,7 @@ class ForwardBackward:
         self,
         model: Source,
         *,
-        device: str = "cpu",
+        device: str | Device = "cpu",
         threads: int | None = None,
         engine: Literal["auto", "graphs", "agent"] = "auto",
         normalize: Steps | Default = DEFAULT,
@@ -123,7 +125,10 @@ class ForwardBackward:
     ) -> None:
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
-        self._device = Device(device, threads, deterministic=False)
+        options = DeviceOptions(threads=threads)
+        if isinstance(device, str):
+            options.flush_denormals = False
+        self._device = Device.of(device, options)
         graphs = compile_layer(
             model,
             normalize=normalize,
@@ -135,19 +140,19 @@ class ForwardBackward:
             fuse=fuse,
         )
         self._model, self.forward_model, self.backward_model = graphs.joint, graphs.forward, graphs.backward
-        self._state_inputs = {str(v.name): Input(v, "state") for v in with_role(self._model, *STATE)}
+        self._state_inputs = {str(v.name): InputSpec(v, "state") for v in with_role(self._model, *STATE)}
         self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
-        self._inputs = {str(v.name): Input(v) for v in with_role(self._model, Role.DATA)}
+        self._inputs = {str(v.name): InputSpec(v) for v in with_role(self._model, Role.DATA)}
         self._outputs = {str(v.name): v for v in with_role(self._model, Role.PREDICTION)}
         self._seeds = names_of(with_role(self._model, Role.SEED))
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
         self._read = set(names_of(self.backward_model.graph.inputs))
-        self._state = {name: self._device.buffer(array) for name, array in take_initial(self._model).items()}
+        self._state = {name: buffer(self._device, array) for name, array in take_initial(self._model).items()}
         self.engine = engine
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
         self._engine = self._start()
-        self._inference: tuple[onnxruntime.InferenceSession, list[str]] | None = None
+        self._inference: tuple[Session, list[str]] | None = None
         self._last: Forward | None = None
         self._lock = threading.RLock()
 
@@ -199,7 +204,7 @@ class ForwardBackward:
             value = self._outputs[name]
             shape = ir.Shape(output.shape())
             if f"{name}.seed" in self._seeds:
-                accepted = Input(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
+                accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
                 seeds[f"{name}.seed"] = self._value(accepted, gradient)
@@ -271,15 +276,15 @@ class ForwardBackward:
         with self._lock:
             self._state |= new
 
-    def _value(self, accepted: Input, tensor: Tensor, keep: bool = False) -> onnxruntime.OrtValue:
+    def _value(self, accepted: InputSpec, tensor: Tensor, keep: bool = False) -> onnxruntime.OrtValue:
         """Return a tensor on the device, once it fits; if it is to keep, a NumPy array is copied."""
         if accepted.shape == () and isinstance(tensor, (int, float, np.number, np.ndarray)):
             tensor = np.asarray(tensor, accepted.dtype)
         if isinstance(tensor, np.ndarray):
             accepted.fit(tensor.dtype, tensor.shape)
-            return self._device.buffer(tensor) if keep else self._device.value(tensor, accepted.dtype)
+            return buffer(self._device, tensor) if keep else to_ort(self._device, tensor, accepted.dtype)
         try:
-            value = self._device.value(tensor, accepted.dtype)
+            value = to_ort(self._device, tensor, accepted.dtype)
         except GraphoptError as error:
             raise GraphoptError(f"{accepted}: {error}") from error
         accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
@@ -288,9 +293,9 @@ class ForwardBackward:
     def _infer(self, feeds: Mapping[str, onnxruntime.OrtValue]) -> dict[str, onnxruntime.OrtValue]:
         if self._inference is None:
             model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
-            self._inference = self._device.session(model), names_of(model.graph.inputs)
+            self._inference = Session(self._device, model), names_of(model.graph.inputs)
         session, names = self._inference
-        return self._device.compute(session, {name: feeds[name] for name in names}, list(self._outputs))
+        return session.compute({name: feeds[name] for name in names}, list(self._outputs))
 
     def _start(self) -> Engine:
         if self.engine != "agent":

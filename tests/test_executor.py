@@ -537,6 +537,24 @@ def test_small_arrays_of_changing_shapes_and_kinds_are_the_ones_fed(executor):
     )
 
 
+def test_a_device_has_the_options_of_a_device(executor):
+    device = graphopt.Device("cpu", threads=1)
+    first, second = (graphopt.Executor(compiled(), device=device) for _ in range(2))
+    expected = executor.step(x=X, target=T)["loss"]
+    assert first.step(x=X, target=T)["loss"] == expected == second.step(x=X, target=T)["loss"]
+    assert first.device == "cpu"
+    layer = graphopt.ForwardBackward(mlp(), device=device)
+    np.testing.assert_array_equal(
+        layer.forward(X)["y"], graphopt.ForwardBackward(mlp(), threads=1).forward(X)["y"]
+    )
+    with pytest.raises(
+        graphopt.GraphoptError, match="threads: expected it in the Device that is given, found 2"
+    ):
+        graphopt.Executor(compiled(), device=device, threads=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):
+        graphopt.Executor(compiled(), thread=2)
+
+
 def test_static_shapes_are_the_same_steps(executor):
     static = graphopt.Executor(compiled(), threads=1, static_shapes=True)
     for size in (8, 8, 3, 8, 3):
@@ -546,7 +564,7 @@ def test_static_shapes_are_the_same_steps(executor):
         )
     for name, value in executor.state.items():
         np.testing.assert_allclose(static.state[name], value, rtol=1e-5, atol=1e-7)
-    assert len(static._program._bound) == 2
+    assert len(static._runner._by_shapes) == 2
 
 
 @pytest.mark.parametrize("provider", ["cpu", "CPU", "CPUExecutionProvider"])

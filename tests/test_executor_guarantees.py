@@ -14,6 +14,7 @@ from builders import linear, mlp, model
 
 import graphopt
 import passes
+from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import Total, _summed
 
 ONES = np.ones((3, 2), np.float32)
@@ -128,7 +129,7 @@ def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
         on_cpu = buffers._totals[0]
         graph, values = _summed(buffers.sets[0])
         on_device = Total(executor._device, {}, [])
-        on_device._values, on_device._session = values, executor._device.session(graph)
+        on_device._values, on_device._session = values, Session(executor._device, graph)
         assert len(values) == len(buffers.sets[0]) - 1  # without the counter
         assert on_device.finite() == on_cpu.finite() == bool(np.isfinite(wrong))
 

@@ -72,13 +72,13 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     assert len(executor.run(BATCHES)) == 50
     assert executor.steps == 50
-    assert executor._pace.steps > 1
-    executor._pace._together[:] = [0.1] * 5
-    assert executor._pace.steps == 1  # since a step among several takes longer
-    executor._pace._together.clear()
-    assert executor._pace.steps > 1
-    executor._pace._alone[:] = [0.1] * 5
-    assert executor._pace.steps == 1
+    assert executor._several.pace.steps > 1
+    executor._several.pace._together[:] = [0.1] * 5
+    assert executor._several.pace.steps == 1  # since a step among several takes longer
+    executor._several.pace._together.clear()
+    assert executor._several.pace.steps > 1
+    executor._several.pace._alone[:] = [0.1] * 5
+    assert executor._several.pace.steps == 1
 
 
 def test_what_is_the_same_in_each_step_is_computed_once():

@@ -21,6 +21,7 @@ import onnx_ir as ir
 import graphopt
 import passes
 from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 
 
 class Shape(NamedTuple):
@@ -78,7 +79,7 @@ def product(flops: float) -> onnx.ModelProto:
 
 def runner(model: ir.Model | onnx.ModelProto, threads: int) -> Callable[[], object]:
     """Return what runs a graph once on random data."""
-    session = Device("cpu", threads, deterministic=False).session(graphopt.load(model))
+    session = Session(Device(threads=threads, flush_denormals=False), graphopt.load(model)).ort
     random = np.random.default_rng(0)
     feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.get_inputs()}
     return lambda: session.run(None, feeds)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.graph import inference
-from graphopt.runtime.device import Device, Tensor
-from graphopt.runtime.program import Reported
+from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import Buffers
-
-if TYPE_CHECKING:
-    import onnxruntime
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.tensors import Tensor, bind, bind_output, number_or_array
 
 
 class ForwardRunner:
@@ -26,7 +25,7 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, device: Device, model: ir.Model, buffers: Buffers, signature: Signature, *, as_numpy: bool
+        self, device: Device, model: ir.Model, buffers: StateBuffers, signature: Signature, *, as_numpy: bool
     ) -> None:
         self._device, self._model, self._buffers = device, model, buffers
         self._signature, self._as_numpy = signature, as_numpy
@@ -52,18 +51,20 @@ class ForwardRunner:
             tensors: what `check` has just let through.
         """
         part = self._part(names)
-        binding, kept = part.session.io_binding(), []
+        binding, kept = part.session.ort.io_binding(), []
         state = self._buffers.read()
         for name in part.state:
             binding.bind_ortvalue_input(name, state[name])
         for name in part.fed:
-            kept.append(self._device.bind(binding, name, tensors[name], self._signature.accepted[name].dtype))
+            kept.append(
+                bind(self._device, binding, name, tensors[name], self._signature.accepted[name].dtype)
+            )
         on_host = [self._as_numpy or value.shape == () for value in part.model.graph.outputs]
         for name, here in zip(names, on_host, strict=True):
-            self._device.bind_output(binding, name, on_host=here)
-        self._device.run(part.session, binding)
+            bind_output(self._device, binding, name, on_host=here)
+        part.session.execute(binding)
         values = zip(names, on_host, binding.get_outputs(), strict=True)
-        return {name: _python(value) if here else value for name, here, value in values}
+        return {name: number_or_array(value.numpy()) if here else value for name, here, value in values}
 
     def _part(self, names: Sequence[str]) -> _Part:
         """Return the part of the graph that computes outputs, compiled when it is first asked for."""
@@ -81,13 +82,8 @@ class _Part:
     ) -> None:
         outputs = {str(y.name): y for y in model.graph.outputs}
         self.model = inference.extract(model, [outputs[name] for name in names])
-        self.session: onnxruntime.InferenceSession = device.session(self.model)
+        self.session = Session(device, self.model)
         inputs = [str(x.name) for x in self.model.graph.inputs]
         self.state = [name for name in inputs if name in state]
         self.fed = [name for name in inputs if name not in state]
         self.checked: list[Any] | None = None  # the description of the tensors that were checked last
-
-
-def _python(value: onnxruntime.OrtValue) -> Any:
-    array = value.numpy()
-    return array if array.ndim else array.item()

@@ -1,15 +1,13 @@
-"""Runs training graphs on ONNX Runtime."""
+"""Run training graphs on ONNX Runtime."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,21 +17,22 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, STEP
-from graphopt.graph.unroll import Unroll
+from graphopt.runtime import tensors
+from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.checkpoint import Property, save_state
-from graphopt.runtime.device import Device, Tensor
+from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
-from graphopt.runtime.program import Pace, Program, Reported
+from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call
+from graphopt.runtime.session import Session
+from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
 from graphopt.runtime.signature import Signature
-from graphopt.runtime.state_buffers import Buffers, joined, parted
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.step_runner import StepRunner
+from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.vector import join, split, untrained
 
-if TYPE_CHECKING:
-    pass
-
-SHAPE = attrgetter("shape")
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
@@ -43,10 +42,8 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
     """
-    session = Device("cpu", threads).session(load(model))
-    taken = {x.name: inputs[x.name] for x in session.get_inputs()}
-    names = [y.name for y in session.get_outputs()]
-    return dict(zip(names, session.run(names, taken), strict=True)) if names else {}
+    device = Device("cpu", threads=threads, flush_denormals=False)
+    return Session(device, load(model)).compute_arrays(inputs)
 
 
 class NonFiniteLoss(GraphoptError):
@@ -56,79 +53,31 @@ class NonFiniteLoss(GraphoptError):
     """
 
 
-class Executor:
-    """Runs a training graph step by step; its state lives on the device.
+class Executor(ExecutorOptions):
+    """Run a training graph step by step; its state lies on the device.
 
     Threads may share an executor: its calls run one after the other, each whole, those of `run` and `iterate` a call of
     the runtime at a time.
 
-    Args:
-        step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
-        device: `cpu`, `cuda` or `cuda:N`.
-        threads: threads an operator may use; the runtime's choice by default.
-        deterministic: ask the runtime for kernels that give the same numbers each run.
-        on_nonfinite: what a step does whose loss, or a number of the state after it, is not finite: `raise` an error,
-            `warn` and go on, or `skip` the step; with `raise` and `skip` the state stays as it was, so that all of
-            it is finite if it was so at first.
-        steps_per_call: how many steps `run` and `iterate` do in one call of the runtime; None tries calls of several,
-            and keeps them if a step takes a tenth less time.
-        report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
-            nothing, so that nothing is read from the device and what is not finite goes unnoticed.
-        provider, provider_options, cuda_graph, low_memory, flush_denormals, session_options: as for `Device`. A CUDA
-            graph needs a step without If, Loop and Scan; every shape of the batch has one of its own.
-        as_numpy: return arrays; False: ONNX Runtime's OrtValues, on the device. Scalars are Python numbers with both.
-        static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
+    Its arguments are a training graph and the fields of `ExecutorOptions` and `DeviceOptions`, which say what each is
+    for.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
             nothing.
     """
 
-    _several: Program | None  # of several steps a call, made when it is first needed
-
-    def __init__(
-        self,
-        step: Source,
-        *,
-        device: str = "cpu",
-        threads: int | None = None,
-        deterministic: bool = False,
-        on_nonfinite: Literal["raise", "warn", "skip"] = "raise",
-        steps_per_call: int | None = None,
-        report: Sequence[str] | None = None,
-        provider: str | None = None,
-        provider_options: Mapping[str, Any] | None = None,
-        cuda_graph: bool = False,
-        static_shapes: bool = False,
-        low_memory: bool = False,
-        flush_denormals: bool = True,
-        session_options: Mapping[str, Any] | None = None,
-        as_numpy: bool = True,
-    ) -> None:
-        self.steps_per_call = _checked_count(steps_per_call)
-        if on_nonfinite not in ("raise", "warn", "skip"):
-            raise GraphoptError(f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {on_nonfinite!r}")
-        self._on_nonfinite = on_nonfinite
-        self._device = Device(
-            device,
-            threads,
-            deterministic,
-            provider=provider,
-            provider_options=provider_options,
-            cuda_graph=cuda_graph,
-            low_memory=low_memory,
-            flush_denormals=flush_denormals,
-            session_options=session_options,
-        )
-        self._static = static_shapes or cuda_graph
-        self._as_numpy = as_numpy
+    def __post_init__(self, step: Source) -> None:
+        super().__post_init__(step)
+        self._device = Device.of(self.device, self)
+        self.device = self._device.name
         self._model = load(step)
         self._lock = threading.RLock()
         self._batches = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._signature = Signature(self._device, with_role(self._model, *FED))
-        self._report = self._checked_report(report)
-        self._buffers = Buffers(self._device, self._model)
+        self._report = self._checked_report(self.report)
+        self._buffers = StateBuffers(self._device, self._model)
         self._open()
 
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
@@ -144,26 +93,22 @@ class Executor:
         """
         feeds = {**(data or {}), **named} if named else data or {}
         with self._lock:
-            if not self._program.fits(feeds):
+            if not self._runner.fits(feeds):
                 fed, feeds = self._split(feeds)
-                self._program.check(feeds)
+                self._runner.check(feeds)
                 self.set_hyperparameters(**fed)
             self._signature.check_labels(feeds)
-            reported = self._program.run(self._buffers.current, feeds)
+            reported = self._runner.step(self._buffers.current, feeds)
             if self._accept(reported):
                 self._buffers.swap()
                 self._batches += 1
             return reported
 
-    def run(
-        self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
-    ) -> list[Reported]:
+    def run(self, batches: Iterable[Batch], *, steps_per_call: int | None = None) -> list[Reported]:
         """Train on all batches and return what each step reports; see `iterate`."""
         return list(self.iterate(batches, steps_per_call=steps_per_call))
 
-    def iterate(
-        self, batches: Iterable[Mapping[str, Tensor]], *, steps_per_call: int | None = None
-    ) -> Iterator[Reported]:
+    def iterate(self, batches: Iterable[Batch], *, steps_per_call: int | None = None) -> Iterator[Reported]:
         """Return an iterator that trains on each batch and yields what its step reports.
 
         The first batch is checked at once; steps run as the iterator is read. Several steps run in one call of the
@@ -178,72 +123,48 @@ class Executor:
             NonFiniteLoss: a loss or the new state is infinite or not a number. The state is that before the step: the
                 steps of its call are done again, one by one.
         """
-        chosen = self.steps_per_call if steps_per_call is None else _checked_count(steps_per_call)
+        check_steps_per_call(steps_per_call)
+        chosen = self.steps_per_call if steps_per_call is None else steps_per_call
         if chosen is None and not self._device.on_cpu:
             chosen = 1
         left = iter(batches)
         for first in left:
             with self._lock:
-                fed, tensors = self._split(first)
-                self._signature.check(tensors)
+                fed, feeds = self._split(first)
+                self._signature.check(feeds)
                 self._buffers.check_hyperparameters(fed)
-                self._signature.check_labels(tensors)
+                self._signature.check_labels(feeds)
             return self._steps(itertools.chain([first], left), chosen)
         return iter(())
 
-    def _steps(self, left: Iterator[Mapping[str, Tensor]], chosen: int | None) -> Iterator[Reported]:
+    def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
         """Yield what a step on each batch reports, of several steps a call, or as many as is faster."""
-        while not (chosen == 1 or (chosen is None and self._pace.alone)):
-            waiting = list(itertools.islice(left, chosen or self._pace.steps))
+        pace = self._several.pace
+        while not (chosen == 1 or (chosen is None and pace.alone)):
+            waiting = list(itertools.islice(left, chosen or pace.steps))
             if not waiting:
                 return
-            for alike in _alike(waiting):
-                yield from self._call(alike)
+            for batches in alike(waiting):
+                yield from self._call(batches)
         with self._lock:
-            self._several = None  # a session's memory
+            self._several.close()
         yield from map(self.step, left)
 
-    def _call(self, batches: Sequence[Mapping[str, Tensor]]) -> Iterable[Reported]:
+    def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
         """Run a step on each of some batches of one shape, in one call where they can be stacked."""
-        first = batches[0]
-        stackable = (
-            (self._as_numpy or not self._arrays_reported)
-            and all(isinstance(x, np.ndarray) for x in first.values())
-            and first.keys() <= self._program.inputs.keys()
-        )
-        if len(batches) < 2 or not stackable:  # hyperparameters, and what lies on a device, are not stacked
+        if not self._several.take(batches):
             return map(self._alone, batches)
-        with self._lock, self._pace.timed(len(batches)):
-            reported = self._at_once(batches)
-        if reported is None:
-            return map(self.step, batches)
-        if not reported:
-            return [{} for _ in batches]
-        columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
-        return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
+        with self._lock, self._several.pace.timed(len(batches)):
+            stacked = self._several.call(self._buffers.current, batches)
+            is_finite = self._buffers.not_finite(stacked) is None
+            if is_finite:
+                self._buffers.swap()
+                self._batches += len(batches)
+        return unstacked(stacked, len(batches)) if is_finite else map(self.step, batches)
 
-    def _alone(self, batch: Mapping[str, Tensor]) -> Reported:
-        with self._lock, self._pace.timed():
+    def _alone(self, batch: Batch) -> Reported:
+        with self._lock, self._several.pace.timed():
             return self.step(batch)
-
-    def _at_once(self, batches: Sequence[Mapping[str, Tensor]]) -> Reported | None:
-        """Run a step on each of some batches of one shape, stacked, and return what they report, stacked.
-
-        None where something is not finite: the state is that before the first of them.
-        """
-        if self._several is None:
-            model = self._reporting.clone()
-            Unroll()(model)
-            self._several = self._compiled(model)
-        stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
-        self._several.check(stacked)
-        self._signature.check_labels(stacked)
-        reported = self._several.run(self._buffers.current, stacked)
-        if self._wrong(reported) is not None:
-            return None
-        self._buffers.swap()
-        self._batches += len(batches)
-        return reported
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
@@ -251,11 +172,11 @@ class Executor:
         Raises:
             GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
         """
-        return self._program.placement()
+        return self._runner.session.placement()
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on the device: on the CPU as it is, on a GPU copied; for `step`, ahead of time."""
-        return {name: self._device.placed(tensor) for name, tensor in batch.items()}
+        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data; the state stays as it is.
@@ -333,7 +254,7 @@ class Executor:
         Raises:
             GraphoptError: they are not of one type.
         """
-        return joined(self._weights(frozen))
+        return join(self._weights(frozen))
 
     def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
         """Replace the parameters by parts of a vector as `contiguous` returns it.
@@ -341,7 +262,7 @@ class Executor:
         Raises:
             GraphoptError: the vector is of another type or size; nothing is written.
         """
-        new = parted(vector, self._weights(frozen))
+        new = split(vector, self._weights(frozen))
         trained = set(self._of(Role.PARAMETER))
         fixed = {name: array for name, array in new.items() if name not in trained}
         with self._lock:
@@ -414,11 +335,6 @@ class Executor:
             self.properties = properties
 
     @property
-    def device(self) -> str:
-        """Where the state lies: `cpu`, `cuda` or `cuda:N`."""
-        return self._device.name
-
-    @property
     def inputs(self) -> dict[str, ir.Value]:
         """The inputs to feed each step, by name: data, targets and sample weights."""
         return {str(value.name): value for value in with_role(self._model, *FED)}
@@ -466,15 +382,12 @@ class Executor:
 
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
-        self._reporting = self._pruned()
-        self._arrays_reported = any(
-            y.name in self._report and y.shape != () for y in self._model.graph.outputs
-        )
-        self._program = self._compiled(self._reporting)
-        self._several = None
-        self._pace = Pace()
+        model = self._pruned()
+        arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
+        self._runner = self._compiled(model)
+        self._several = SeveralSteps(model, self._compiled, stacks=self.as_numpy or not arrays)
         self._forwards = ForwardRunner(
-            self._device, self._model, self._buffers, self._signature, as_numpy=self._as_numpy
+            self._device, self._model, self._buffers, self._signature, as_numpy=self.as_numpy
         )
 
     def _pruned(self) -> ir.Model:
@@ -488,14 +401,10 @@ class Executor:
         RemoveUnusedNodesPass()(model)
         return model
 
-    def _compiled(self, model: ir.Model) -> Program:
-        return Program(
-            self._device,
-            model,
-            self._buffers,
-            self._report,
-            static_shapes=self._static,
-            as_numpy=self._as_numpy,
+    def _compiled(self, model: ir.Model) -> StepRunner:
+        static = self.static_shapes or self._device.cuda_graph
+        return StepRunner(
+            self._device, model, self._buffers, self._report, static_shapes=static, as_numpy=self.as_numpy
         )
 
     def _of(self, *roles: Role) -> list[str]:
@@ -504,38 +413,20 @@ class Executor:
 
     def _weights(self, frozen: bool) -> dict[str, np.ndarray]:
         """Return the parameters, and the weights that do not train, in alphabetical order."""
-        values = self._model.graph.initializers.values() if frozen else ()
-        fixed = {
-            str(value.name): value.const_value.numpy()
-            for value in values
-            if UNTRAINED.is_set(value) and value.const_value is not None
-        }
-        return dict(sorted({**self.parameters, **fixed}.items()))
+        return dict(sorted({**self.parameters, **(untrained(self._model) if frozen else {})}.items()))
 
     def _accept(self, reported: Reported) -> bool:
         """Tell whether the state after a step is to be kept; raise an error or warn where it is not finite."""
-        wrong = self._wrong(reported)
+        wrong = self._buffers.not_finite(reported)
         if wrong is None:
             return True
         message = f"step {self._batches}: {wrong}"
-        if self._on_nonfinite == "raise":
+        if self.on_nonfinite == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
             )
-        warnings.warn(message + (", step skipped" if self._on_nonfinite == "skip" else ""), stacklevel=3)
-        return self._on_nonfinite == "warn"
-
-    def _wrong(self, reported: Reported) -> str | None:
-        """Return what is not finite after a step: its loss, or a number of the state."""
-        if "loss" not in reported:
-            return None
-        loss = reported["loss"]
-        if not (math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
-            return f"expected a finite loss, found {loss}"
-        name = self._buffers.spoiled()
-        if name is None:
-            return None
-        return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
+        warnings.warn(message + (", step skipped" if self.on_nonfinite == "skip" else ""), stacklevel=3)
+        return self.on_nonfinite == "warn"
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return hyperparameters and tensors that are fed together."""
@@ -545,31 +436,7 @@ class Executor:
     def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
         """Compute outputs of the graph in its inference form."""
         with self._lock:
-            fed, tensors = self._split(feeds)
-            self._forwards.check(names, tensors)
+            fed, feeds = self._split(feeds)
+            self._forwards.check(names, feeds)
             self.set_hyperparameters(**fed)
-            return self._forwards.compute(names, tensors)
-
-
-def _checked_count(steps_per_call: int | None) -> int | None:
-    if steps_per_call is not None and steps_per_call < 1:
-        raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {steps_per_call}")
-    return steps_per_call
-
-
-def _alike(batches: list[Mapping[str, Tensor]]) -> Iterator[list[Mapping[str, Tensor]]]:
-    """Yield batches in a row whose tensors have the same names and shapes."""
-    try:
-        sizes = [{*map(SHAPE, map(itemgetter(name), batches))} for name in batches[0]]
-        sizes.append({*map(len, batches)})
-    except (AttributeError, KeyError):  # of what is no array, or has no such tensor
-        sizes = []
-    if sizes and all(len(found) == 1 for found in sizes):
-        yield batches
-        return
-    for _, alike in itertools.groupby(batches, _shapes):
-        yield list(alike)
-
-
-def _shapes(batch: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-    return [(name, getattr(tensor, "shape", None)) for name, tensor in batch.items()]
+            return self._forwards.compute(names, feeds)

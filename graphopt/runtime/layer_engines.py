@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.traversal import captured
 from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -33,15 +34,14 @@ class Graphs:
     """Two graphs, on any ONNX Runtime; between them the saved values are values on the device."""
 
     def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
-        self._device = device
-        self._forward, self._backward = device.session(forward), device.session(backward)
+        self._forward, self._backward = Session(device, forward), Session(device, backward)
         self._outputs, self._gradients = names_of(forward.graph.outputs), names_of(backward.graph.outputs)
         self._reads = names_of(backward.graph.inputs)
 
     def forward(
         self, feeds: Mapping[str, onnxruntime.OrtValue]
     ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        outputs = self._device.compute(self._forward, feeds, self._outputs)
+        outputs = self._forward.compute(feeds, self._outputs)
         there = {**feeds, **outputs}
         return outputs, {name: there[name] for name in self._reads if name in there}
 
@@ -49,7 +49,7 @@ class Graphs:
         self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
     ) -> dict[str, onnxruntime.OrtValue]:
         feeds = saved | {name: seed for name, seed in seeds.items() if name in self._reads}
-        return self._device.compute(self._backward, feeds, self._gradients)
+        return self._backward.compute(feeds, self._gradients)
 
 
 class Agent:
@@ -75,16 +75,16 @@ class Agent:
         self._results, self._seeds = results, seeds
         self._ort, c = device.ort, device.ort.capi._pybind_state
         self._c = c
-        options = device.options()
+        options = device.new_session_options()
         options.enable_mem_pattern = options.enable_mem_reuse = False  # values live on between the two runs
         options.execution_order = (
             self._ort.ExecutionOrder.PRIORITY_BASED
         )  # what only backward needs runs there
-        self._session = device.session(model, options)
+        self._session = Session(device, model, options)
         kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
         place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
         self._agent = c.TrainingAgent(
-            self._session._sess,
+            self._session.ort._sess,
             self._inputs,
             [place] * len(results),
             self._gradients,

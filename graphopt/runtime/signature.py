@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
-from graphopt.runtime.device import Device, Tensor
+from graphopt.runtime.device import Device
+from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
 Dimension = tuple[str, list[tuple[str, int]]]  # its name, and the inputs and axes that share it
 
@@ -34,7 +35,7 @@ def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[
             raise GraphoptError(f"dimension {dimension!r}: expected one size in all inputs, found {found}")
 
 
-class Input:
+class InputSpec:
     """The element type and shape that an input accepts; errors call it by `kind` and name."""
 
     def __init__(self, value: ir.Value, kind: str = "input") -> None:
@@ -76,7 +77,7 @@ class Signature:
 
     def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
         self._device = device
-        self.accepted = {str(x.name): Input(x) for x in values}
+        self.accepted = {str(x.name): InputSpec(x) for x in values}
         self._shared = shared_dimensions(values)
         labels = {str(x.name): labels_of(x) for x in values}
         self._labels = {name: each for name, each in labels.items() if each is not None}
@@ -105,18 +106,18 @@ class Signature:
     def check_labels(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise an error unless labels are the loss's, as far as they lie in the host's memory."""
         for name, labels in self._labels.items():
-            array = self._device.on_host(tensors[name]) if name in tensors else None
+            array = on_host(self._device, tensors[name]) if name in tensors else None
             if array is not None and not labels.fit(array):
                 found = array[labels.wrong(array)][0]
                 raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
 
-    def _shape(self, accepted: Input, tensor: Tensor) -> Sequence[int]:
+    def _shape(self, accepted: InputSpec, tensor: Tensor) -> Sequence[int]:
         """Return the shape of a tensor that fits an input."""
         if isinstance(tensor, np.ndarray):
             accepted.check(tensor)
             return tensor.shape
         try:
-            value = self._device.value(tensor, accepted.dtype)
+            value = to_ort(self._device, tensor, accepted.dtype)
         except GraphoptError as error:
             raise GraphoptError(f"{accepted}: {error}") from error
         shape: list[int] = value.shape()

@@ -16,14 +16,16 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
 from graphopt.runtime.checkpoint import Property, load_state
 from graphopt.runtime.device import Device
-from graphopt.runtime.signature import Input
+from graphopt.runtime.session import Session
+from graphopt.runtime.signature import InputSpec
+from graphopt.runtime.tensors import buffer, buffers, number_or_array
 
 if TYPE_CHECKING:
     import onnxruntime
 
 
-class Buffers:
-    """The state in two sets, of which a step reads the `current` one and writes the other, and the hyperparameters.
+class StateBuffers:
+    """Hold the state in two sets, of which a step reads the `current` one and writes the other, and hyperparameters.
 
     Args:
         model: a training graph, out of which the initial values are taken.
@@ -33,21 +35,36 @@ class Buffers:
         initial = take_initial(model)
         kept = {str(x.name) for x in with_role(model, *STATE)}
         updated = {str(y.name).removesuffix(".next") for y in with_role(model, Role.NEXT)}
-        self._inputs = {str(x.name): Input(x) for x in model.graph.inputs if x.name in initial}
-        first, one = device.buffers({name: array for name, array in initial.items() if name in kept})
-        second, other = device.buffers({name: initial[name] for name in first if name in updated})
+        self._inputs = {str(x.name): InputSpec(x) for x in model.graph.inputs if x.name in initial}
+        first, one = buffers(device, {name: array for name, array in initial.items() if name in kept})
+        second, other = buffers(device, {name: initial[name] for name in first if name in updated})
         self.sets = (first, first | second)
         self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
         scaled = LOSS_SCALE in kept  # then a sum that overflows is thrown away, and not what is made of it
         self._may_overflow = {name for name in kept if scaled and name.endswith(f".{ACCUMULATED}")}
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
-        self.fed = {name: device.buffer(array) for name, array in fed.items()}
-        self.hyperparameters: dict[str, Any] = {name: _number(array) for name, array in fed.items()}
+        self.fed = {name: buffer(device, array) for name, array in fed.items()}
+        self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
 
     def swap(self) -> None:
         """Let the next step read what the last one wrote."""
         self.current ^= 1
+
+    def not_finite(self, reported: Mapping[str, Any]) -> str | None:
+        """Return what is not finite after a step, its loss or a number of the state, or None.
+
+        Nothing is looked at where no loss is reported.
+        """
+        if "loss" not in reported:
+            return None
+        loss = reported["loss"]
+        if not (math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
+            return f"expected a finite loss, found {loss}"
+        name = self.spoiled()
+        if name is None:
+            return None
+        return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
 
     def spoiled(self) -> str | None:
         """Return the name of a state that the last step has made infinite or not a number, or None.
@@ -122,7 +139,7 @@ class Buffers:
             if self.hyperparameters[name] is not value:
                 array = np.asarray(value, self._inputs[name].dtype)
                 self.fed[name].update_inplace(array)
-                self.hyperparameters[name] = _number(array)
+                self.hyperparameters[name] = number_or_array(array)
 
     def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
         """Return the state and the properties in a checkpoint.
@@ -141,7 +158,7 @@ class Buffers:
 
 
 class Total:
-    """Tells whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
+    """Tell whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
 
     On the CPU it is the product of the buffers' memory with itself. It may overflow although all are finite.
     """
@@ -149,16 +166,16 @@ class Total:
     def __init__(
         self, device: Device, values: Mapping[str, onnxruntime.OrtValue], memory: Sequence[np.ndarray]
     ) -> None:
-        self._device, self._memory = device, memory
+        self._memory = memory
         self._values: Mapping[str, onnxruntime.OrtValue] = {}
         if device.kind != "cpu":
             model, self._values = _summed(values)
-            self._session = device.session(model)
+            self._session = Session(device, model)
 
     def finite(self) -> bool:
         """Tell whether the sum is finite."""
         if self._values:
-            total = self._device.compute(self._session, self._values, ["total"])["total"].numpy()
+            total = self._session.compute(self._values, ["total"])["total"].numpy()
             return math.isfinite(total)
         return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
 
@@ -180,40 +197,5 @@ def _summed(
     return model, floating
 
 
-def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return arrays end to end in one vector.
-
-    Raises:
-        GraphoptError: they are not of one type.
-    """
-    types = {array.dtype for array in arrays.values()}
-    if len(types) > 1:
-        raise GraphoptError(
-            f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
-        )
-    return np.concatenate([array.ravel() for array in arrays.values()])
-
-
-def parted(vector: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the parts of a vector as `joined` returns it, in the shapes of the arrays.
-
-    Raises:
-        GraphoptError: the vector is of another type or size.
-    """
-    expected = joined(arrays)
-    if vector.shape != expected.shape or vector.dtype != expected.dtype:
-        raise GraphoptError(
-            f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
-            f"{vector.dtype}{list(vector.shape)}"
-        )
-    ends = np.cumsum([array.size for array in arrays.values()])[:-1]
-    parts = zip(arrays, np.split(vector, ends), strict=True)
-    return {name: part.reshape(arrays[name].shape) for name, part in parts}
-
-
 def _finite(array: np.ndarray) -> np.ndarray:
     return np.isfinite(array) if array.dtype.kind != "i" else np.ones_like(array, bool)
-
-
-def _number(array: np.ndarray) -> Any:
-    return array.item() if array.ndim == 0 else array

@@ -22,6 +22,7 @@ from graphopt.graph.operators import DRAWING
 from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import infer
 from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 from graphopt.testing.reference import evaluator
 
 if TYPE_CHECKING:
@@ -194,23 +195,23 @@ def _is_same(found: Any, expected: Any) -> bool:
 class _Copying:
     """A session that leaves its feeds as they are: BatchNormalization in training writes into its inputs."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._taken = [x.name for x in session.get_inputs()]
+        self._taken = [x.name for x in session.ort.get_inputs()]
 
     def run(self, outputs: list[str], feeds: Mapping[str, np.ndarray]) -> list[Any]:
-        return self._session.run(outputs, {name: feeds[name].copy() for name in self._taken})
+        return self._session.ort.run(outputs, {name: feeds[name].copy() for name in self._taken})
 
 
 def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
     """Return a session and a model's outputs, None where the runtime has no kernels, or draws its own numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
-    device, outputs = Device("cpu", 1), names(model.graph.outputs)
+    device, outputs = Device("cpu", threads=1, flush_denormals=False), names(model.graph.outputs)
     if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
         return None
     try:
-        session = _Copying(device.session(model))
+        session = _Copying(Session(device, model))
         return session, dict(zip(outputs, session.run(outputs, feeds), strict=True))
     except Exception:  # noqa: BLE001 - the bindings of two versions raise types of their own
         return None

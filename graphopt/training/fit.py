@@ -18,8 +18,8 @@ from graphopt.data.loader import Shuffle, draw
 from graphopt.data.prefetch import prefetched
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.device import Tensor
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.tensors import Tensor
 from graphopt.training.metrics import metrics
 
 AHEAD = 2  # batches

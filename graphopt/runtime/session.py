@@ -1,0 +1,141 @@
+"""A graph that ONNX Runtime has taken: made, run, and its refusals in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.large_models import is_large, weights_apart
+from graphopt.graph.metadata import RUNTIME
+from graphopt.graph.roles import TRAINING_RUNTIME
+from graphopt.runtime.device import Device
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+# It makes a / b of 1 / b * a, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
+UNSAFE = ["DivMulFusion"]
+# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
+UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
+
+
+class Session:
+    """A session of a graph on a device.
+
+    Args:
+        options: `Device.new_session_options`, changed; those by default.
+
+    Raises:
+        GraphoptError: the runtime refuses the graph, or the provider does not start.
+    """
+
+    def __init__(
+        self, device: Device, model: ir.Model, options: onnxruntime.SessionOptions | None = None
+    ) -> None:
+        self.device = device
+        try:
+            options = options or device.new_session_options()
+            content, self._weights = _serialized(device, model, options)
+            # The first session would change the denormals of this thread for good.
+            with device.flushing or contextlib.nullcontext():
+                self.ort: onnxruntime.InferenceSession = device.ort.InferenceSession(
+                    content,
+                    sess_options=options,
+                    providers=device.providers,
+                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if _is_double(model) else []),
+                    enable_fallback=0,  # to another provider, with a line on the terminal
+                )
+        except Exception as error:
+            raise _refusal(device, model, error) from error
+        if device.execution_provider not in self.ort.get_providers():
+            raise device.not_started()
+
+    def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
+        """Run once on what is bound.
+
+        Raises:
+            GraphoptError: the runtime stops.
+        """
+        try:
+            if self.device.flushing is None:
+                self.ort.run_with_iobinding(binding, options)
+            else:
+                with self.device.flushing:
+                    self.ort.run_with_iobinding(binding, options)
+        except RuntimeError as error:
+            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+
+    def compute(
+        self, feeds: Mapping[str, onnxruntime.OrtValue], names: Sequence[str]
+    ) -> dict[str, onnxruntime.OrtValue]:
+        """Run once on values and return outputs by name, which stay on the device."""
+        binding = self.ort.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in names:
+            binding.bind_output(name, self.device.kind, self.device.index)
+        self.execute(binding)
+        return dict(zip(names, binding.get_outputs(), strict=True))
+
+    def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run once on arrays, others than the graph's inputs among them, and return all outputs by name."""
+        taken = {x.name: feeds[x.name] for x in self.ort.get_inputs()}
+        names = [y.name for y in self.ort.get_outputs()]
+        return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
+
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Return for each execution provider the operators that it runs, and how many nodes of each.
+
+        Raises:
+            GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
+        """
+        if not hasattr(self.ort, "get_provider_graph_assignment_info"):
+            raise GraphoptError(
+                f"placement: expected onnxruntime 1.24 or later, found {self.device.ort.__version__}"
+            )
+        found: dict[str, Counter[str]] = {}
+        for part in self.ort.get_provider_graph_assignment_info():
+            found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+        return {name: dict(counts.most_common()) for name, counts in found.items()}
+
+
+def _serialized(
+    device: Device, model: ir.Model, options: onnxruntime.SessionOptions
+) -> tuple[bytes, list[Any]]:
+    """Return a graph as bytes, and its weights where they are too large for bytes: `options` refers to them then.
+
+    The weights are memory of ours, which has to live as long as the session reads it.
+    """
+    if not is_large(model):
+        return ir.to_proto(model).SerializeToString(), []
+    with weights_apart(model) as weights:
+        content = ir.to_proto(model).SerializeToString()
+    values = [device.ort.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
+    options.add_external_initializers([*weights], values)
+    return content, values
+
+
+def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError:
+    """Return the error of a graph that the runtime does not take."""
+    version = device.ort.__version__
+    if RUNTIME.read(model) == TRAINING_RUNTIME and not device.trains:
+        return GraphoptError(
+            f"the graph needs {TRAINING_RUNTIME}, found onnxruntime {version}: pip install "
+            f"onnxruntime-training==1.19.2 in an environment of its own, or compile without OrtGradient and "
+            f"fused kernels"
+        )
+    by = "" if device.on_cpu else f"{device.execution_provider} of "
+    reason = " ".join(str(error).split())
+    if "NOT_IMPLEMENTED" in reason:
+        reason += ", for these element types: take another precision, runtime or provider"
+    return GraphoptError(f"{by}onnxruntime {version} refuses the graph: {reason}")
+
+
+def _is_double(model: ir.Model) -> bool:
+    return any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)

@@ -1,0 +1,134 @@
+"""Several steps in one call of the runtime: batches stacked, and as many as are measured to be faster."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.roles import FED, with_role
+from graphopt.graph.unroll import Unroll
+from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.step_runner import StepRunner
+from graphopt.runtime.tensors import Tensor
+
+SHAPE = attrgetter("shape")
+Batch = Mapping[str, Tensor]
+
+
+class SeveralSteps:
+    """Run several steps in one call, of a graph in which a Scan goes through stacked batches.
+
+    Args:
+        model: the graph of one step.
+        compiled: makes a runner of a graph.
+        stacks: whether what steps report can be stacked, which values on a device cannot.
+    """
+
+    def __init__(self, model: ir.Model, compiled: Callable[[ir.Model], StepRunner], *, stacks: bool) -> None:
+        self.pace = Pace()
+        self._model, self._compiled, self._stacks = model, compiled, stacks
+        self._fed = {str(x.name) for x in with_role(model, *FED)}
+        self._runner: StepRunner | None = None
+
+    def take(self, batches: Sequence[Batch]) -> bool:
+        """Tell whether batches of one shape can be stacked: arrays without hyperparameters."""
+        first = batches[0]
+        return (
+            len(batches) > 1
+            and self._stacks
+            and all(isinstance(x, np.ndarray) for x in first.values())
+            and first.keys() <= self._fed
+        )
+
+    def call(self, source: int, batches: Sequence[Batch]) -> Reported:
+        """Run a step on each batch from state of set `source`; return what they report, stacked.
+
+        Raises:
+            GraphoptError: an array does not fit; no step has run.
+        """
+        if self._runner is None:
+            model = self._model.clone()
+            Unroll()(model)
+            self._runner = self._compiled(model)
+        stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
+        self._runner.check(stacked)
+        self._runner.signature.check_labels(stacked)
+        return self._runner.step(source, stacked)
+
+    def close(self) -> None:
+        """Give the session's memory back."""
+        self._runner = None
+
+
+def unstacked(reported: Reported, steps: int) -> list[Reported]:
+    """Return what each of some steps reports."""
+    if not reported:
+        return [{} for _ in range(steps)]
+    columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
+    return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
+    """Yield batches in a row whose tensors have the same names and shapes."""
+    try:
+        sizes = [{*map(SHAPE, map(itemgetter(name), batches))} for name in batches[0]]
+        sizes.append({*map(len, batches)})
+    except (AttributeError, KeyError):  # of what is no array, or has no such tensor
+        sizes = []
+    if sizes and all(len(found) == 1 for found in sizes):
+        yield batches
+        return
+    for _, group in itertools.groupby(batches, _shapes):
+        yield list(group)
+
+
+def _shapes(batch: Batch) -> list[tuple[str, Any]]:
+    return [(name, getattr(tensor, "shape", None)) for name, tensor in batch.items()]
+
+
+class Pace:
+    """Choose how many steps a call does, by the time of a step alone and of a step among several.
+
+    At first steps run alone, then in calls of as many as take `CALL` seconds; they go on alone unless calls were
+    faster by a `MARGIN`.
+    """
+
+    CALL = 4e-3
+    MOST = 256
+    MARGIN = 0.9
+    TRIED = 5  # steps alone, and calls of several
+
+    def __init__(self) -> None:
+        self._alone: list[float] = []
+        self._together: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        if len(self._alone) < self.TRIED:
+            return 1
+        alone = min(self._alone)  # the first ones take longer, and others may run beside
+        together = min(self._together) if len(self._together) == self.TRIED else 0.0
+        if together > self.MARGIN * alone:
+            return 1
+        return max(1, min(self.MOST, int(self.CALL / alone)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether steps stay alone."""
+        return self.steps == 1 and len(self._alone) == self.TRIED
+
+    @contextlib.contextmanager
+    def timed(self, steps: int = 1) -> Iterator[None]:
+        """Take the time of a call of some steps."""
+        taken = self._alone if steps == 1 else self._together
+        start = time.perf_counter()
+        yield
+        if len(taken) < self.TRIED:
+            taken.append((time.perf_counter() - start) / steps)
