@@ -17,6 +17,8 @@ PUBLIC = (
     "graphopt.models",
     "graphopt.testing",
     "graphopt.training.fit",
+    "graphopt.runtime.device",
+    "graphopt.runtime.executor_options",
     "graphopt.graph.emitter",
     "graphopt.graph.rewriting",
     "graphopt.graph.roles",

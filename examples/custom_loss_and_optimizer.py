@@ -1,4 +1,4 @@
-"""A loss and an optimizer of one's own, in ten lines each.
+"""Write your own loss and optimizer, in ten lines each.
 
 Run it: python examples/custom_loss_and_optimizer.py
 """

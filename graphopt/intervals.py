@@ -1,4 +1,4 @@
-"""Numbers that a pass takes as options, and the intervals that they lie in."""
+"""Check that numeric options of a pass lie in their intervals."""
 
 from __future__ import annotations
 

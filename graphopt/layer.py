@@ -106,6 +106,14 @@ class ForwardBackward:
 
     Raises:
         GraphoptError: a pass refuses the model, the device is not available, or the engine is unknown or not there.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> layer = graphopt.ForwardBackward(models.linear((2,), 1))
+    >>> forward = layer.forward(numpy.zeros((3, 2), numpy.float32))
+    >>> gradients = forward.backward(numpy.ones((3, 1), numpy.float32))
+    >>> gradients["layers.0.bias"].tolist()
+    [3.0]
     """
 
     def __init__(

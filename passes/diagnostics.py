@@ -1,4 +1,4 @@
-"""What a step reports of its gradients, which it does not change; as the pipeline's step `clip`, alone or in a list."""
+"""Report gradients without changing them, in the pipeline's step `clip`, alone or in a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long compiling takes, by the size of the model: onnx's light models and chains of growing depth.
+"""Time compiling by the size of the model: onnx's light models and chains of growing depth.
 
 Run it: python examples/benchmarks/compile_time.py
 """

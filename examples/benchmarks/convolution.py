@@ -1,4 +1,4 @@
-"""What a convolution and its gradients cost before and after passes.Fuse, and the limit.
+"""Time a convolution and its gradients before and after passes.Fuse, beside the limit.
 
 The limit is a bare matrix product of the same number of multiplications, 1024 rows and columns at most, in the same
 run. Median of rounds in which each takes its turn.

@@ -39,7 +39,7 @@ from graphopt import GraphoptError
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
 FAMILIES = {
-    "torch_own": "Modules of one's own (PyTorch)",
+    "torch_own": "Modules written for the zoo (PyTorch)",
     "torchvision_models": "torchvision",
     "timm_models": "timm",
     "transformers_models": "transformers",

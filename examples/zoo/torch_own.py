@@ -1,4 +1,4 @@
-"""Modules of one's own, the awkward ones among them."""
+"""Define PyTorch modules for the zoo, awkward ones among them."""
 
 from __future__ import annotations
 

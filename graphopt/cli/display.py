@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a live line in a terminal, plain lines elsewhere."""
+"""Display a training run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a recipe's references expand to, measured before any is resolved: thirty lines can mean gigabytes."""
+"""Measure what a recipe's references expand to, before any is resolved: thirty lines can mean gigabytes."""
 
 from __future__ import annotations
 

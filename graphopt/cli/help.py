@@ -1,4 +1,4 @@
-"""The text of `graphopt --help`; what a field is for is a comment in the recipe, or in the docstring of its class."""
+"""Write the text of `graphopt --help`; fields are described by comments in recipes and by docstrings of classes."""
 
 from __future__ import annotations
 

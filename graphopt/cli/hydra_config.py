@@ -52,7 +52,7 @@ ODD = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user, and no recipe, has said.
+    """Hold what the command line, and no recipe, says.
 
     Args:
         overrides: the arguments `key=value`.

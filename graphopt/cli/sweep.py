@@ -1,4 +1,4 @@
-"""What a sweep prints when it ends."""
+"""Print the table of a sweep when it ends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training graph is, and the tools that read and rewrite one. Imports `errors`, `files` and `intervals` only."""
+"""Define what a training graph is, and read and rewrite one. Imports `errors`, `files` and `intervals` only."""

@@ -1,4 +1,4 @@
-"""What the ONNX checker leaves unchecked in a file, so that whatever comes after may trust a loaded model."""
+"""Check what the ONNX checker leaves unchecked in a file, so that other modules may trust a loaded model."""
 
 from __future__ import annotations
 

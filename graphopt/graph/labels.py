@@ -1,4 +1,4 @@
-"""What a loss takes for labels, by the metadata of its target."""
+"""Find which labels a loss accepts, from the metadata of its target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a model may become: a file of a few kilobytes can describe one of any size."""
+"""Bound the size of a model: a file of a few kilobytes can describe one of any size."""
 
 from __future__ import annotations
 

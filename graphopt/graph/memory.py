@@ -1,4 +1,4 @@
-"""How many bytes a step of a training graph needs, told from the graph alone."""
+"""Estimate the memory of a step of a training graph, from the graph alone."""
 
 from __future__ import annotations
 

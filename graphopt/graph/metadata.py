@@ -170,7 +170,7 @@ def _check(*right: bool) -> None:
 
 @dataclass(frozen=True)
 class TargetSpec(Note):
-    """What a loss compares with a target, and how: for metrics and for the check of labels.
+    """Describe how a loss compares a prediction with its target, for metrics and for the check of labels.
 
     Args:
         output: the name of the prediction.
@@ -211,7 +211,7 @@ class TargetSpec(Note):
 
 @dataclass(frozen=True)
 class InferenceForm(Note):
-    """How a node's first output is computed in inference, where training computes it otherwise.
+    """Describe how inference computes a node's first output, if training computes it in another way.
 
     Args:
         inputs: other inputs, by number: names of the graph's inputs.
@@ -287,7 +287,7 @@ class Detached(Note):
 
 
 class Kind(enum.Enum):
-    """What an initializer is in the program that the model was exported from."""
+    """Say what an initializer is in the program that the model was exported from."""
 
     PARAMETER = "parameter"  # trains there
     COMPUTED = "computed"  # computed by the exporter from parameters, which the file no longer holds
@@ -306,7 +306,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Origin(Note):
-    """What a floating initializer is.
+    """Say what a floating-point initializer is.
 
     Args:
         why: the evidence, as a phrase that a report shows.

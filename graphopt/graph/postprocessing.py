@@ -1,4 +1,4 @@
-"""Outputs that training leaves out and the trained model has again: labels, and maps and sequences made of tensors."""
+"""Detach outputs that cannot be trained on (labels, maps, sequences) and restore them in the exported model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each input and output of a training graph is for; kept in metadata, so it survives saving."""
+"""Mark what each input and output of a training graph is for, in metadata that survives saving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operator schemas say."""
+"""Look up operator schemas."""
 
 from __future__ import annotations
 

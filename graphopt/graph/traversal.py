@@ -92,7 +92,7 @@ def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
 
 
 def results_when_ready(graph: ir.Graph) -> None:
-    """Order the nodes without a reader so that ONNX Runtime runs each as soon as what it reads is there.
+    """Reorder the result nodes so that ONNX Runtime updates each parameter as soon as its gradient is ready.
 
     It starts from the last in the file: what depends on the fewest nodes, such as the update of the last layer, which
     by another order would wait, and what it reads with it, for the whole backward pass.

@@ -1,4 +1,4 @@
-"""What a pipeline makes of a model: what trains, what blocks it, how the graph grows."""
+"""Report what a pipeline makes of a model: what trains, what blocks training, how the graph grows."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ COUNTED = 2**24  # where float32 stops counting
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What a device trains with: three graphs, and what they start from.
+    """Hold what a device trains with: three graphs and their initial values.
 
     Args:
         training: the loss, and gradients into buffers; state is plain inputs.

@@ -41,6 +41,12 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> outputs = graphopt.run(models.linear((2,), 1), {"x": numpy.zeros((3, 2), numpy.float32)})
+    >>> outputs["y"].shape
+    (3, 1)
     """
     device = Device("cpu", threads=threads, flush_denormals=False)
     return Session(device, load(model)).compute_arrays(inputs)
@@ -50,6 +56,16 @@ class NonFiniteLoss(GraphoptError):
     """A step's loss, or a number of the state that it leads to, is infinite or not a number.
 
     The state is that before the step.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> huge = numpy.full((4, 1), 1e30, numpy.float32)
+    >>> try:
+    ...     graphopt.Executor(step).step(x=huge, target=huge)
+    ... except graphopt.NonFiniteLoss:
+    ...     print("refused")
+    refused
     """
 
 
@@ -65,6 +81,14 @@ class Executor(ExecutorOptions):
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
             nothing.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> executor = graphopt.Executor(step)
+    >>> zero, one = numpy.zeros((4, 1), numpy.float32), numpy.ones((4, 1), numpy.float32)
+    >>> [round(executor.step(x=zero, target=one)["loss"], 4) for _ in range(3)]
+    [1.0, 0.64, 0.4096]
     """
 
     def __post_init__(self, step: Source) -> None:

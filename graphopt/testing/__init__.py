@@ -1,4 +1,4 @@
-"""Prove gradients, of one's own rules too: against finite differences, another program, and the runtime.
+"""Prove gradients, also of your own rules: against finite differences, another program, and the runtime.
 
 Imports `compiler`, `runtime` and `passes`; nothing imports it.
 """

@@ -1,4 +1,4 @@
-"""Which operators have gradients: ONNX's own node tests, each proved by finite differences of ONNX Runtime's forward.
+"""Prove which operators have gradients, by finite differences of ONNX Runtime's forward pass on ONNX's node tests.
 
 `python -m graphopt.testing.coverage [OPERATOR ...]` prints the table: operator, cases, passed, elements compared of
 how many, cases that show nothing, and why others are refused; below it what computed the forward, and what the
@@ -288,7 +288,7 @@ def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
 
 @dataclasses.dataclass
 class Tally:
-    """What was found of an operator's cases: the proofs, and why others are refused."""
+    """Hold the results of an operator's cases: the proofs, and why others are refused."""
 
     proofs: list[Proof] = dataclasses.field(default_factory=list)
     refusals: list[str] = dataclasses.field(default_factory=list)

@@ -64,7 +64,7 @@ class OtherForward(GraphoptError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared with what.
+    """Hold a comparison of gradients.
 
     Args:
         gradients: the emitted gradient of each floating input.

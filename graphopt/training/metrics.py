@@ -1,4 +1,4 @@
-"""Metrics of predictions, gathered batch by batch; which one, the target's metadata says."""
+"""Gather metrics of predictions batch by batch; the target's metadata chooses the metric."""
 
 from __future__ import annotations
 

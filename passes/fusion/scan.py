@@ -1,4 +1,4 @@
-"""Scans: what steps need not wait for, each other's products and what their slices alone tell, all steps at once."""
+"""Move work of a Scan that does not depend on the previous step out of the loop, and do it for all steps at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELEMENTWISE_TOO = {"And", "Cast", "Equal", "Greater", "Less", "Not", "Or", "Wher
 
 @dataclass(eq=False)
 class State:
-    """What a step hands to the next."""
+    """Hold what a step of a Scan hands to the next."""
 
     start: ir.Value
     before: ir.Value

@@ -1,4 +1,4 @@
-"""What the gradient computes, the forward pass need not compute again."""
+"""Reuse in the forward pass what the gradient of Gelu computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rule differentiates which operator.
+"""Register gradient rules, by operator.
 
 A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in
 order, None where there is none; trailing ones may be left out. `dy` is the gradient of the first output.

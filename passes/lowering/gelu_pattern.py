@@ -1,4 +1,4 @@
-"""What exporters of opsets before 20 write out, for want of the operator: Gelu, by Erf."""
+"""Recognize a Gelu that exporters before opset 20 write out by Erf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lowering replaces which operator of another domain by standard operators.
+"""Register lowerings: how operators of other domains are replaced by standard ones.
 
 A lowering is a traced function `lower(op, *inputs, **attributes)` that returns the node's output, or its outputs in
 order, None for one that it does not cover. Its parameters before `*` are the inputs, None where the node has none;

@@ -1,4 +1,4 @@
-"""What onnxruntime-training's builder takes: the forms that operators must have, and those that it has wrong."""
+"""Check what onnxruntime-training's builder accepts: forms of operators that it needs, and those that it has wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every peer says: one JSON line when it is ready, and one of times for each line on its standard input.
+"""Define what every peer writes: one JSON line when it is ready, and one of times for each line on its standard input.
 
 A peer gives `serve` a function that takes a job and returns `step(i)`, which trains on batch i and returns the loss as
 a Python number. The first line holds the losses of 20 steps, the seconds until the end of the first one, and the rows

@@ -230,7 +230,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS if gpu() else PARTS[:2])
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
-        "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each one's own"
+        "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each workload's"
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

@@ -1,4 +1,4 @@
-"""What a picture of graphs shows: boxes for values and nodes, and edges."""
+"""Lay out a picture of graphs: boxes for values and nodes, and edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What values and nodes of a graph are for, and the colours that tell."""
+"""Colour values and nodes of a graph by what they are for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.graph.traversal import ancestors, values_read
 
 @dataclass(frozen=True)
 class Kind:
-    """What a box is for: its name in the legend, and its colours."""
+    """Describe a kind of box: its name in the legend, and its colours."""
 
     name: str
     fill: str

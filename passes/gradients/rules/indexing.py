@@ -178,7 +178,7 @@ def scattered(
     scatter: Callable[..., Value],
     gather: Callable[[Value], Value],
 ) -> Gradients:
-    """What an update replaces gets no gradient; equal extremes share it; a factor gets the product of the others."""
+    """Give no gradient to what an update replaces, share it among equal extremes, multiply it by the other factors."""
     if reduction == "none":
         return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":
@@ -223,7 +223,7 @@ def tensor_scatter(
     axis: int,
     mode: str,
 ) -> Gradients:
-    """What is written to a cache replaces what was there; the rows of a batch start where each is told."""
+    """Give no gradient to the part of a cache that is overwritten; each row of a batch has its own start."""
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
     axis %= rank(x)
     size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))

@@ -35,7 +35,7 @@ def max_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """Where windows lie side by side, compare their elements with their maximum; else ask where each maximum was.
+    """Compare elements with their maximum if windows lie side by side; otherwise compute where each maximum was.
 
     The first form takes half the time on the CPU, where MaxPool is slow when it gives positions too; but ONNX
     Runtime has no ConvTranspose for float64, and on the CPU it computes 16-bit operators in float32, of which some

@@ -30,7 +30,7 @@ def quantize_linear(
     axis: int,
     block_size: int,
 ) -> list[Value]:
-    """What rounds into the range of integers is in it."""
+    """Clip numbers to those that round into the range of integers."""
     assert y.dtype is not None
     steps = x / stretched(op, scale, x, axis, block_size)
     if zero_point is not None:
@@ -41,7 +41,7 @@ def quantize_linear(
 
 @expansion("DynamicQuantizeLinear")
 def dynamic_quantize_linear(op: Emitter, x: Value) -> list[Value]:
-    """The range is that of all numbers and 0, so that none is out of it."""
+    """Take the range of all numbers and 0, so that no number is outside it."""
     most, least = op.ReduceMax(x, keepdims=0), op.ReduceMin(x, keepdims=0)
     scale = (op.Max(most, 0.0) - op.Min(least, 0.0)) / 255
     return [x / scale, scale]

@@ -23,7 +23,7 @@ def dft(
     inverse: int,
     onesided: int,
 ) -> Gradients:
-    """What the transform cut off or added to its input comes back as zeros or is dropped.
+    """Return zeros for what the transform cut off its input, and drop what it added.
 
     An inverse, onesided transform takes every frequency for two, but the first and that in the middle.
     """
