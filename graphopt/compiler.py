@@ -177,6 +177,12 @@ class LayerGraphs:
     forward: ir.Model
     backward: ir.Model
 
+    def with_yield(self) -> ir.Model:
+        """Return the joint graph with a YieldOp between forward and backward, as a TrainingAgent takes it."""
+        from passes.vector_jacobian import yielding
+
+        return yielding(self.joint)
+
 
 def compile_layer(
     model: Source,

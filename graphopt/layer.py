@@ -1,92 +1,36 @@
-"""Runs forward and backward apart, for a model that is one layer of a larger program: the program has the loss."""
+"""Run forward and backward apart, for a model that is one layer of a larger program: the program has the loss."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, Default, Steps, compile_layer
-from graphopt.errors import GraphoptError, unknown
+from graphopt.compiler import DEFAULT, Default, LayerGraphs, Steps, compile_layer
+from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
-from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.runtime.device import Device, DeviceOptions
 from graphopt.runtime.layer_engines import Agent, Engine, Graphs, names_of, refuses_agent
+from graphopt.runtime.layer_results import Forward, Values, by_name
+from graphopt.runtime.layer_state import LayerState, fitting
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
-from graphopt.runtime.tensors import Tensor, buffer, to_ort
+from graphopt.runtime.tensors import Tensor
 
 if TYPE_CHECKING:
     import onnxruntime
 
 
-class Values(Mapping[str, np.ndarray]):
-    """Arrays by name; each is taken from the device when it is asked for, on the CPU without a copy."""
-
-    def __init__(self, values: Mapping[str, onnxruntime.OrtValue], copied: Collection[str] = ()) -> None:
-        self._values, self._copied = values, copied
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        array: np.ndarray = self._values[name].numpy()
-        return array.copy() if name in self._copied else array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def on_device(self) -> dict[str, Any]:
-        """The values where they lie: ONNX Runtime's own, which PyTorch, NumPy and JAX take by `from_dlpack`."""
-        return {name: value._get_c_value() for name, value in self._values.items()}
-
-
-class Forward(Values):
-    """A model's outputs by name, and, of a forward pass in training, the way back."""
-
-    def __init__(
-        self,
-        values: Mapping[str, onnxruntime.OrtValue],
-        copied: Collection[str] = (),
-        back: Callable[[dict[str, Tensor]], Values] | None = None,
-        lock: threading.RLock | None = None,
-    ) -> None:
-        super().__init__(values, copied)
-        self._back, self._lock = back, lock or threading.RLock()
-
-    def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
-        """Return the gradients by the inputs and the parameters, by name, and let go of what was saved for them.
-
-        Args:
-            gradients: of the objective by the outputs: a mapping by name, or one after the other; those that are left
-                out or None are zero.
-            named: the same by name.
-
-        Raises:
-            GraphoptError: a gradient is unknown, or of another type or shape than its output, and the way back stays
-                open; or there is none: this was no forward pass in training, or had its backward.
-        """
-        with self._lock:
-            if self._back is None:
-                raise GraphoptError(
-                    "backward: expected a forward pass in training that had no backward yet, found nothing saved: "
-                    "run forward again"
-                )
-            found = self._back(_named(gradients, named, list(self), "gradient of output"))
-            self._back = None
-        return found
-
-
 class ForwardBackward:
-    """A model's outputs, and the gradients by its inputs and parameters, in two calls.
+    """Compute a model's outputs, and the gradients by its inputs and parameters, in two calls.
 
     Parameters lie on the device. A forward pass in training saves what its backward pass reads, so that any number
     of them may be on their way, in any order; parameters set in between hold for later ones. NumPy arrays that the
@@ -148,18 +92,17 @@ class ForwardBackward:
             fuse=fuse,
         )
         self._model, self.forward_model, self.backward_model = graphs.joint, graphs.forward, graphs.backward
-        self._state_inputs = {str(v.name): InputSpec(v, "state") for v in with_role(self._model, *STATE)}
         self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
         self._inputs = {str(v.name): InputSpec(v) for v in with_role(self._model, Role.DATA)}
         self._outputs = {str(v.name): v for v in with_role(self._model, Role.PREDICTION)}
         self._seeds = names_of(with_role(self._model, Role.SEED))
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
         self._read = set(names_of(self.backward_model.graph.inputs))
-        self._state = {name: buffer(self._device, array) for name, array in take_initial(self._model).items()}
+        self._state = LayerState(self._device, self._model)
         self.engine = engine
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
-        self._engine = self._start()
+        self._engine = self._start(graphs)
         self._inference: tuple[Session, list[str]] | None = None
         self._last: Forward | None = None
         self._lock = threading.RLock()
@@ -175,23 +118,21 @@ class ForwardBackward:
         Raises:
             GraphoptError: an input is missing, unknown, or of another type or shape; nothing has run.
         """
-        given = _named(inputs, named, list(self._inputs), "input")
+        given = by_name(inputs, named, list(self._inputs), "input")
         for name in self._inputs:
             if given.get(name) is None:
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(given) or 'nothing'}")
         feeds = {
-            name: self._value(accepted, given[name], keep=training and name in self._read)
+            name: fitting(self._device, accepted, given[name], copied=training and name in self._read)
             for name, accepted in self._inputs.items()
         }
         check_shared(self._shared, {name: value.shape() for name, value in feeds.items()})
         with self._lock:
-            feeds |= self._state
+            feeds |= self._state.values
             if not training:
                 return Forward(self._infer(feeds))
             results, saved = self._engine.forward(feeds)
-            self._state |= {
-                name: results[f"{name}.next"] for name in self._state if f"{name}.next" in results
-            }
+            self._state.go_on(results)
             outputs = {name: results[name] for name in self._outputs}
             back = functools.partial(self._go_back, outputs, saved)
             self._last = Forward(outputs, self._read, back, self._lock)
@@ -215,7 +156,7 @@ class ForwardBackward:
                 accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
-                seeds[f"{name}.seed"] = self._value(accepted, gradient)
+                seeds[f"{name}.seed"] = fitting(self._device, accepted, gradient, copied=False)
             elif gradient is not None:
                 raise GraphoptError(
                     f"gradient of output {name!r}: expected none, as its type is {value.dtype}"
@@ -227,7 +168,7 @@ class ForwardBackward:
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters, by name, in alphabetical order."""
         with self._lock:
-            return {name: np.array(self._state[name].numpy()) for name in self._parameters}
+            return self._state.arrays(self._parameters)
 
     @parameters.setter
     def parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
@@ -254,11 +195,11 @@ class ForwardBackward:
     def state(self) -> dict[str, np.ndarray]:
         """Copies of all state by name: parameters, running statistics, the count of forward passes in training."""
         with self._lock:
-            return {name: np.array(value.numpy()) for name, value in self._state.items()}
+            return self._state.arrays()
 
     def update_state(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace some of the state by name, as `set_parameters` does."""
-        self._replace(arrays, list(self._state))
+        self._replace(arrays, list(self._state.values))
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
@@ -275,28 +216,9 @@ class ForwardBackward:
         return inference.trained(self._model, self.state)
 
     def _replace(self, arrays: Mapping[str, Tensor], names: Collection[str]) -> None:
-        for name in arrays:
-            if name not in names:
-                raise GraphoptError(unknown("parameter", name, names))
-        new = {
-            name: self._value(self._state_inputs[name], array, keep=True) for name, array in arrays.items()
-        }
+        new = self._state.checked(arrays, names)
         with self._lock:
-            self._state |= new
-
-    def _value(self, accepted: InputSpec, tensor: Tensor, keep: bool = False) -> onnxruntime.OrtValue:
-        """Return a tensor on the device, once it fits; if it is to keep, a NumPy array is copied."""
-        if accepted.shape == () and isinstance(tensor, (int, float, np.number, np.ndarray)):
-            tensor = np.asarray(tensor, accepted.dtype)
-        if isinstance(tensor, np.ndarray):
-            accepted.fit(tensor.dtype, tensor.shape)
-            return buffer(self._device, tensor) if keep else to_ort(self._device, tensor, accepted.dtype)
-        try:
-            value = to_ort(self._device, tensor, accepted.dtype)
-        except GraphoptError as error:
-            raise GraphoptError(f"{accepted}: {error}") from error
-        accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
-        return value
+            self._state.values |= new
 
     def _infer(self, feeds: Mapping[str, onnxruntime.OrtValue]) -> dict[str, onnxruntime.OrtValue]:
         if self._inference is None:
@@ -305,30 +227,10 @@ class ForwardBackward:
         session, names = self._inference
         return session.compute({name: feeds[name] for name in names}, list(self._outputs))
 
-    def _start(self) -> Engine:
-        if self.engine != "agent":
-            forward = self.forward_model.clone()
-            take_initial(forward)
-            return Graphs(self._device, forward, self.backward_model)
-        from passes.vector_jacobian import yielding
-
-        model = yielding(self._model)
-        results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
-        return Agent(self._device, model, results, self._seeds)
-
-
-def _named(
-    given: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
-) -> dict[str, Tensor]:
-    """Return tensors by name, which are given by name or one after the other."""
-    if len(given) == 1 and isinstance(given[0], Mapping):
-        found = dict(given[0])
-    elif len(given) <= len(names):
-        found = dict(zip(names, given, strict=False))
-    else:
-        raise GraphoptError(f"{kind}: expected at most {len(names)} ({', '.join(names)}), found {len(given)}")
-    found |= named
-    for name in found:
-        if name not in names:
-            raise GraphoptError(unknown(kind, name, names))
-    return found
+    def _start(self, graphs: LayerGraphs) -> Engine:
+        if self.engine == "agent":
+            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+            return Agent(self._device, graphs.with_yield(), results, self._seeds)
+        forward = self.forward_model.clone()
+        take_initial(forward)
+        return Graphs(self._device, forward, self.backward_model)

@@ -29,7 +29,6 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Files that import `passes` inside functions, so that an executor runs a training graph without the library of passes.
 NEED_PASSES_LATE = {
     "graphopt/compiler.py",
-    "graphopt/layer.py",
     "graphopt/testing/coverage.py",
     "graphopt/testing/gradients.py",
     "graphopt/training/estimator.py",

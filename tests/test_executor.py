@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -553,6 +555,19 @@ def test_a_device_has_the_options_of_a_device(executor):
         graphopt.Executor(compiled(), device=device, threads=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):
         graphopt.Executor(compiled(), thread=2)
+
+
+def test_an_executor_gives_its_memory_back_at_once():
+    executor = graphopt.Executor(compiled(), threads=1)
+    executor.run([{"x": X, "target": T}] * 4, steps_per_call=2)
+    executor.predict(x=X)
+    gone = weakref.ref(executor)
+    gc.disable()
+    try:
+        del executor
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_static_shapes_are_the_same_steps(executor):

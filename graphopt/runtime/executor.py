@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -12,12 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import FED, Role, role_of, with_role
+from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, STEP
 from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
@@ -25,6 +25,7 @@ from graphopt.runtime.checkpoint import Property, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call
+from graphopt.runtime.reported_outputs import chosen_outputs, reportable, reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
 from graphopt.runtime.signature import Signature
@@ -100,7 +101,7 @@ class Executor(ExecutorOptions):
         self._batches = 0
         self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._signature = Signature(self._device, with_role(self._model, *FED))
-        self._report = self._checked_report(self.report)
+        self._report = chosen_outputs(self._model, self.report)
         self._buffers = StateBuffers(self._device, self._model)
         self._open()
 
@@ -163,9 +164,8 @@ class Executor(ExecutorOptions):
 
     def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
         """Yield what a step on each batch reports, of several steps a call, or as many as is faster."""
-        pace = self._several.pace
-        while not (chosen == 1 or (chosen is None and pace.alone)):
-            waiting = list(itertools.islice(left, chosen or pace.steps))
+        while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
+            waiting = list(itertools.islice(left, chosen or self._several.pace.steps))
             if not waiting:
                 return
             for batches in alike(waiting):
@@ -248,8 +248,8 @@ class Executor(ExecutorOptions):
     def steps(self) -> int:
         """How many updates of the parameters led to the state: its counter `step`, which schedules read.
 
-        A batch whose gradients are only added up (`passes.Accumulate`) or that is skipped (`passes.DynamicLossScale`,
-        `on_nonfinite="skip"`) is no update; `batches` counts it. A graph without that counter updates in each batch.
+        A batch whose gradients are only added up (`passes.Accumulate`) or that `passes.DynamicLossScale` skips is no
+        update; `batches` counts it. A graph without that counter updates in each batch.
         """
         with self._lock:
             return self._buffers.counter(STEP, self._batches)
@@ -366,7 +366,7 @@ class Executor(ExecutorOptions):
     @property
     def outputs(self) -> list[str]:
         """The names of everything a step can report, `loss` first."""
-        return [str(v.name) for v in self._model.graph.outputs if role_of(v) not in (Role.NEXT, Role.SOURCE)]
+        return reportable(self._model)
 
     @property
     def reported(self) -> list[str]:
@@ -389,47 +389,22 @@ class Executor(ExecutorOptions):
         """
         return inference.trained(self._model, self.state, outputs)
 
-    def _checked_report(self, report: Sequence[str] | None) -> list[str]:
-        """Return the names of the outputs to report."""
-        if not with_role(self._model, Role.NEXT):
-            raise GraphoptError(
-                "expected a training graph, found one without state to update: add an optimizer"
-            )
-        if isinstance(report, str) or not isinstance(report, Iterable | None):
-            raise GraphoptError(f"report: expected names of outputs, found {report!r}")
-        unknown = [name for name in report or () if name not in self.outputs]
-        if unknown:
-            raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(self.outputs)}")
-        return [
-            name for name in self.outputs if report is None or name in report or (report and name == "loss")
-        ]
-
     def _open(self) -> None:
         """Make the session of a step, and forget those of several steps and of parts of one."""
-        model = self._pruned()
+        device, as_numpy = self._device, self.as_numpy
+        runner_of = functools.partial(  # no method of this object's, which would keep its memory until it is collected
+            StepRunner,
+            device,
+            buffers=self._buffers,
+            report=self._report,
+            static_shapes=self.static_shapes or device.cuda_graph,
+            as_numpy=as_numpy,
+        )
+        model = reporting(self._model, self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        self._runner = self._compiled(model)
-        self._several = SeveralSteps(model, self._compiled, stacks=self.as_numpy or not arrays)
-        self._forwards = ForwardRunner(
-            self._device, self._model, self._buffers, self._signature, as_numpy=self.as_numpy
-        )
-
-    def _pruned(self) -> ir.Model:
-        """Return the training graph without what computes outputs that are not reported."""
-        if self._report == self.outputs:
-            return self._model
-        model = self._model.clone()
-        model.graph.outputs[:] = [
-            y for y in model.graph.outputs if role_of(y) is Role.NEXT or y.name in self._report
-        ]
-        RemoveUnusedNodesPass()(model)
-        return model
-
-    def _compiled(self, model: ir.Model) -> StepRunner:
-        static = self.static_shapes or self._device.cuda_graph
-        return StepRunner(
-            self._device, model, self._buffers, self._report, static_shapes=static, as_numpy=self.as_numpy
-        )
+        self._runner = runner_of(model)
+        self._several = SeveralSteps(model, runner_of, stacks=as_numpy or not arrays)
+        self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs of some roles."""

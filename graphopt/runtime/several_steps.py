@@ -27,13 +27,13 @@ class SeveralSteps:
 
     Args:
         model: the graph of one step.
-        compiled: makes a runner of a graph.
+        runner_of: makes a runner of a graph.
         stacks: whether what steps report can be stacked, which values on a device cannot.
     """
 
-    def __init__(self, model: ir.Model, compiled: Callable[[ir.Model], StepRunner], *, stacks: bool) -> None:
+    def __init__(self, model: ir.Model, runner_of: Callable[[ir.Model], StepRunner], *, stacks: bool) -> None:
         self.pace = Pace()
-        self._model, self._compiled, self._stacks = model, compiled, stacks
+        self._model, self._runner_of, self._stacks = model, runner_of, stacks
         self._fed = {str(x.name) for x in with_role(model, *FED)}
         self._runner: StepRunner | None = None
 
@@ -56,7 +56,7 @@ class SeveralSteps:
         if self._runner is None:
             model = self._model.clone()
             Unroll()(model)
-            self._runner = self._compiled(model)
+            self._runner = self._runner_of(model)
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._runner.check(stacked)
         self._runner.signature.check_labels(stacked)

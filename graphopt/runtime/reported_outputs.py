@@ -1,0 +1,43 @@
+"""The outputs that a step reports: those there are, those chosen, and the graph that computes no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import Role, role_of, with_role
+
+
+def reportable(model: ir.Model) -> list[str]:
+    """Return the names of the outputs of a training graph that are not state, `loss` first."""
+    return [str(y.name) for y in model.graph.outputs if role_of(y) not in (Role.NEXT, Role.SOURCE)]
+
+
+def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
+    """Return the names of the outputs to report: all, or those of `report` and the loss.
+
+    Raises:
+        GraphoptError: the graph trains nothing, or has no output of such a name.
+    """
+    if not with_role(model, Role.NEXT):
+        raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+    if isinstance(report, str) or not isinstance(report, Iterable | None):
+        raise GraphoptError(f"report: expected names of outputs, found {report!r}")
+    names = reportable(model)
+    unknown = [name for name in report or () if name not in names]
+    if unknown:
+        raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(names)}")
+    return [name for name in names if report is None or name in report or (report and name == "loss")]
+
+
+def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """Return a training graph without what computes outputs that are not reported."""
+    if names == reportable(model):
+        return model
+    model = model.clone()
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is Role.NEXT or y.name in names]
+    RemoveUnusedNodesPass()(model)
+    return model
