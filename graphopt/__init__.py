@@ -1,4 +1,8 @@
-"""graphopt: a compiler from ONNX inference models to self-contained ONNX training graphs."""
+"""Compile ONNX inference models to self-contained ONNX training graphs, and run them.
+
+The usual way is `compile`, `Executor`, `fit` and `Executor.trained`. Examples in docstrings assume
+`import graphopt, passes`.
+"""
 
 from graphopt.compiler import compile, grad, standard
 from graphopt.errors import GraphoptError

@@ -1,7 +1,7 @@
-"""Built-in models, made with onnxscript.nn: untrained inference models from an input `x` to an output `y`.
+"""Build untrained inference models from an input `x` to an output `y`, with onnxscript.nn.
 
-Every builder takes the shape of one row of `x`, without the batch, and how many numbers to predict; the batch
-stays dynamic. Weights are drawn with a seed: He's normal initialization before a ReLU, Glorot's uniform one
+Every builder takes the shape of one row of `x`, without the batch, and the number of outputs; the batch
+stays dynamic. Weights are drawn with a seed: by He's normal initialization before a ReLU, by Glorot's uniform one
 elsewhere.
 """
 
@@ -23,14 +23,14 @@ IR_VERSION = 10
 
 
 def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
-    """Return one affine map of the flattened features."""
+    """Return a linear model: one affine map of the flattened features."""
     return mlp(features, outputs, hidden=(), seed=seed)
 
 
 def mlp(
     features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
 ) -> ir.Model:
-    """Return a multilayer perceptron with ReLU between its layers, of the flattened features."""
+    """Return a multilayer perceptron of the flattened features, with ReLU between its layers."""
     random = _random(seed)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
@@ -48,7 +48,7 @@ def cnn(
     hidden: int = 64,
     seed: int = 0,
 ) -> ir.Model:
-    """Return a convolutional network of images: 3x3 convolution, ReLU and 2x2 max pooling, `channels` times.
+    """Return a convolutional network for images: 3x3 convolution, ReLU and 2x2 max pooling, `channels` times.
 
     Raises:
         GraphoptError: the features are no images (channels, height, width).
@@ -82,11 +82,11 @@ def transformer(
     causal: bool = True,
     seed: int = 0,
 ) -> ir.Model:
-    """Return a transformer over sequences of int64 tokens: `outputs` numbers for each position.
+    """Return a transformer over sequences of int64 tokens, with `outputs` numbers for each position.
 
     Args:
-        vocabulary: how many different tokens there are; as many as `outputs` by default.
-        causal: a position sees itself and those before it; otherwise all.
+        vocabulary: the number of different tokens; `outputs` by default.
+        causal: let a position attend to itself and earlier positions only; otherwise to all.
 
     Raises:
         GraphoptError: the features are no sequences (length,), or `heads` does not divide `width`.

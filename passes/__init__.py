@@ -1,4 +1,8 @@
-"""The library of passes: a file is a family, a family has one base class that owns the plumbing."""
+"""Provide the passes that graphopt's pipelines are made of: losses, optimizers, schedules, gradients and others.
+
+A file is a family, and a family has one base class that does everything but the mathematics. Examples in docstrings
+assume `import graphopt, passes`.
+"""
 
 from graphopt.graph.unroll import Unroll
 from passes.accumulate import Accumulate

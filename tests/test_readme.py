@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import os
 import re
 import shlex
@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_architecture import FLOORS
 
+import passes
 from graphopt import cli, compiler
 
 ROOT = Path(__file__).parents[1]
@@ -132,11 +134,24 @@ def test_the_table_of_passes_is_the_standard_pipeline() -> None:
     text = (ROOT / "examples/guides/passes.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", text, re.MULTILINE))
     assert [name for name in rows if name != "step"] == list(compiler.STANDARD)
-    passes = importlib.import_module("passes")
     named = {name for row in rows.values() for name in re.findall(r"`([A-Z]\w+)", row)}
     assert named <= set(passes.__all__)
     by_default = {name for name, row in rows.items() if row.startswith("by default")}
     assert by_default == set(compiler.standard())
+
+
+@pytest.mark.parametrize(
+    ("claim", "family", "number"),
+    [
+        ("twelve losses", (passes.Loss, passes.OwnLoss), 12),
+        ("six optimizers", passes.Optimizer, 6),
+        ("nine schedules", passes.Schedule, 9),
+    ],
+)
+def test_the_readme_counts_the_library(claim: str, family: Any, number: int) -> None:
+    members = [member for member in vars(passes).values() if inspect.isclass(member)]
+    assert number == sum(issubclass(member, family) and not inspect.isabstract(member) for member in members)
+    assert claim in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_readme_is_short() -> None:

@@ -1,4 +1,4 @@
-"""Data to train on: named arrays from files, and the batches that a training graph takes. Imports `graph`."""
+"""Read data to train on: named arrays from files, and the batches that a training graph takes. Imports `graph`."""
 
 from graphopt.data.batches import Batches
 from graphopt.data.dataset import Dataset

@@ -18,18 +18,18 @@ CHUNK = 4096
 
 
 class Batches:
-    """Checks a data set against a training graph's inputs, and cuts it into batches of the graph's own types.
+    """Check a data set against a training graph's inputs, and cut it into batches of the graph's types.
 
-    Arrays in memory are checked whole, memory-mapped ones batch by batch, as they are read.
+    Arrays in memory are checked as a whole; memory-mapped ones batch by batch, as they are read.
 
     Args:
         data: a data set, or arrays by name.
-        inputs: what the graph takes, by name: `Executor.inputs`.
-        allow_nan: let NaN and infinities through.
+        inputs: the inputs of the graph, by name: `Executor.inputs`.
+        allow_nan: accept NaN and infinities.
 
     Raises:
         GraphoptError: names, shapes, types, labels, NaN or infinities do not fit; says which, what was expected
-            and what found.
+            and what was found.
     """
 
     def __init__(

@@ -14,15 +14,15 @@ TARGET = "target"
 
 @dataclass(frozen=True)
 class Dataset:
-    """Arrays by name: the model's inputs, `target`, and `sample_weight` where there are weights.
+    """Hold arrays by name: the model's inputs, `target`, and `sample_weight` if there are weights.
 
     Args:
         arrays: the arrays, in memory or memory-mapped; the first axis is the rows.
-        features: the array that goes to a model's only input, whatever that is called.
-        classes: how many classes the labels are of; the largest label + 1 by default.
+        features: the array for a model's only input, whatever the name of that input is.
+        classes: the number of classes of the labels; the largest label + 1 by default.
 
     Raises:
-        GraphoptError: there are no rows, or not as many in every array.
+        GraphoptError: there are no rows, or the arrays differ in their number of rows.
     """
 
     arrays: Mapping[str, np.ndarray]

@@ -33,15 +33,15 @@ def draw(rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Genera
 
 
 class Loader:
-    """Iterates over the batches of an epoch, arrays by name; each iteration is another epoch.
+    """Iterate over the batches of an epoch, arrays by name; each iteration is another epoch.
 
     Args:
         data: a data set, or arrays by name.
-        batch_size: the rows of a batch; the last may have fewer.
+        batch_size: the number of rows of a batch; the last may have fewer.
         shuffle: as in `draw`.
 
     Raises:
-        GraphoptError: the arrays have not as many rows each, or `batch_size` is less than 1.
+        GraphoptError: the arrays differ in their number of rows, or `batch_size` is less than 1.
     """
 
     def __init__(

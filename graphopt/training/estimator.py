@@ -138,7 +138,7 @@ class Trainer:
         return self._fit(data, validation, self.max_iter, self.warm_start)
 
     def partial_fit(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
-        """Train one epoch more, whatever `warm_start` and `max_iter` are."""
+        """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
         return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
 
     def predict(self, X: Arrays) -> np.ndarray:
@@ -185,7 +185,7 @@ class Trainer:
         return float(np.mean(r2))
 
     def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
-        """Return the loss of each row, as it stands in the mean over them, by its weight where there are weights."""
+        """Return the loss of each row as it enters the mean, weighted if there are weights."""
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         inputs = {str(x.name): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
@@ -329,7 +329,7 @@ class Trainer:
         return self
 
     def _running(self, weighted: bool | None = None) -> Executor:
-        """Return the executor of what the options say now, with the state of the one before."""
+        """Return an executor for the current options, with the state of the previous executor."""
         self._weighted = self._weighted if weighted is None else weighted
         names = ("model", "loss", "optimizer", "regularizer", "clip", "training", "parameters", "schedule")
         options = (*(getattr(self, name) for name in (*names, "device", "threads")), self._weighted)
