@@ -1,11 +1,14 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and the sample of them that runs by default."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import numpy as np
 import pytest
+
+SAMPLE = 16  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +16,12 @@ def generator_of_its_own(request: pytest.FixtureRequest) -> None:
     """Give each test its own random generator, `RNG` of its module: it draws the same numbers alone as among others."""
     if hasattr(request.module, "RNG"):
         request.module.RNG = np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what a sample leaves out of a test with many cases: always the same cases, in no order."""
+    cases = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    for _, group in itertools.groupby(cases, key=lambda item: (item.path, item.originalname)):
+        drawn = sorted(group, key=lambda item: zlib.crc32(item.name.encode()))
+        for item in drawn[SAMPLE:]:
+            item.add_marker(pytest.mark.slow)

@@ -325,6 +325,8 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
         "-n0",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "not exhaustive",
         f"tests/{mutant.tests}",
         *(["-k", chosen] if chosen else []),
     ]

@@ -31,6 +31,7 @@ def test_scikit_learn_and_pytorch_take_the_same_steps(monkeypatch, tmp_path):
     assert "<svg" in path.read_text()
 
 
+@pytest.mark.slow
 def test_compiling_is_timed(monkeypatch):
     rows = benchmark("compile_time", monkeypatch).main("squeezenet")
     ((before, after, seconds),) = rows.values()

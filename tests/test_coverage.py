@@ -47,6 +47,7 @@ def test_onnx_has_as_many_cases_as_recorded() -> None:
     assert len(all_cases()) == TOTAL
 
 
+@pytest.mark.slow
 def test_a_sample_of_cases_passes() -> None:
     found = proofs(all_cases()[SAMPLE])
     assert len(found) >= SAMPLE_PASSED
@@ -87,6 +88,7 @@ def test_a_refused_operator_says_why() -> None:
 
 
 @newest
+@pytest.mark.slow
 def test_a_sample_of_cases_is_the_same_in_onnxruntime() -> None:
     assert sum(not runtime_refusal(case) for case in all_cases()[SAMPLE]) >= SAMPLE_IN_RUNTIME
 

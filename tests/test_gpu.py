@@ -108,6 +108,7 @@ def test_schedules_have_cuda_kernels(schedule: Any) -> None:
     assert without_cuda_kernel(compiled("mlp", schedule=schedule, accumulate=passes.Accumulate(2))) == {}
 
 
+@pytest.mark.slow
 def test_gradient_rules_add_no_operator_without_a_cuda_kernel() -> None:
     """But where the operator itself has none."""
     added: dict[str, set[str]] = {}

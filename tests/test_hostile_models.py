@@ -463,6 +463,7 @@ def test_bodies_that_nest_too_deeply_are_told() -> None:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_inputs_of_a_fuzzer_are_taken_or_refused(count: int) -> None:
     fuzzer = Path(__file__).with_name("fuzzing.py")
     seed = ["--seed", "0"] if count < 5000 else []

@@ -598,6 +598,7 @@ def test_the_environment_is_there_again_afterwards() -> None:
 
 
 @pytest.mark.parametrize("folder", ["recipes", "hydra_plugins/evil", "recipes/experiment"])
+@pytest.mark.slow
 def test_folders_of_the_working_directory_are_not_taken_for_ours(folder: str) -> None:
     Path(folder).mkdir(parents=True)
     Path(folder, "__init__.py").write_text("import os\nos.mkdir('pwned')\n")

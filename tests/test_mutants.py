@@ -14,6 +14,7 @@ def test_a_mutant_is_a_change_of_what_is_there(mutant: Mutant) -> None:
     compile(mutant.mutated(), mutant.file, "exec")
 
 
+@pytest.mark.slow
 def test_some_wrong_rules_are_noticed() -> None:
     assert unnoticed(FEW) == []
 

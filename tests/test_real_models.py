@@ -145,6 +145,7 @@ def _weight(value: ir.Value, random: np.random.Generator) -> np.ndarray:
         for name in sorted(path.stem.removeprefix("light_") for path in LIGHT.glob("*.onnx"))
     ],
 )
+@pytest.mark.slow
 def test_an_architecture_of_opset_9_trains(name: str) -> None:
     check(light(name), chaotic=name in CHAOTIC)
 
@@ -212,6 +213,7 @@ IMAGES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if "cls" in x else pytest.mark.exhaustive) for x in IMAGES]
 )
+@pytest.mark.slow
 def test_a_reader_of_text_in_images_is_fine_tuned(name: str) -> None:
     model = pretrained("rapidocr", f"models/{name}.onnx")
     shape, loss, rate = IMAGES[name]
@@ -249,6 +251,7 @@ def test_a_detector_of_speech_is_fine_tuned(name: str) -> None:
     check(Case(model, feeds, {"loss": passes.BinaryCrossEntropy(from_logits=False, output="output")}))
 
 
+@pytest.mark.slow
 def test_a_detector_of_speech_with_its_if_is_fine_tuned() -> None:
     """The sampling rate is fed, and gradients go through the branch that it takes."""
     feeds = speech(sr=np.array(16000), target=np.array([[0], [1]], np.float32))
@@ -257,6 +260,7 @@ def test_a_detector_of_speech_with_its_if_is_fine_tuned() -> None:
 
 
 @pytest.mark.parametrize("name", ["squeezenet", "silero_vad"])
+@pytest.mark.slow
 def test_mixed_precision_trains_a_real_model(name: str) -> None:
     """The scale is at first one that gradients do not bear: steps are left out until it is."""
     if name == "silero_vad":

@@ -86,6 +86,7 @@ def case(name, budgets, **steps):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.slow
 def test_the_numbers_stay_the_same(name):
     (plain, *others), feeds = case(name, [None, 0.6, "least"])
     expected = graphopt.Executor(plain, threads=1)
@@ -101,6 +102,7 @@ def test_the_numbers_stay_the_same(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.slow
 def test_less_is_saved_and_the_peak_is_lower(name):
     graphs, feeds = case(name, [None, 0.7, 0.5, "least"])
     found = [memory.estimate(graph, len(feeds["x"])) for graph in graphs]
@@ -112,6 +114,7 @@ def test_less_is_saved_and_the_peak_is_lower(name):
         assert one.saved <= budget * found[0].saved
 
 
+@pytest.mark.slow
 def test_with_clipping_accumulation_and_several_steps_a_call():
     steps = {
         "clip": passes.ClipGlobalNorm(0.5),
@@ -242,6 +245,7 @@ def test_the_report_estimates():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_the_estimate_is_near_what_a_process_takes(monkeypatch):
     path = Path(__file__).parents[1] / "examples/benchmarks/memory.py"
     spec = importlib.util.spec_from_file_location("memory_benchmark", path)

@@ -215,6 +215,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.slow
 def test_losses_are_pytorchs(kind: Any, exporter: str) -> None:
     options = {} if kind is nn.RNN else {"bidirectional": True, "num_layers": 2}
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ EXPORTERS = ("dynamo, dynamic", "torchscript, static", "skl2onnx")  # of which a
 @pytest.mark.parametrize(
     ("family", "name"), [(family, name) for family in zoo.SAMPLE for name in zoo.SAMPLE[family]]
 )
+@pytest.mark.slow
 def test_trains_as_in_its_framework(family, name):
     case = zoo.cases(family)[name]
     for exporter in case.exporters:
