@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-SAMPLE = 16  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+SAMPLE = 8  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ def proofs(some: list[Case]) -> list[Proof]:
     return found
 
 
+@pytest.mark.slow
 def test_onnx_has_as_many_cases_as_recorded() -> None:
     assert len(all_cases()) == TOTAL
 

@@ -583,6 +583,7 @@ def exported(name: str, opset: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("opset", [14, 17])
 @pytest.mark.parametrize("name", torch_models.MODELS)
+@pytest.mark.slow
 def test_a_file_that_the_runtime_optimized_trains_to_the_same_losses(name, opset, tmp_path):
     """Opset 14 has no LayerNormalization: the runtime's file has it in ONNX's domain all the same."""
     proto = exported(name, opset)

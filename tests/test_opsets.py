@@ -104,6 +104,7 @@ SOME = {("cnn", 11), ("resnet", 13), ("transformer", 14)}
         for opset in (11, 13, 14, 17, 18)
     ],
 )
+@pytest.mark.slow
 def test_an_export_of_pytorch_comes_back_in_its_opset(name, opset):
     network, x, labels = torch_models.build(name)
     if name == "transformer" and opset < 14:

@@ -62,6 +62,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
 )
+@pytest.mark.slow
 def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
     folder_of(page)
 

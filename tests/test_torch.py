@@ -55,6 +55,7 @@ def batches(name, steps):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", torch_models.MODELS)
+@pytest.mark.slow
 def test_losses_are_pytorchs(name, exporter, optimizer):
     step = graphopt.compile(
         exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0]
@@ -66,6 +67,7 @@ def test_losses_are_pytorchs(name, exporter, optimizer):
 
 
 @pytest.mark.parametrize("name", torch_models.MODELS)
+@pytest.mark.slow
 def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(name):
     step = graphopt.compile(
         exported(name, "dynamo"), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3)

@@ -272,6 +272,7 @@ CLASSIFIERS = {
 
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.slow
 def test_scikit_learns_scoring_of_classifiers(kind):
     """Accuracy by scikit-learn's own folds, scorers and metrics is that of the predictions."""
     trainer, labels = CLASSIFIERS[kind]()
