@@ -545,6 +545,7 @@ def test_a_device_has_the_options_of_a_device(executor):
     expected = executor.step(x=X, target=T)["loss"]
     assert first.step(x=X, target=T)["loss"] == expected == second.step(x=X, target=T)["loss"]
     assert first.device == "cpu"
+    assert len({first, second}) == 2
     layer = graphopt.ForwardBackward(mlp(), device=device)
     np.testing.assert_array_equal(
         layer.forward(X)["y"], graphopt.ForwardBackward(mlp(), threads=1).forward(X)["y"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pkgutil
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
         name: value for name, value in expected.items() if name not in ("executor", "data", "observers")
     }
     assert config["fit"] == {**expected, "log_steps": False}
+
+
+def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -> None:
+    hints = typing.get_type_hints(graphopt.Executor)
+    assert hints["threads"] == int | None
+    assert hints["as_numpy"] is bool
+    with pytest.raises(graphopt.GraphoptError, match=r"threads: expected int \| None, found 2.5"):
+        validation.check_fields(graphopt.Executor, {"threads": 2.5}, "executor", ("step",))
 
 
 def test_float16_scales_the_loss_unless_told_otherwise() -> None:

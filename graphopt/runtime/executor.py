@@ -179,7 +179,7 @@ class Executor(ExecutorOptions):
         if not self._several.take(batches):
             return map(self._alone, batches)
         with self._lock, self._several.pace.timed(len(batches)):
-            stacked = self._several.call(self._buffers.current, batches)
+            stacked = self._several.step_stacked(self._buffers.current, batches)
             is_finite = self._buffers.not_finite(stacked) is None
             if is_finite:
                 self._buffers.swap()

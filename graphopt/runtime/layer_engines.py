@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """Runs a pass forward and its pass backward."""
+    """Run a pass forward and its pass backward."""
 
     def forward(
         self, feeds: Mapping[str, onnxruntime.OrtValue]
@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 
 class Graphs:
-    """Two graphs, on any ONNX Runtime; between them the saved values are values on the device."""
+    """Run two graphs, on any ONNX Runtime; between them the saved values stay on the device."""
 
     def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
         self._forward, self._backward = Session(device, forward), Session(device, backward)
@@ -53,7 +53,7 @@ class Graphs:
 
 
 class Agent:
-    """One graph in which a YieldOp stands between forward and backward, on onnxruntime-training's TrainingAgent.
+    """Run one graph with a YieldOp between forward and backward, on onnxruntime-training's TrainingAgent.
 
     Args:
         device: where it runs.

@@ -66,11 +66,11 @@ def fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool
     if accepted.shape == () and isinstance(tensor, (int, float, np.number, np.ndarray)):
         tensor = np.asarray(tensor, accepted.dtype)
     if isinstance(tensor, np.ndarray):
-        accepted.fit(tensor.dtype, tensor.shape)
+        accepted.check_type(tensor.dtype, tensor.shape)
         return buffer(device, tensor) if copied else to_ort(device, tensor, accepted.dtype)
     try:
         value = to_ort(device, tensor, accepted.dtype)
     except GraphoptError as error:
         raise GraphoptError(f"{accepted}: {error}") from error
-    accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
+    accepted.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
     return value

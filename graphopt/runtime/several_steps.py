@@ -47,7 +47,7 @@ class SeveralSteps:
             and first.keys() <= self._fed
         )
 
-    def call(self, source: int, batches: Sequence[Batch]) -> Reported:
+    def step_stacked(self, source: int, batches: Sequence[Batch]) -> Reported:
         """Run a step on each batch from state of set `source`; return what they report, stacked.
 
         Raises:

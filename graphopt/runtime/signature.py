@@ -1,4 +1,4 @@
-"""What a graph's inputs accept."""
+"""What a graph's inputs accept, and the one check of what is fed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[
 
 
 class InputSpec:
-    """The element type and shape that an input accepts; errors call it by `kind` and name."""
+    """Hold the element type and shape that an input accepts; errors call it by `kind` and name."""
 
     def __init__(self, value: ir.Value, kind: str = "input") -> None:
         assert value.dtype is not None
@@ -55,9 +55,9 @@ class InputSpec:
         """Raise an error unless `array` fits."""
         if not isinstance(array, np.ndarray):
             raise GraphoptError(f"{self}: expected a NumPy array, found {type(array).__name__}")
-        self.fit(array.dtype, array.shape)
+        self.check_type(array.dtype, array.shape)
 
-    def fit(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+    def check_type(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
         """Raise an error unless an element type and a shape fit; a scalar may be of any type."""
         if dtype != self.dtype and self.shape != ():
             raise GraphoptError(f"{self}: expected {self.dtype}, found {dtype}: convert it with .astype")
@@ -69,7 +69,7 @@ class InputSpec:
 
 
 class Signature:
-    """What a graph takes by name: element types, shapes, dimensions that inputs share, and labels.
+    """Check what a graph takes by name: element types, shapes, dimensions that inputs share, and labels.
 
     Args:
         values: the inputs.
@@ -121,10 +121,10 @@ class Signature:
         except GraphoptError as error:
             raise GraphoptError(f"{accepted}: {error}") from error
         shape: list[int] = value.shape()
-        accepted.fit(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
+        accepted.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
         return tuple(shape)
 
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:
-    """Return the names, shapes and types of tensors, by which those that were checked before are known again."""
+    """Return the names, shapes and types of tensors, which tell whether they were checked before."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]
