@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import graphopt
 import passes
+from graphopt.cli.help import described
 from passes.gradients import registry
 
 ROOT = Path(__file__).parents[1]
@@ -75,4 +78,21 @@ def test_names_in_docstrings_and_pages_exist() -> None:
         for name in re.findall(r"`((?:graphopt|passes)(?:\.\w+)+)", text)
         if not exists(name)
     }
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in passes.__all__ if dataclasses.is_dataclass(getattr(passes, name))]
+)
+def test_every_field_of_a_pass_is_explained(name: str) -> None:
+    kind = getattr(passes, name)
+    assert {field.name for field in dataclasses.fields(kind)} <= set(described(kind))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(graphopt.__all__) - {"GraphoptError", "NonFiniteLoss", "dot", "mermaid", "standard"})
+)
+def test_every_argument_of_a_public_name_is_explained(name: str) -> None:
+    member = getattr(graphopt, name)
+    missing = set(inspect.signature(member).parameters) - set(described(member))
     assert not missing

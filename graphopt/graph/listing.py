@@ -18,6 +18,9 @@ def listing(model: ir.Model) -> str:
     Small constants stand in place. Attributes with their default values are left out. Values that a pass emitted
     without a name are numbered in the order of the lines: %0, %1, ....
 
+    Args:
+        model: an onnx_ir.Model, such as `compile` returns.
+
     >>> import graphopt, passes
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError())

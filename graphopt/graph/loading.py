@@ -176,6 +176,10 @@ def _cloned(model: ir.Model) -> ir.Model:
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a model to one file, whole or not at all; beyond 2 GB, write its weights to `PATH.data` beside it.
 
+    Args:
+        model: an onnx_ir.Model or an onnx.ModelProto.
+        path: the file to write.
+
     >>> from graphopt import models
     >>> graphopt.save(models.linear((2,), 1), "model.onnx")
     >>> graphopt.load("model.onnx").graph.outputs[0].name

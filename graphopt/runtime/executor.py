@@ -40,6 +40,11 @@ _BATCHES = "graphopt.batches"  # a property of checkpoints
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
     """Run any graph once, on the CPU, and return its outputs by name.
 
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model.
+        inputs: an array for each input, by name.
+        threads: the number of threads that an operator may use.
+
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
 
