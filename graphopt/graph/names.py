@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 Named = ir.Value | str
 
+COUNTERS = "graphopt."  # how names of an on-device checkpoint start that are no weight's
 _NEXT, _GRADIENT, _SEED = ".next", ".grad", ".seed"
 
 

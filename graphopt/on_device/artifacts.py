@@ -22,6 +22,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load, replacing
 from graphopt.graph.metadata import original_name
+from graphopt.graph.names import COUNTERS
 from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.pipeline import Pipeline
@@ -31,7 +32,6 @@ CHECKPOINT = "checkpoint"
 FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
 VERSION = 2  # of the checkpoint's format, that of onnxruntime-training 1.19.2
 LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
-COUNTERS = "graphopt."  # how names start that are no weight's
 
 WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
 

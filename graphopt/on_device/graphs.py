@@ -21,7 +21,7 @@ from graphopt.graph import inference, metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import RUNTIME, original_name
-from graphopt.graph.names import gradient_of, next_of
+from graphopt.graph.names import COUNTERS, gradient_of, next_of
 from graphopt.graph.roles import (
     STATE,
     TRAINING_RUNTIME,
@@ -34,7 +34,6 @@ from graphopt.graph.roles import (
 )
 from graphopt.graph.state import take_initial
 from graphopt.graph.unroll import Unroll
-from graphopt.on_device.artifacts import COUNTERS
 from graphopt.on_device.update import IR_VERSION, OPSET, update_model
 from graphopt.pipeline import Pipeline, Step
 from passes.accumulate import Accumulate
