@@ -26,7 +26,7 @@ DENORMALS = "session.set_denormal_as_zero"  # in the threads of the session's po
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)  # nor have they who inherit it, an executor among them
+@dataclass(kw_only=True, eq=False, repr=False)  # an executor inherits them
 class DeviceOptions:
     """Declare the options of a device: the one place of an option of the runtime, beside its line in a recipe.
 
