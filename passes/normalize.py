@@ -91,7 +91,7 @@ class Normalize(Pass):
         for value in model.graph.inputs:
             if value.dtype is ir.DataType.STRING:
                 raise GraphoptError(
-                    f"input {value.name!r}: expected numbers, found texts: encode them beforehand"
+                    f"input {value.name!r}: expected numbers, found strings: encode them beforehand"
                 )
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:

@@ -289,8 +289,8 @@ def _warn(values: Sequence[ir.Value]) -> None:
         numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
-            f"the exporter leaves open how {count} of {numbers:,} numbers train, and a rule decides: "
-            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters decides otherwise, and "
+            f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
+            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters changes that, and "
             f"run=report lists what trains",
             stacklevel=2,
         )

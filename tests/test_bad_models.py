@@ -56,7 +56,7 @@ def compiled(proto, pattern=None, **steps):
             "g (float[N,4] x, int64[K] s) => (float y) "
             "{ m = MatMul(x, w)\n r = Reshape(m, s)\n [all] z = ReduceMax<keepdims=0>(r)\n y = Identity(z) }",
             None,
-            "no gradient of ReduceMax node 'all': the gradient by 'r' needs its rank, which no inference could tell",
+            "no gradient of ReduceMax node 'all': the gradient by 'r' needs its rank, which could not be inferred",
         ),
     ],
 )

@@ -204,7 +204,10 @@ REFUSED = {
     "names": (["data.path=names.npz"], "expected arrays 'x', 'target', found 'images', 'target'"),
     "shapes": (["data.path=shapes.npz"], "data 'x': expected rows of shape [4], found [3]"),
     "types": (["data.path=types.npz"], "data 'target': expected int64, found float64"),
-    "rows": (["data.path=rows.npz"], "expected as many rows in every array, found 'x' 60, 'target' 59"),
+    "rows": (
+        ["data.path=rows.npz"],
+        "expected the same number of rows in every array, found 'x' 60, 'target' 59",
+    ),
     "NaN": (["data.path=nan.npz"], "found NaN in row 17; allow_nan trains"),
     "labels": (["data.path=labels.npz"], "data 'target': expected labels from 0 to 2, found 3"),
     "empty": (["data.path=empty.npz"], "data: expected rows, found none"),

@@ -61,7 +61,10 @@ def test_a_vector_and_a_column_stand_for_each_other() -> None:
         ({"x": X[:, :3], "target": LABELS}, r"data 'x': expected rows of shape \[4\], found \[3\]"),
         ({"x": X, "target": X[:, 0]}, "data 'target': expected int64, found float32"),
         ({"x": X.astype(str), "target": LABELS}, "data 'x': expected float32, found <U"),
-        ({"x": X, "target": LABELS[:4]}, "expected as many rows in every array, found 'x' 5, 'target' 4"),
+        (
+            {"x": X, "target": LABELS[:4]},
+            "expected the same number of rows in every array, found 'x' 5, 'target' 4",
+        ),
         ({"x": X[:0], "target": LABELS[:0]}, "expected rows, found none"),
         ({"x": X, "target": LABELS + 1}, "data 'target': expected labels from 0 to 2, found 3 in row 2"),
         ({"x": X, "target": LABELS - 1}, "expected labels from 0 to 2, found -1 in row 0"),

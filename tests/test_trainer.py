@@ -135,7 +135,7 @@ def test_weights_go_into_another_model_of_the_same_names():
     other = linear(seed=5)
     (y,) = ReferenceEvaluator(trainer.get_trained_onnx(other)).run(None, {"x": X.astype(np.float32)})
     np.testing.assert_allclose(y, trainer.predict(X), rtol=1e-5, atol=1e-6)
-    with pytest.raises(graphopt.GraphoptError, match="no weight of the trained one's, "):
+    with pytest.raises(graphopt.GraphoptError, match="none of the trained weights, "):
         trainer.get_trained_onnx(mlp())
     with pytest.raises(
         graphopt.GraphoptError, match=r"weight 'w': expected type 1 and shape \[3, 2\], found 1 and \[4, 2\]"
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said():
         regression(schedule="cosine").fit(X, Y)
     with pytest.raises(graphopt.GraphoptError, match="unknown option 'eta'"):
         regression().set_params(eta=1)
-    with pytest.raises(graphopt.GraphoptError, match="expected as many rows in every array"):
+    with pytest.raises(graphopt.GraphoptError, match="expected the same number of rows in every array"):
         regression().fit(X, Y[:5])
     with pytest.raises(graphopt.GraphoptError, match=r"expected rows of shape \[3\], found \[2\]"):
         regression().predict(X[:, :2])

@@ -36,7 +36,7 @@ class Dataset:
         rows = {name: len(array) for name, array in self.arrays.items()}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"{name!r} {count}" for name, count in rows.items())
-            raise GraphoptError(f"data: expected as many rows in every array, found {found}")
+            raise GraphoptError(f"data: expected the same number of rows in every array, found {found}")
         if not any(rows.values()):
             raise GraphoptError("data: expected rows, found none")
 

@@ -69,7 +69,7 @@ def _check_input(model: ir.Model, value: ir.Value) -> None:
         initial, plain = value.const_value, not any(x.is_initializer() for x in model.graph.inputs)
         if (initial is None and not plain) or (initial is not None and initial.dtype is ir.DataType.STRING):
             raise GraphoptError(
-                f"input {value.name!r}: role {role.value!r}: expected numbers that it starts with"
+                f"input {value.name!r}: role {role.value!r}: expected an initial value, found none"
             )
     elif role is not None and value.is_initializer():
         raise GraphoptError(

@@ -16,7 +16,7 @@ def is_floating(value: ir.Value | None) -> bool:
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     """Return the dimensions of `x`, numbers or symbols."""
     if x.shape is None:
-        raise GraphoptError(f"the gradient by {x.name!r} needs its rank, which no inference could tell")
+        raise GraphoptError(f"the gradient by {x.name!r} needs its rank, which could not be inferred")
     return tuple(x.shape)
 
 

@@ -183,7 +183,7 @@ def _static_shape(value: ir.Value) -> tuple[int, ...]:
     """Return an output's shape, which a CUDA graph has to know."""
     if value.shape is None or not value.shape.is_static():
         raise GraphoptError(
-            f"output {value.name!r}: expected a shape that the batch's tells, as a CUDA graph needs, found "
+            f"output {value.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
             f"{value.shape}: leave it out of `report`"
         )
     return tuple(value.shape.numpy())

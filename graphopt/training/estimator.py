@@ -218,7 +218,7 @@ class Trainer:
         found = [x for x in other.graph.initializer if x.name in weights]
         if not found:
             raise GraphoptError(
-                f"get_trained_onnx: the other model has no weight of the trained one's, {', '.join(weights)}"
+                f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
             )
         for x in found:
             weight = weights[x.name]

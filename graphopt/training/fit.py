@@ -300,6 +300,6 @@ def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> N
         raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
     if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
         raise GraphoptError(
-            f"the model takes {fixed} rows at a time and no other number, found batch_size={batch_size} "
+            f"the model takes {fixed} rows at a time, neither more nor fewer, found batch_size={batch_size} "
             f"and {' and '.join(str(len(rows)) for rows in parts)} rows: export it with a dynamic batch"
         )

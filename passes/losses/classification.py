@@ -237,8 +237,8 @@ def _logits(
     if from_logits:
         if activated:
             warnings.warn(
-                f"{prediction.name!r} comes out of {activation}, and the loss takes it for logits: "
-                f"give the loss from_logits=false",
+                f"{prediction.name!r} comes out of {activation}, but the loss expects logits: "
+                "set from_logits=False in the loss",
                 stacklevel=2,
             )
         return prediction

@@ -114,7 +114,7 @@ class Loss(Pass):
         (prediction,) = outputs
         if prediction.shape is None:
             raise GraphoptError(
-                f"{type(self).__name__} needs the rank of {prediction.name!r}, which no inference could tell: declare "
+                f"{type(self).__name__} needs the rank of {prediction.name!r}, which could not be inferred: declare "
                 f"the output's shape"
             )
         if len(prediction.shape) == 0:
@@ -138,7 +138,7 @@ def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
     """Make `loss` the objective and the first output."""
     if with_role(model, Role.LOSS):
         raise GraphoptError(
-            "the model already has a loss: one loss pass a pipeline; for several outputs use Losses"
+            "the model already has a loss: use one loss pass per pipeline; for several outputs use Losses"
         )
     state.check_free(model, "loss")
     loss = op.Identity(loss, _outputs=["loss"])

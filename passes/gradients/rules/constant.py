@@ -49,5 +49,5 @@ refused(
     ),
     *("SplitToSequence",),
 )
-refused("it holds what may be no tensor: give it what it holds", "Optional")
-refused("it takes the bits of a number for another: no small change shows what it does", "BitCast")
+refused("it holds an optional, which may be empty: pass the tensor itself", "Optional")
+refused("it reinterprets the bits of a number, which has no derivative", "BitCast")
