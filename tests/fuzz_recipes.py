@@ -22,7 +22,7 @@ VALUES: list[Any] = [
     0, 1, -1, 2**63, 1e308, -0.5, float("nan"), float("inf"), True, None, "", "x", "null", "a b", "[", "{a: 1}", "${",
     "${seed}", "${oc.env:HOME}", "\\${x}", "???", [], [1, 2], {}, {"a": {"b": []}}, "\N{SNOWMAN}", "../x", "/dev/null",
     {"_target_": "os.system", "command": "touch CANARY"}, {"_target_": "builtins.open", "file": "CANARY", "mode": "w"},
-    {"_target_": "graphopt.cli.run_folder.write", "path": "CANARY", "text": ""}, {"_target_": "passes.SGD"},
+    {"_target_": "graphopt.files.write", "path": "CANARY", "text": ""}, {"_target_": "passes.SGD"},
     "${oc.create:{_target_: os.mkdir, path: CANARY}}",
 ]  # fmt: skip
 GROUPS = [

@@ -15,7 +15,7 @@ SOURCES = sorted(
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
     {"errors"},
-    {"intervals"},
+    {"intervals", "files"},
     {"graph", "models"},
     {"passes", "runtime", "pipeline", "data"},
     {"compiler"},

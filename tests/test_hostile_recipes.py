@@ -58,9 +58,9 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     # names that are not listed
     "foreign code": (experiment(f"loss: {MKDIR}"), NAMED, "loss._target_"),
     "a writer of ours": (
-        experiment("loss: {_target_: graphopt.cli.run_folder.write, path: pwned, text: x}"),
+        experiment("loss: {_target_: graphopt.files.write, path: pwned, text: x}"),
         NAMED,
-        "loss._target_: unknown name 'graphopt.cli.run_folder.write'",
+        "loss._target_: unknown name 'graphopt.files.write'",
     ),
     "our own command": (
         experiment("loss: {_target_: graphopt.cli.main, arguments: [--experimental-rerun, x.pickle]}"),

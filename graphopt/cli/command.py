@@ -27,8 +27,9 @@ from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import fields, page
 from graphopt.cli.hydra_config import ODD, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import RunFolder, write
+from graphopt.cli.run_folder import RunFolder
 from graphopt.errors import GraphoptError, cause, unknown
+from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
 from graphopt.graph.roles import Role, with_role

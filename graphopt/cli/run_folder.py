@@ -12,7 +12,8 @@ import onnx_ir as ir
 import yaml  # type: ignore[import-untyped]
 from rich.table import Table
 
-from graphopt.graph.loading import replacing, save
+from graphopt.files import write
+from graphopt.graph.loading import save
 from graphopt.training.fit import Record
 
 LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
@@ -48,12 +49,6 @@ class RunFolder:
     def epoch(self, record: Record) -> None:
         with open(self._path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    with replacing(path) as temporary:
-        Path(temporary).write_text(text, encoding="utf-8")
 
 
 def sweep_table(folder: str | os.PathLike[str]) -> Table:

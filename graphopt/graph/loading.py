@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -16,6 +15,7 @@ from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError, EncodeError
 
 from graphopt.errors import GraphoptError, cause, line, root
+from graphopt.files import replacing
 from graphopt.graph import large_models as large
 from graphopt.graph import metadata_checks
 from graphopt.graph.checking import check_external, check_proto
@@ -202,32 +202,6 @@ def _save_large(model: ir.Model, path: Path) -> None:
         ir.save(model, Path(folder, path.name), external_data=data)
         os.replace(Path(folder, path.name), temporary)
         os.replace(Path(folder, data), path.parent / data)
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a temporary path beside `path` to write to, which replaces `path` when the block ends well."""
-    target = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
-        )
-    except OSError as error:
-        raise GraphoptError(f"{target}: cannot write there: {error.strerror}") from error
-    os.close(handle)
-    try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _read(path: Path, limits: Limits) -> onnx.ModelProto:

@@ -19,8 +19,9 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.files import replacing
 from graphopt.graph import inference
-from graphopt.graph.loading import Source, load, replacing
+from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import original_name
 from graphopt.graph.names import COUNTERS
 from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.loading import replacing
+from graphopt.files import replacing
 
 _CHECKSUM = "graphopt.sha256"
 _PROPERTIES = "graphopt.properties"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.loading import Source, load, replacing
+from graphopt.files import replacing
+from graphopt.graph.loading import Source, load
 from graphopt.inspection.plot import text
 from graphopt.inspection.plot.drawing import Drawing
 

@@ -1,0 +1,43 @@
+"""Write files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from graphopt.errors import GraphoptError
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Give a temporary path beside `path` to write to, which replaces `path` when the block ends well."""
+    target = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+        )
+    except OSError as error:
+        raise GraphoptError(f"{target}: cannot write there: {error.strerror}") from error
+    os.close(handle)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
