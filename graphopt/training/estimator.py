@@ -22,7 +22,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.fit import Adaptive, Record, fit, reported
-from graphopt.training.metrics import Metric, metrics
+from graphopt.training.metrics import Metric, metrics, r2
 
 Arrays = np.ndarray | Mapping[str, np.ndarray]
 SCHEDULES = {
@@ -180,9 +180,7 @@ class Trainer:
         spread = np.average(
             (target - np.average(target, axis=0, weights=sample_weight)) ** 2, axis=0, weights=sample_weight
         )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            r2 = np.where(spread > 0, 1 - error / spread, np.where(error > 0, 0.0, 1.0))
-        return float(np.mean(r2))
+        return r2(error, spread)
 
     def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
         """Return the loss of each row as it enters the mean, weighted if there are weights."""

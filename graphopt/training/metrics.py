@@ -56,6 +56,19 @@ class Accuracy:
         return np.asarray(prediction.argmax(self._spec.axis))
 
 
+def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
+    """Return the coefficient of determination, the mean over the columns, as scikit-learn's `r2_score` does.
+
+    Args:
+        squared_error: the sum of squared errors a column.
+        spread: the sum of squared differences from the column's mean; a column where it is 0 counts 1 without an error
+            and 0 with one.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        columns = np.where(spread > 0, 1 - squared_error / spread, np.where(squared_error > 0, 0.0, 1.0))
+    return float(np.mean(columns))
+
+
 class Regression:
     """R2, the mean over the columns, and the mean absolute error."""
 
@@ -80,11 +93,8 @@ class Regression:
     def result(self) -> dict[str, float]:
         if not self._rows:
             return {}
-        error = {"mae": float(np.mean(self._absolute / self._rows))}
-        spread = self._square - self._sum**2 / self._rows
-        if np.any(spread <= 0):  # R2 compares with the mean, which is exact here
-            return error
-        return {"r2": float(np.mean(1 - self._squared / spread)), **error}
+        spread = np.maximum(self._square - self._sum**2 / self._rows, 0)
+        return {"r2": r2(self._squared, spread), "mae": float(np.mean(self._absolute / self._rows))}
 
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
         """Return the prediction."""
