@@ -10,6 +10,7 @@ from passes.clipping import Clip, ClipGlobalNorm, ClipValue
 from passes.diagnostics import GradientNorm, ReportGradients
 from passes.differentiate import Differentiate
 from passes.fusion import Fuse
+from passes.gradient_stops import StopGradient, stop_gradient
 from passes.gradients import Gradient, GradientSource
 from passes.gradients.registry import gradient
 from passes.losses.classification import BinaryCrossEntropy, CrossEntropy, Hinge, KLDivergence
@@ -40,7 +41,6 @@ from passes.schedules import (
 )
 from passes.simplify import Simplify
 from passes.sort_initializers import SortInitializers
-from passes.stop_gradient import StopGradient, stop_gradient
 from passes.training_mode import TrainingMode
 from passes.vector_jacobian import VectorJacobianProduct
 

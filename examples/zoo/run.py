@@ -94,7 +94,7 @@ def tried(case: Case, name: str, exporter: str) -> Row:
         judge(row, case)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
         row.verdict = verdict(error)
-        said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # exporters colour their messages
+        said = re.sub(r"\x1b\[[0-9;]*m|\S*/site-packages/", "", str(error))  # exporters colour what they say
         row.cause = f"{type(error).__name__}: {' '.join(said.split())[:300]}"
     row.seconds = round(time.perf_counter() - start, 1)
     return row
