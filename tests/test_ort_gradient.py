@@ -129,7 +129,7 @@ def node_tests() -> list[Case]:
 
 
 def check_node_tests(some: list[Case], least: int) -> None:
-    found = {case.name: source_refusal(case) for case in some}
+    found = {case.name: source_refusal(case, passes.OrtGradient()) for case in some}
     differ = {name for name, problem in found.items() if "differs" in problem}
     assert differ == DIFFERENT.keys() & found.keys()
     assert not any(problem.startswith("Gradient:") for problem in found.values())
@@ -173,7 +173,7 @@ def gradients_of_case(case: RuleCase, dims: str) -> dict[str, np.ndarray] | None
     """Return the builder's gradients of a rule's case; None where it, or the runtime, refuses."""
     source = model_of(case, np.float32, dims)
     try:
-        built = gradient_model(source, "passes.OrtGradient")
+        built = gradient_model(source, passes.OrtGradient())
     except graphopt.GraphoptError:
         return None
     try:
@@ -274,9 +274,9 @@ def test_what_the_builder_has_wrong_is_refused(
 ) -> None:
     source = wrong_model(inputs, body)
     with pytest.raises(graphopt.errors.NoGradient, match=f"{op_type} .*{reason}"):
-        gradient_model(source, "passes.OrtGradient")
+        gradient_model(source, passes.OrtGradient())
     monkeypatch.setattr(forms, "WRONG", ())
-    right, wrong = gradient_model(source), gradient_model(source, "passes.OrtGradient")
+    right, wrong = gradient_model(source), gradient_model(source, passes.OrtGradient())
     random = np.random.default_rng(0)
     feeds = {
         x.name: random.standard_normal([dim if isinstance(dim, int) else SIZES[str(dim)] for dim in x.shape])
@@ -299,9 +299,9 @@ def test_a_pooling_gradient_that_knows_no_sizes_is_refused(monkeypatch: pytest.M
     """Its kernel reads the size of its output from the graph, takes 0 for a name, and writes past the end."""
     source = wrong_model("float[1,1,N,M] x", "MaxPool<kernel_shape=[1,1]>(x)")
     with pytest.raises(graphopt.errors.NoGradient, match=r"MaxPool .*all sizes of its input but the first"):
-        gradient_model(source, "passes.OrtGradient")
+        gradient_model(source, passes.OrtGradient())
     monkeypatch.setattr(forms, "WRONG", ())
-    (node,) = [n for n in gradient_model(source, "passes.OrtGradient").graph if n.op_type == "MaxPoolGrad"]
+    (node,) = [n for n in gradient_model(source, passes.OrtGradient()).graph if n.op_type == "MaxPoolGrad"]
     assert len(node.inputs) == 2  # the output's gradient and the mask: no size
 
 
@@ -310,7 +310,7 @@ def test_statistics_of_a_layer_normalization_have_no_gradient_there() -> None:
     text = "g (float[2,3] x) => (float[2,3] y, float[2,1] mean) { y, mean = LayerNormalization(x, scale, shift) }"
     source = model(text, scale=np.ones(3), shift=np.zeros(3))
     with pytest.raises(graphopt.errors.NoGradient, match="ignores its mean and deviation"):
-        gradient_model(source, "passes.OrtGradient")
+        gradient_model(source, passes.OrtGradient())
 
 
 @training
@@ -375,7 +375,7 @@ def test_a_step_takes_the_steps_of_the_rules_and_survives_saving(name: str, tmp_
         losses.append([executor.step(feeds)["loss"] for _ in range(5)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     loaded = graphopt.load(tmp_path / "step.onnx")
-    assert loaded.metadata_props[RUNTIME] == TRAINING_RUNTIME
+    assert RUNTIME.read(loaded) == TRAINING_RUNTIME
     assert {node.domain for node in executor.trained().graph.node} == {""}
 
 
