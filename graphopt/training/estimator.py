@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ SCHEDULES = {
 }  # of passes
 FEATURES, TARGET, WEIGHT = "X", "target", "sample_weight"
 ROWS = 1024  # how many are predicted at a time
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """An executor, the options that its graph was compiled from, and what it started with."""
+
+    executor: Executor
+    options: tuple[Any, ...]
+    initial: Mapping[str, np.ndarray]
+    hyperparameters: Mapping[str, Any]
 
 
 class Trainer:
@@ -70,6 +81,12 @@ class Trainer:
     >>> round(trainer.score(X, 2 * X + 1), 3)
     1.0
     """
+
+    # Not set by __init__, of which scikit-learn expects its arguments alone.
+    _compiled: _Compiled | None = None
+    _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
+    _weighted = False  # whether rows have weights
+    _row: tuple[int, ...] | None = None  # the shape of a row of the targets
 
     def __init__(
         self,
@@ -211,21 +228,8 @@ class Trainer:
         trained = self._running().trained()
         if model is None:
             return trained
-        weights = {x.name: x for x in trained.graph.initializer}
         other = ir.to_proto(load(model))
-        found = [x for x in other.graph.initializer if x.name in weights]
-        if not found:
-            raise GraphoptError(
-                f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
-            )
-        for x in found:
-            weight = weights[x.name]
-            if (x.data_type, x.dims) != (weight.data_type, weight.dims):
-                raise GraphoptError(
-                    f"get_trained_onnx: weight {x.name!r}: expected type {weight.data_type} and shape "
-                    f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
-                )
-            x.CopyFrom(weight)
+        _transplant(trained, other)
         return other
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -259,10 +263,10 @@ class Trainer:
         return f"Trainer({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name not in ("_executor", "_compiled")}
+        kept = {name: value for name, value in vars(self).items() if name != "_compiled"}
         if isinstance(self.model, ir.Model):
             kept["model"] = ir.to_proto(self.model)
-        return {**kept, "_kept": self._executor.state if self._executor else self._kept}
+        return {**kept, "_kept": self._compiled.executor.state if self._compiled else self._kept}
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
@@ -274,15 +278,6 @@ class Trainer:
             regressor_tags=RegressorTags() if regression else None,
             classifier_tags=None if regression else ClassifierTags(),
         )
-
-    # What is compiled and runs, made when it is needed.
-    _executor: Executor | None = None
-    _compiled: tuple[Any, ...] = ()  # what the executor's graph was compiled from
-    _initial: Mapping[str, np.ndarray]
-    _fed: Mapping[str, Any]  # the hyperparameters at first
-    _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
-    _weighted = False
-    _row: tuple[int, ...] | None = None  # the shape of a row of the targets
 
     def _predict(self, X: Arrays) -> tuple[np.ndarray, Metric | None]:
         """Return what the model computes for the rows, and the metric that compares it with targets, if it is known."""
@@ -300,10 +295,11 @@ class Trainer:
         epochs: int,
         warm: bool,
     ) -> Trainer:
-        executor = self._running(weighted=WEIGHT in data)
+        compiled = self._compile(weighted=WEIGHT in data)
+        executor = compiled.executor
         if not warm:
-            executor.update_state(self._initial)
-        executor.set_hyperparameters(**self._fed)
+            executor.update_state(compiled.initial)
+        executor.set_hyperparameters(**compiled.hyperparameters)
         history = fit(
             executor,
             Dataset(data, features=FEATURES),
@@ -326,20 +322,26 @@ class Trainer:
         self.n_iter_ = len(history)
         return self
 
-    def _running(self, weighted: bool | None = None) -> Executor:
-        """Return an executor for the current options, with the state of the previous executor."""
+    def _running(self) -> Executor:
+        """Return an executor for the current options."""
+        return self._compile().executor
+
+    def _compile(self, weighted: bool | None = None) -> _Compiled:
+        """Return what the current options compile to, with the state of the previous executor."""
         self._weighted = self._weighted if weighted is None else weighted
         names = ("model", "loss", "optimizer", "regularizer", "clip", "training", "parameters", "schedule")
         options = (*(getattr(self, name) for name in (*names, "device", "threads")), self._weighted)
-        if self._executor is None or any(a is not b for a, b in zip(options, self._compiled, strict=True)):
-            step = compile(self.model, **self._steps())
-            executor = Executor(step, device=self.device, threads=self.threads, report=reported(step))
-            initial = executor.state
-            state = self._executor.state if self._executor else self._kept or {}
-            executor.update_state({name: x for name, x in state.items() if name in initial})
-            self._executor, self._compiled, self._initial, self._kept = executor, options, initial, None
-            self._fed = dict(executor.hyperparameters)
-        return self._executor
+        before = self._compiled
+        if before is not None and all(a is b for a, b in zip(options, before.options, strict=True)):
+            return before
+        step = compile(self.model, **self._steps())
+        executor = Executor(step, device=self.device, threads=self.threads, report=reported(step))
+        initial = executor.state
+        state = before.executor.state if before else self._kept or {}
+        executor.update_state({name: x for name, x in state.items() if name in initial})
+        self._compiled = _Compiled(executor, options, initial, dict(executor.hyperparameters))
+        self._kept = None
+        return self._compiled
 
     def _steps(self) -> dict[str, Any]:
         import passes
@@ -374,6 +376,28 @@ class Trainer:
 
     def _task(self) -> str:
         return str(self._loss(False).task)
+
+
+def _transplant(trained: onnx.ModelProto, other: onnx.ModelProto) -> None:
+    """Replace the weights of a model by those of the same names of a trained one.
+
+    Raises:
+        GraphoptError: it has none of them, or one of another type or shape.
+    """
+    weights = {x.name: x for x in trained.graph.initializer}
+    found = [x for x in other.graph.initializer if x.name in weights]
+    if not found:
+        raise GraphoptError(
+            f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
+        )
+    for x in found:
+        weight = weights[x.name]
+        if (x.data_type, x.dims) != (weight.data_type, weight.dims):
+            raise GraphoptError(
+                f"get_trained_onnx: weight {x.name!r}: expected type {weight.data_type} and shape "
+                f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
+            )
+        x.CopyFrom(weight)
 
 
 def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
