@@ -15,6 +15,7 @@ from graphopt.compiler import DEFAULT, Default, LayerGraphs, Steps, compile_laye
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
+from graphopt.graph.names import seed_of, value_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.runtime.device import Device, DeviceOptions
@@ -152,17 +153,17 @@ class ForwardBackward:
             gradient = gradients.get(name)
             value = self._outputs[name]
             shape = ir.Shape(output.shape())
-            if f"{name}.seed" in self._seeds:
+            if seed_of(name) in self._seeds:
                 accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
-                seeds[f"{name}.seed"] = fitting(self._device, accepted, gradient, copied=False)
+                seeds[seed_of(name)] = fitting(self._device, accepted, gradient, copied=False)
             elif gradient is not None:
                 raise GraphoptError(
                     f"gradient of output {name!r}: expected none, as its type is {value.dtype}"
                 )
         found = self._engine.backward(saved, seeds)
-        return Values({name.removesuffix(".grad"): value for name, value in found.items()})
+        return Values({value_of(name): value for name, value in found.items()})
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.folding import fold
+from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -85,7 +86,7 @@ class BoundSession:
         self._bindings = []
         for source in range(2):
             read, written = buffers.sets[source], buffers.sets[1 - source]
-            after = {f"{name}.next": x for name, x in written.items() if f"{name}.next" in following}
+            after = {next_of(name): x for name, x in written.items() if next_of(name) in following}
             self._bindings.append(self._binding({**read, **buffers.fed, **self._graph_inputs}, after))
         self._options = [_captured(device, source + 1) for source in range(2)]
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.names import next_of
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.state import take_initial
 from graphopt.runtime.device import Device
@@ -54,7 +55,7 @@ class LayerState:
 
     def go_on(self, results: Mapping[str, onnxruntime.OrtValue]) -> None:
         """Take the new state out of a forward pass's results."""
-        self.values |= {name: results[f"{name}.next"] for name in self.values if f"{name}.next" in results}
+        self.values |= {name: results[next_of(name)] for name in self.values if next_of(name) in results}
 
 
 def fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:

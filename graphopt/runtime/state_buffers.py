@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.names import state_of
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
 from graphopt.runtime.checkpoint import Property, load_state
@@ -34,7 +35,7 @@ class StateBuffers:
     def __init__(self, device: Device, model: ir.Model) -> None:
         initial = take_initial(model)
         kept = {str(x.name) for x in with_role(model, *STATE)}
-        updated = {str(y.name).removesuffix(".next") for y in with_role(model, Role.NEXT)}
+        updated = {state_of(y) for y in with_role(model, Role.NEXT)}
         self._inputs = {str(x.name): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         first, one = buffers(device, {name: array for name, array in initial.items() if name in kept})
         second, other = buffers(device, {name: initial[name] for name in first if name in updated})
