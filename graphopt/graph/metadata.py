@@ -76,7 +76,8 @@ SHAPE_INFERENCE_ERROR = Text(
 
 def original_name(value: ir.Value) -> str:
     """Return the name that a value has in the model that came in."""
-    return ORIGINAL_NAME.read(value) or str(value.name)
+    noted = ORIGINAL_NAME.read(value)
+    return str(value.name) if noted is None else noted
 
 
 def copy(source: Holder, target: Holder) -> None:

@@ -136,8 +136,8 @@ def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
     own = str(value.name)
     names = (own.replace(".", "_") + "_" * i for i in itertools.count())
     value.name = next(name for name in names if name not in taken)
-    if value.is_initializer():
-        ORIGINAL_NAME.write(value, ORIGINAL_NAME.read(value) or own)
+    if value.is_initializer() and ORIGINAL_NAME.read(value) is None:
+        ORIGINAL_NAME.write(value, own)
 
 
 def check_free(model: ir.Model, name: str) -> None:

@@ -217,21 +217,21 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
-    """Give nodes the biases that the exporter dropped, as they start at zero; return what these are, by name."""
+    """Add the biases that the exporter dropped because they start at zero; return what these are, by name."""
     held = _held(model)
     restored: dict[str, Origin] = {}
     for node in model.graph.all_nodes():
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
         arguments = [specs[name] for name in _arguments(note_of(node, _CALL) or "") if name in specs]
-        gone = [spec.target for spec in arguments if spec.target not in held]
+        gone = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in held]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
             continue
-        known = model.graph.initializers.get(gone[0])
+        existing = model.graph.initializers.get(gone[0])
         assert weight.dtype is not None
-        bias = known or register(model, gone[0], np.zeros(channels, weight.dtype.numpy()))
+        bias = existing or register(model, gone[0], np.zeros(channels, weight.dtype.numpy()))
         node.resize_inputs(3)
         node.replace_input_with(2, bias)
         restored[gone[0]] = _named(Kind.PARAMETER, ", which the exporter dropped as it is zero")

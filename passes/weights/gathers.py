@@ -12,7 +12,7 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
     """Compute an initializer from a table of its distinct rows; return the table, or None where no rows repeat.
 
     Args:
-        name: of the table. Where the model has an initializer of that name, its rows are the table.
+        name: the table's name; an initializer that already has it is the table.
     """
     numbers = array(value)
     axis = _axis(numbers)
@@ -20,26 +20,23 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
         return None
     rows = np.moveaxis(numbers, axis, -1)
     matrix = rows.reshape(-1, rows.shape[-1])
-    held = model.graph.initializers.get(name)
-    distinct = array(held) if held else _distinct(matrix)
+    existing = model.graph.initializers.get(name)
+    distinct = array(existing) if existing else _distinct(matrix)
     if distinct.ndim != 2 or distinct.dtype != matrix.dtype or distinct.shape[1] != matrix.shape[1]:
         return None
     places = {row.tobytes(): i for i, row in reversed(list(enumerate(distinct)))}
     indices = [places.get(row.tobytes()) for row in matrix]
     if None in indices:
         return None
-    table = held or register(model, name, distinct)
+    table = existing or register(model, name, distinct)
     index = register(model, f"{value.name}.rows", np.array(indices, np.int64).reshape(rows.shape[:-1]))
     gathered = ir.node("Gather", [table, index], {"axis": 0}, name=f"{value.name}/gather")
     order = list(range(numbers.ndim - 1))
     order.insert(axis, numbers.ndim - 1)
     moved = ir.node("Transpose", gathered.outputs, {"perm": order}, name=f"{value.name}/transpose")
     for node, shape in ((gathered, rows.shape), (moved, numbers.shape)):
-        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = (
-            node.name,
-            value.type,
-            ir.Shape(shape),
-        )
+        output = node.outputs[0]
+        output.name, output.type, output.shape = node.name, value.type, ir.Shape(shape)
     model.graph.insert_before(model.graph[0], [gathered, moved])
     ir.convenience.replace_all_uses_with(value, moved.outputs[0], replace_graph_outputs=True)
     del model.graph.initializers[str(value.name)]
