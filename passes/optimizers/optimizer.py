@@ -7,7 +7,6 @@ the outputs; a leaf names its slots and is its mathematics, `update`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -22,9 +21,7 @@ from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.intervals import check_intervals, within
-from passes import ort_kernels as fused
-
-SMALL = 4096  # numbers
+from passes.optimizers.emission import Emission, Row, wide
 
 
 @dataclass(frozen=True)
@@ -111,109 +108,44 @@ class Optimizer(Pass):
         self._check_groups([str(p.name) for p in parameters.values()])
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
-        wide = [_wide(p.dtype) for p in parameters.values()]
-        rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in wide else ir.DataType.FLOAT
+        types = {wide(p.dtype) for p in parameters.values()}
+        rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in types else ir.DataType.FLOAT
         rate = state.declare(
             model, LEARNING_RATE, np.array(self.learning_rate, rate_type.numpy()), Role.HYPERPARAMETER
         )
         counter = state.counter(model)
-        updates: dict[tuple[float, float], list[tuple[ir.Value, ...]]] = {}
+        rows: dict[tuple[float, float], list[Row]] = {}
         for gradient in gradients:
             w = parameters[str(gradient.name)]
             group = next((group for group in self.groups if matches(w.name, group.pattern)), Group(None))
             decay = self.weight_decay if group.weight_decay is None else group.weight_decay
-            update = w, gradient, *self._declare_slots(model, w)
-            updates.setdefault((group.learning_rate, decay), []).append(update)
+            row = Row(w, gradient, self._declare_slots(model, w))
+            rows.setdefault((group.learning_rate, decay), []).append(row)
         with Emitter(model) as op:
-            t = op.Add(counter, 1)
-            for (factor, decay), together in updates.items():
+            step = op.Add(counter, 1)
+            for (factor, decay), together in rows.items():
                 scaled = rate if factor == 1 else rate * factor
-                if self.fused:
-                    self._emit_fused(model, op, together, scaled, t, decay)
-                else:
-                    flat = self.flat and (self.slots() or decay)  # w - rate g alone is as quick one by one
-                    small = [update for update in together if flat and _is_small(update[0])]
-                    if len(small) > 1:
-                        self._emit_flat(model, op, small, scaled, t, decay)
-                    for update in together:
-                        if len(small) < 2 or update not in small:
-                            self._emit(model, op, update, scaled, t, decay)
+                self._emit(Emission(model, op, scaled, step, decay, self.decoupled), together)
 
-    def _declare_slots(self, model: ir.Model, w: ir.Value) -> list[ir.Value]:
+    def _emit(self, emission: Emission, rows: list[Row]) -> None:
+        kernel = self.kernel(emission.decay) if self.fused else None
+        if kernel is not None:
+            emission.kernel(*kernel, rows)
+            return
+        worthwhile = self.flat and (self.slots() or emission.decay)  # w - rate g alone is as quick one by one
+        small = [row for row in rows if worthwhile and row.small]
+        if len(small) > 1:
+            emission.flat(self.update, small)
+            rows = [row for row in rows if not row.small]
+        emission.each(self.update, rows)
+
+    def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:
         assert w.shape is not None
-        dims, dtype = w.shape.numpy(), _wide(w.dtype).numpy()
-        return [
+        dims, dtype = w.shape.numpy(), wide(w.dtype).numpy()
+        return tuple(
             state.declare(model, f"{w.name}.{slot}", np.full(dims, fill, dtype), Role.SLOT)
             for slot, fill in self.slots().items()
-        ]
-
-    def _emit(
-        self,
-        model: ir.Model,
-        op: Emitter,
-        update: tuple[ir.Value, ...],
-        rate: ir.Value,
-        step: ir.Value,
-        decay: float,
-    ) -> None:
-        w, _, *slots = update
-        _set_next(model, op, [w, *slots], self._updated(op, update, rate, step, decay))
-
-    def _emit_flat(
-        self,
-        model: ir.Model,
-        op: Emitter,
-        updates: list[tuple[ir.Value, ...]],
-        rate: ir.Value,
-        step: ir.Value,
-        decay: float,
-    ) -> None:
-        """Update several vectors end to end, as one."""
-        ends = [op.Concat(*column, axis=0) for column in zip(*updates, strict=True)]
-        sizes = op.constant(np.array([w.shape[0] for w, *_ in updates]))  # type: ignore[index]
-        columns = [
-            op.Split(value, sizes, axis=0, _outputs=len(updates))
-            for value in self._updated(op, tuple(ends), rate, step, decay)
-        ]
-        for (w, _, *slots), new in zip(updates, zip(*columns, strict=True), strict=True):
-            for part in new:
-                part.shape = w.shape  # where the gradient's was unknown
-            _set_next(model, op, [w, *slots], new)
-
-    def _updated(
-        self, op: Emitter, update: tuple[ir.Value, ...], rate: ir.Value, step: ir.Value, decay: float
-    ) -> tuple[ir.Value, ...]:
-        """Emit what follows a parameter and its slots."""
-        w, g, *slots = update
-        old, g, rate, t = (_cast(op, value, _wide(w.dtype)) for value in (w, g, rate, step))
-        if decay and self.decoupled:
-            old = old * (1 - rate * decay)
-        elif decay:
-            g = g + decay * old
-        return self.update(op, old, g, rate, t, *slots)
-
-    def _emit_fused(
-        self,
-        model: ir.Model,
-        op: Emitter,
-        updates: list[tuple[ir.Value, ...]],
-        rate: ir.Value,
-        step: ir.Value,
-        decay: float,
-    ) -> None:
-        rows = []
-        for w, g, *slots in updates:
-            old, g = (_cast(op, value, _wide(w.dtype)) for value in (w, g))
-            rows.append((old, g + decay * old if decay and not self.decoupled else g, *slots))
-        columns = list(zip(*rows, strict=True))
-        updated = [column for i, column in enumerate(columns) if i != 1]  # all but the gradients
-        kernel = self.kernel(decay)
-        assert kernel is not None
-        op_type, attributes = kernel
-        scalars = [rate, step] if self.slots() else [rate]
-        results = fused.call(op, model, op_type, scalars, columns, updated, flag=True, **attributes)
-        for (w, _, *slots), new in zip(updates, zip(*results, strict=True), strict=True):
-            _set_next(model, op, [w, *slots], new)
+        )
 
     def _check_groups(self, names: list[str]) -> None:
         for group in self.groups:
@@ -222,24 +154,3 @@ class Optimizer(Pass):
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
                     f"{', '.join(names)}"
                 )
-
-
-def _is_small(w: ir.Value) -> bool:
-    """Tell whether a parameter is a vector so short that operators take longer to start than to compute."""
-    return w.shape is not None and len(w.shape) == 1 and w.shape.numpy()[0] <= SMALL
-
-
-def _set_next(model: ir.Model, op: Emitter, states: Sequence[ir.Value], new: Sequence[ir.Value]) -> None:
-    for x, value in zip(states, new, strict=True):
-        assert x.dtype is not None
-        state.set_next(model, x, op.Identity(_cast(op, value, x.dtype)))
-
-
-def _wide(dtype: ir.DataType | None) -> ir.DataType:
-    """Return the type in which a parameter is updated."""
-    assert dtype is not None
-    return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
-
-
-def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    return value if value.dtype == dtype else op.Cast(value, to=dtype)

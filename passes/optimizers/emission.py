@@ -1,0 +1,122 @@
+"""Emit the updates of an optimizer: each parameter alone, small vectors together, or all parameters in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from passes import ort_kernels
+
+SMALL = 4096  # numbers
+
+Formula = Callable[..., tuple[ir.Value, ...]]
+
+
+class Row(NamedTuple):
+    """Hold a parameter, its gradient and its slots."""
+
+    parameter: ir.Value
+    gradient: ir.Value
+    slots: tuple[ir.Value, ...]
+
+    @property
+    def state(self) -> tuple[ir.Value, ...]:
+        return self.parameter, *self.slots
+
+    @property
+    def small(self) -> bool:
+        """Tell whether the parameter is a vector so short that operators take longer to start than to compute."""
+        shape = self.parameter.shape
+        return shape is not None and len(shape) == 1 and shape.numpy()[0] <= SMALL
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Emit updates with one rate and one weight decay.
+
+    Args:
+        model: the training graph.
+        op: its emitter.
+        rate: the learning rate.
+        step: the number of the step, 1 in the first.
+        decay: the weight decay.
+        decoupled: whether the decay shrinks the parameter instead of being added to its gradient.
+    """
+
+    model: ir.Model
+    op: Emitter
+    rate: ir.Value
+    step: ir.Value
+    decay: float
+    decoupled: bool
+
+    def each(self, formula: Formula, rows: Sequence[Row]) -> None:
+        """Update each parameter alone."""
+        for row in rows:
+            self._set_next(row, self._apply(formula, row.parameter, row.gradient, *row.slots))
+
+    def flat(self, formula: Formula, rows: Sequence[Row]) -> None:
+        """Update several vectors as one, joined end to end."""
+        joined = [
+            self.op.Concat(*column, axis=0)
+            for column in zip(*((row.parameter, row.gradient, *row.slots) for row in rows), strict=True)
+        ]
+        sizes = self.op.constant(np.array([row.parameter.shape[0] for row in rows]))  # type: ignore[index]
+        columns = [
+            self.op.Split(value, sizes, axis=0, _outputs=len(rows)) for value in self._apply(formula, *joined)
+        ]
+        for row, new in zip(rows, zip(*columns, strict=True), strict=True):
+            for part in new:
+                part.shape = row.parameter.shape  # where the gradient's was unknown
+            self._set_next(row, new)
+
+    def kernel(self, op_type: str, attributes: dict[str, Any], rows: Sequence[Row]) -> None:
+        """Update all parameters in one kernel of onnxruntime-training."""
+        inputs = []
+        for row in rows:
+            w, g = self._wide(row.parameter, row.gradient)
+            inputs.append((w, g if self.decoupled else self._decayed(w, g), *row.slots))
+        columns = list(zip(*inputs, strict=True))
+        updated = [column for i, column in enumerate(columns) if i != 1]  # all but the gradients
+        scalars = [self.rate, self.step] if rows[0].slots else [self.rate]
+        results = ort_kernels.call(
+            self.op, self.model, op_type, scalars, columns, updated, flag=True, **attributes
+        )
+        for row, new in zip(rows, zip(*results, strict=True), strict=True):
+            self._set_next(row, new)
+
+    def _apply(self, formula: Formula, w: ir.Value, g: ir.Value, *slots: ir.Value) -> tuple[ir.Value, ...]:
+        w, g, rate, step = self._wide(w, g, self.rate, self.step)
+        if self.decay and self.decoupled:
+            w = w * (1 - rate * self.decay)
+        else:
+            g = self._decayed(w, g)
+        return formula(self.op, w, g, rate, step, *slots)
+
+    def _decayed(self, w: ir.Value, g: ir.Value) -> ir.Value:
+        return g + self.decay * w if self.decay else g
+
+    def _wide(self, w: ir.Value, *values: ir.Value) -> list[ir.Value]:
+        """Cast a parameter and other values to the type in which it is updated."""
+        return [_cast(self.op, value, wide(w.dtype)) for value in (w, *values)]
+
+    def _set_next(self, row: Row, new: Sequence[ir.Value]) -> None:
+        for x, value in zip(row.state, new, strict=True):
+            assert x.dtype is not None
+            state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, x.dtype)))
+
+
+def wide(dtype: ir.DataType | None) -> ir.DataType:
+    """Return the type in which a parameter of `dtype` is updated: float32 for 16 bits."""
+    assert dtype is not None
+    return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
+
+
+def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    return value if value.dtype == dtype else op.Cast(value, to=dtype)
