@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,16 @@ import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.validation import MISSING, build, check, check_fields, mappings
+from graphopt.cli.recipe_checks import check_recipe
+from graphopt.cli.validation import MISSING, build
 from graphopt.data import Dataset
-from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
-from graphopt.training.fit import fit, held_out_rows, reported
-
-FILES = ("path",)  # fields of what recipes may name whose values are files
-HOST = (
-    "executor.provider_options",
-    "executor.session_options",
-)  # may name libraries to load and files to write
-LIMITS = {  # which keep a file from filling the memory
-    "data.expansion": EXPANSION,
-    **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
-}
+from graphopt.training.fit import held_out_rows, reported
 
 
 class Recipe:
@@ -51,7 +39,6 @@ class Recipe:
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
         self.choices = choices
         self._command_line = command_line
-        self._trust = command_line.trust
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and group in config:
@@ -138,55 +125,9 @@ class Recipe:
 
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
-        self._check(fields)
+        check_recipe(fields, self._command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)
-
-    def _check(self, fields: dict[str, Any]) -> None:
-        """Refuse what a recipe may not say."""
-        for key in ("data", "executor", "fit", "limits", "models", "pipeline"):
-            if not isinstance(fields.get(key), dict):
-                raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
-        for name, model in fields["models"].items():
-            if not isinstance(model, dict):
-                raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
-        for key in sorted(fields, key="pipeline".__eq__):  # which repeats the others, last
-            if key == "models":
-                for name, node in fields[key].items():
-                    check(node, f"models.{name}", self._trust, ("features", "outputs"))
-            else:
-                check(fields[key], str(key), self._trust, ("step",) if key == "executor" else ())
-        training = {name: value for name, value in fields["fit"].items() if name != "log_steps"}
-        check_fields(Limits, fields["limits"], "limits")
-        check_fields(fit, {**training, "validation": None}, "fit", ("executor", "data", "observers"))
-        if self._command_line.folders:
-            self._check_files(fields)
-            self._check_host(fields)
-
-    def _check_files(self, fields: Mapping[str, Any]) -> None:
-        """Refuse files that a recipe names, unless they are below the working directory or a recipes' folder."""
-        allowed = [os.getcwd(), *(one.removeprefix("file://") for one in self._command_line.folders)]
-        allowed = [os.path.realpath(one) for one in allowed]
-        for field, file in _files(fields):
-            if self._command_line.names(field):
-                continue
-            beneath = [os.path.join(file, name) for name in os.listdir(file)] if os.path.isdir(file) else []
-            for path in map(os.path.realpath, (file, *beneath)):
-                if not any(os.path.commonpath((path, folder)) == folder for folder in allowed):
-                    raise GraphoptError(
-                        f"{field}: expected a file below the working directory or the recipe's folder, "
-                        f"found {file!r} in a recipe: {field}={file} on the command line allows it"
-                    )
-
-    def _check_host(self, fields: Mapping[str, Any]) -> None:
-        """Refuse options of the machine that a recipe sets, and limits that it raises."""
-        for path, value in (
-            pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
-        ):
-            default = LIMITS.get(path)
-            guarded = path.startswith(HOST) or path in LIMITS
-            if guarded and value != default and not self._command_line.names(path):
-                raise GraphoptError(f"{path}: expected it on the command line alone, found it in a recipe")
 
     def _build(self, key: str, **given: Any) -> Any:
         """Build a node of the recipe, some of its arguments given."""
@@ -194,28 +135,7 @@ class Recipe:
         node = {name: value for name, value in node.items() if name not in given}
         if _missing(node):
             raise GraphoptError(f"{key}.{_missing(node)}: missing: set {key}.{_missing(node)}=...")
-        return build(node, key, self._trust, **given)
-
-
-def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that name files, and the files."""
-    if fields["model"] not in fields["models"]:
-        yield "model", str(fields["model"])
-    if isinstance(fields["fit"].get("validation"), str):
-        yield "fit.validation", fields["fit"]["validation"]
-    for where, mapping in mappings(fields["data"], "data"):
-        for name in FILES:
-            if isinstance(mapping.get(name), str) and mapping[name] != MISSING:
-                yield f"{where}.{name}", mapping[name]
-
-
-def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings that are not mappings, and where they stand."""
-    if isinstance(node, Mapping) and node:
-        for name, value in node.items():
-            yield from _values(value, f"{path}.{name}")
-    else:
-        yield path, node
+        return build(node, key, self._command_line.trust, **given)
 
 
 def _missing(node: Mapping[str, Any]) -> str | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,23 +16,19 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
-from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, STEP
+from graphopt.graph.state import LEARNING_RATE
 from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.checkpoint import Property, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
-from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call
+from graphopt.runtime.executor_options import check_steps_per_call
+from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.reported_outputs import chosen_outputs, reportable, reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
 from graphopt.runtime.signature import Signature
-from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.vector import join, split, untrained
-
-_BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -75,7 +69,7 @@ class NonFiniteLoss(GraphoptError):
     """
 
 
-class Executor(ExecutorOptions):
+class Executor(ExecutorState):
     """Run a training graph step by step; its state lies on the device.
 
     Threads may share an executor: its calls run one after the other, each whole, those of `run` and `iterate` a call of
@@ -99,15 +93,8 @@ class Executor(ExecutorOptions):
 
     def __post_init__(self, step: Source) -> None:
         super().__post_init__(step)
-        self._device = Device.of(self.device, self)
-        self.device = self._device.name
-        self._model = load(step)
-        self._lock = threading.RLock()
-        self._batches = 0
-        self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
         self._signature = Signature(self._device, with_role(self._model, *FED))
         self._report = chosen_outputs(self._model, self.report)
-        self._buffers = StateBuffers(self._device, self._model)
         self._open()
 
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
@@ -229,94 +216,6 @@ class Executor(ExecutorOptions):
         return self._forward(outputs, {**(data or {}), **named})
 
     @property
-    def state(self) -> dict[str, np.ndarray]:
-        """Copies of all state: parameters, optimizer slots and counters, by name."""
-        with self._lock:
-            return self._buffers.arrays()
-
-    @state.setter
-    def state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self.update_state(arrays)
-
-    def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array is of another type or shape.
-        """
-        with self._lock:
-            self._buffers.update(arrays)
-            if STEP in arrays:
-                self._batches = int(arrays[STEP])
-
-    @property
-    def steps(self) -> int:
-        """How many updates of the parameters led to the state: its counter `step`, which schedules read.
-
-        A batch whose gradients are only added up (`passes.Accumulate`) or that `passes.DynamicLossScale` skips is no
-        update; `batches` counts it. A graph without that counter updates in each batch.
-        """
-        with self._lock:
-            return self._buffers.counter(STEP, self._batches)
-
-    @property
-    def batches(self) -> int:
-        """How many batches led to the state, those without an update of the parameters too; checkpoints hold it.
-
-        A step that `on_nonfinite` refuses or skips leaves no trace in the state and is not counted. `update_state`
-        with a counter `step` sets it to that number.
-        """
-        return self._batches
-
-    @property
-    def parameters(self) -> dict[str, np.ndarray]:
-        """Copies of the parameters, by name, in alphabetical order."""
-        with self._lock:
-            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
-
-    def contiguous(self, *, frozen: bool = False) -> np.ndarray:
-        """Return the parameters end to end in one vector, in alphabetical order.
-
-        Args:
-            frozen: with the weights of the model that do not train.
-
-        Raises:
-            GraphoptError: they are not of one type.
-        """
-        return join(self._weights(frozen))
-
-    def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
-        """Replace the parameters by parts of a vector as `contiguous` returns it.
-
-        Raises:
-            GraphoptError: the vector is of another type or size; nothing is written.
-        """
-        new = split(vector, self._weights(frozen))
-        trained = set(self._of(Role.PARAMETER))
-        fixed = {name: array for name, array in new.items() if name not in trained}
-        with self._lock:
-            self.update_state({name: array for name, array in new.items() if name in trained})
-            for name, array in fixed.items():
-                value = self._model.graph.initializers[name]
-                value.const_value = ir.tensor(np.array(array), name=name)
-            if fixed:  # they are constants of the sessions
-                self._open()
-
-    def reset_gradients(self) -> None:
-        """Forget the gradients that `passes.Accumulate` has added up since the last update."""
-        names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
-        if not names:
-            raise GraphoptError("reset_gradients: the training graph accumulates none: add passes.Accumulate")
-        with self._lock:
-            arrays = self._buffers.arrays(names)
-            self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """What hyperparameters are fed, by name."""
-        return self._buffers.hyperparameters
-
-    @property
     def learning_rate(self) -> float:
         """The rate of the next step, by the schedule where there is one; without one it can be set."""
         if LEARNING_RATE in self.hyperparameters:
@@ -333,35 +232,6 @@ class Executor(ExecutorOptions):
                 f"base_{LEARNING_RATE}"
             )
         self.set_hyperparameters(learning_rate=rate)
-
-    def set_hyperparameters(self, **values: Any) -> None:
-        """Feed hyperparameters for the steps to come.
-
-        Raises:
-            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
-                negative rate.
-        """
-        with self._lock:
-            self._buffers.feed(values)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
-        with self._lock:
-            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
-        save_state(arrays, path, properties)
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace all state and `properties` by those of a checkpoint.
-
-        Raises:
-            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph; nothing is
-                replaced.
-        """
-        arrays, properties = self._buffers.load(path)
-        with self._lock:
-            self.update_state(arrays)
-            self._batches = int(properties.pop(_BATCHES, self.steps))
-            self.properties = properties
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
@@ -410,14 +280,6 @@ class Executor(ExecutorOptions):
         self._runner = runner_of(model)
         self._several = SeveralSteps(model, runner_of, stacks=as_numpy or not arrays)
         self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
-
-    def _of(self, *roles: Role) -> list[str]:
-        """Return the names of the inputs and outputs of some roles."""
-        return [str(value.name) for value in with_role(self._model, *roles)]
-
-    def _weights(self, frozen: bool) -> dict[str, np.ndarray]:
-        """Return the parameters, and the weights that do not train, in alphabetical order."""
-        return dict(sorted({**self.parameters, **(untrained(self._model) if frozen else {})}.items()))
 
     def _accept(self, reported: Reported) -> bool:
         """Tell whether the state after a step is to be kept; raise an error or warn where it is not finite."""

@@ -1,0 +1,99 @@
+"""Check what a recipe says before anything of it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from graphopt.cli.hydra_config import CommandLine
+from graphopt.cli.validation import MISSING, check, check_fields, mappings
+from graphopt.data.files import EXPANSION
+from graphopt.errors import GraphoptError
+from graphopt.graph.limits import Limits
+from graphopt.training.fit import fit
+
+FILES = ("path",)  # fields of what recipes may name whose values are files
+HOST = (
+    "executor.provider_options",
+    "executor.session_options",
+)  # may name libraries to load and files to write
+LIMITS = {  # which keep a file from filling the memory
+    "data.expansion": EXPANSION,
+    **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
+}
+
+
+def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Check the names, fields and types of a whole recipe, and what recipes of others may set.
+
+    Raises:
+        GraphoptError: the recipe names code, files or options that it may not, or fields that do not fit.
+    """
+    for key in ("data", "executor", "fit", "limits", "models", "pipeline"):
+        if not isinstance(fields.get(key), dict):
+            raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
+    for name, model in fields["models"].items():
+        if not isinstance(model, dict):
+            raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
+    for key in sorted(fields, key="pipeline".__eq__):  # which repeats the others, last
+        if key == "models":
+            for name, node in fields[key].items():
+                check(node, f"models.{name}", command_line.trust, ("features", "outputs"))
+        else:
+            check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
+    training = {name: value for name, value in fields["fit"].items() if name != "log_steps"}
+    check_fields(Limits, fields["limits"], "limits")
+    check_fields(fit, {**training, "validation": None}, "fit", ("executor", "data", "observers"))
+    if command_line.folders:
+        _check_files(fields, command_line)
+        _check_host(fields, command_line)
+
+
+def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Refuse files that a recipe names, unless they are below the working directory or a recipes' folder."""
+    allowed = [os.getcwd(), *(one.removeprefix("file://") for one in command_line.folders)]
+    allowed = [os.path.realpath(one) for one in allowed]
+    for field, file in _files(fields):
+        if command_line.names(field):
+            continue
+        beneath = [os.path.join(file, name) for name in os.listdir(file)] if os.path.isdir(file) else []
+        for path in map(os.path.realpath, (file, *beneath)):
+            if not any(os.path.commonpath((path, folder)) == folder for folder in allowed):
+                raise GraphoptError(
+                    f"{field}: expected a file below the working directory or the recipe's folder, "
+                    f"found {file!r} in a recipe: {field}={file} on the command line allows it"
+                )
+
+
+def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Refuse options of the machine that a recipe sets, and limits that it raises."""
+    for path, value in (
+        pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
+    ):
+        default = LIMITS.get(path)
+        guarded = path.startswith(HOST) or path in LIMITS
+        if guarded and value != default and not command_line.names(path):
+            raise GraphoptError(f"{path}: expected it on the command line alone, found it in a recipe")
+
+
+def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the fields that name files, and the files."""
+    if fields["model"] not in fields["models"]:
+        yield "model", str(fields["model"])
+    if isinstance(fields["fit"].get("validation"), str):
+        yield "fit.validation", fields["fit"]["validation"]
+    for where, mapping in mappings(fields["data"], "data"):
+        for name in FILES:
+            if isinstance(mapping.get(name), str) and mapping[name] != MISSING:
+                yield f"{where}.{name}", mapping[name]
+
+
+def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings that are not mappings, and where they stand."""
+    if isinstance(node, Mapping) and node:
+        for name, value in node.items():
+            yield from _values(value, f"{path}.{name}")
+    else:
+        yield path, node
