@@ -1,7 +1,7 @@
-"""Provide the passes that graphopt's pipelines are made of: losses, optimizers, schedules, gradients and others.
+"""Provide the passes for graphopt's pipelines: losses, optimizers, schedules, gradients and others.
 
-A file is a family, and a family has one base class that does everything but the mathematics. Examples in docstrings
-assume `import graphopt, passes`.
+Each file contains one family. The base class of a family does everything except the mathematics. Examples in
+docstrings assume `import graphopt, passes`.
 """
 
 from graphopt.graph.unroll import Unroll

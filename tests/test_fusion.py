@@ -55,24 +55,24 @@ def test_losses_are_those_of_the_unfused_graph(network, optimizer):
 
 def test_each_fusion_is_seen_and_can_be_left_out():
     marks = {
-        "convolution_columns": lambda step: any(
+        "widen_convolution_products": lambda step: any(
             node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1 for node in step.graph
         ),
-        "momentum": lambda step: any("beta" in node.attributes for node in _updates(step)),
+        "fold_momentum_into_gemm": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
-        "masked_pool",
-        "pooled_planes",
-        "convolution_inputs",
-        "gelu",
-        "scan_products",
-        "scan_fission",
-        "transposed",
+        "mask_before_upsampling",
+        "pool_channels_as_batch",
+        "transposed_convolution_as_convolution",
+        "share_gelu_distribution",
+        "hoist_weight_gradients",
+        "vectorize_steps",
+        "fold_transpose_into_gemm",
     }
-    assert {*marks, *COUNTED, *elsewhere, "column_sums"} == FUSIONS.keys()
+    assert {*marks, *COUNTED, *elsewhere, "column_sums_as_product"} == FUSIONS.keys()
     proto = NETWORKS["cnn"][0]()
     for name, mark in marks.items():
-        optimizer = OPTIMIZERS["momentum" if name == "momentum" else "descent"]
+        optimizer = OPTIMIZERS["momentum" if name == "fold_momentum_into_gemm" else "descent"]
         steps = {"loss": passes.CrossEntropy(), "optimizer": optimizer}
         assert mark(graphopt.compile(proto, **steps))
         assert not mark(graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[name])))
@@ -82,11 +82,11 @@ def test_each_fusion_is_seen_and_can_be_left_out():
 
 # A fusion: what it is seen without, an operator, and how many nodes of it there are without and with the fusion.
 COUNTED = {
-    "scaled_gradients": (["descent"], "Sub", 3, 1),
-    "descent": (["scaled_gradients"], "Sub", 3, 2),
-    "factors": ([], "Mul", 4, 4),
-    "square": ([], "Pow", 1, 0),
-    "sum": ([], "Add", 4, 3),
+    "fold_rate_into_loss_gradient": (["fold_update_into_gemm"], "Sub", 3, 1),
+    "fold_update_into_gemm": (["fold_rate_into_loss_gradient"], "Sub", 3, 2),
+    "combine_scalar_factors": ([], "Mul", 4, 4),
+    "square_as_product": ([], "Pow", 1, 0),
+    "fold_sum_into_gemm": ([], "Add", 4, 3),
 }
 
 
@@ -111,7 +111,8 @@ def test_sums_over_many_columns_are_products(optimizer):
     steps = {"loss": passes.CrossEntropy(), "optimizer": OPTIMIZERS[optimizer]}
     proto = models.mlp([6], 3, hidden=[64, 80])
     compiled = [
-        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=left)) for left in (["column_sums"], [])
+        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=left))
+        for left in (["column_sums_as_product"], [])
     ]
     products = [[n for n in each.graph if n.op_type == "ConstantOfShape"] for each in compiled]
     assert [len(found) for found in products] == [0, 1]
@@ -131,7 +132,7 @@ def test_sums_over_many_columns_are_products(optimizer):
     ],
 )
 def test_scaled_gradients_change_nothing_that_is_reported(steps):
-    left_out = passes.Fuse(leave_out=["scaled_gradients"])
+    left_out = passes.Fuse(leave_out=["fold_rate_into_loss_gradient"])
     compiled = [
         graphopt.compile(linear(), loss=passes.MeanSquaredError(), **steps, fuse=fuse)
         for fuse in (left_out, passes.Fuse())
@@ -156,7 +157,7 @@ def test_a_gelu_takes_the_distribution_that_its_gradient_computes(approximate):
         v=RNG.standard_normal((8, 4)),
     )
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01)}
-    plain = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["gelu"]))
+    plain = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["share_gelu_distribution"]))
     fused = graphopt.compile(proto, **steps)
     assert [sum(node.op_type == "Gelu" for node in step.graph) for step in (plain, fused)] == [1, 0]
     executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]
@@ -280,7 +281,7 @@ def test_a_transposed_convolution_of_a_model_is_one_again_in_inference():
     )
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
     assert "ConvTranspose" not in _operators(step)
-    left = passes.Fuse(leave_out=["convolution_inputs"])
+    left = passes.Fuse(leave_out=["transposed_convolution_as_convolution"])
     plain = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01), fuse=left)
     assert "ConvTranspose" in _operators(plain)
     executors = [graphopt.Executor(one, threads=1) for one in (plain, step)]
@@ -304,7 +305,7 @@ def test_what_two_fusions_replace_is_the_models_own_in_inference():
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)}
     once, twice = (
         graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=names))
-        for names in (["convolution_columns"], [])
+        for names in (["widen_convolution_products"], [])
     )
     assert len(twice.graph) > len(once.graph)
     executor = graphopt.Executor(twice, threads=1)
@@ -345,7 +346,9 @@ def test_inference_does_what_training_does_where_its_input_is_gone():
 def test_a_gradient_is_masked_after_pooling_bit_for_bit():
     proto = models.cnn([3, 12, 12], 3, channels=[8, 16], hidden=8)
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.02, momentum=0.9)}
-    left = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=["masked_pool", "pooled_planes"]))
+    left = graphopt.compile(
+        proto, **steps, fuse=passes.Fuse(leave_out=["mask_before_upsampling", "pool_channels_as_batch"])
+    )
     fused = graphopt.compile(proto, **steps)
     onnx.checker.check_model(ir.to_proto(fused), full_check=True)
     planes = [node.outputs[0].shape[1] for node in fused.graph if node.op_type == "MaxPool"]
@@ -396,7 +399,8 @@ def test_no_transpose_that_a_gemm_can_do():
     )
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9)}
     fused, plain = (
-        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=names)) for names in ([], ["transposed"])
+        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=names))
+        for names in ([], ["fold_transpose_into_gemm"])
     )
     assert [sum(n.op_type == "Transpose" for n in step.graph) for step in (fused, plain)] == [1, 2]
     feeds = {"x": RNG.standard_normal((7, 5, 4)), "target": RNG.standard_normal((7, 5, 3))}

@@ -28,7 +28,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("fusion", ["scan_products", "scan_fission"])
+@pytest.mark.parametrize("fusion", ["hoist_weight_gradients", "vectorize_steps"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_what_steps_of_a_scan_need_not_wait_for_is_done_at_once(name, fusion):
     random = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def test_what_steps_of_a_scan_need_not_wait_for_is_done_at_once(name, fusion):
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.002, momentum=0.9)}
     plain = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[fusion]))
     fused = graphopt.compile(proto, **steps)
-    measure = {"scan_products": _carried, "scan_fission": _in_bodies}[fusion]
+    measure = {"hoist_weight_gradients": _carried, "vectorize_steps": _in_bodies}[fusion]
     assert measure(fused) < measure(plain)
     onnx.checker.check_model(ir.to_proto(fused), full_check=True)
     executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]

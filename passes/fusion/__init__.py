@@ -1,4 +1,4 @@
-"""Fusion: the same numbers from fewer or faster operators, as onnxruntime's CPU kernels are measured to be."""
+"""Replace operators by fewer or faster ones that compute the same values, as measured on ONNX Runtime's CPU kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.rewriting import Pass, keep_interface
-from passes.fusion.arithmetic import Factors, Square
-from passes.fusion.column_sums import column_sums
-from passes.fusion.convolution import convolution_columns, convolution_inputs
-from passes.fusion.gemm_updates import Descent, Momentum, Sum, Transposed
-from passes.fusion.pooling import MaskedPool, pooled_planes
-from passes.fusion.scaled_gradients import scaled_gradients
-from passes.fusion.scan import scan_fission, scan_products
-from passes.fusion.shared_gelu import gelu
+from passes.fusion.arithmetic import CombineScalarFactors, SquareAsProduct
+from passes.fusion.column_sums import column_sums_as_product
+from passes.fusion.convolution import transposed_convolution_as_convolution, widen_convolution_products
+from passes.fusion.gemm_updates import FoldMomentum, FoldSum, FoldTranspose, FoldUpdate
+from passes.fusion.pooling import MaskBeforeUpsampling, pool_channels_as_batch
+from passes.fusion.scaled_gradients import fold_rate_into_loss_gradient
+from passes.fusion.scan import hoist_weight_gradients, vectorize_steps
+from passes.fusion.shared_gelu import share_gelu_distribution
 from passes.simplify import Simplify
 
 
@@ -25,35 +25,35 @@ def _rewriting(rule: type[RewriteRuleClassBase]) -> Callable[[ir.Model], int]:
     return RewriteRuleSet([rule.rule()], commute=True).apply_to_model  # type: ignore[no-untyped-call]
 
 
-# A name, and what rewrites a model and tells whether, or how often, it did.
+# Each function rewrites a model and returns whether, or how many times, it changed something. Recipes use the names.
 FUSIONS: dict[str, Callable[[ir.Model], int]] = {
-    "convolution_inputs": convolution_inputs,
-    "convolution_columns": convolution_columns,
-    "masked_pool": _rewriting(MaskedPool),
-    "pooled_planes": pooled_planes,
-    "transposed": _rewriting(Transposed),
-    "scaled_gradients": scaled_gradients,
-    "factors": _rewriting(Factors),
-    "square": _rewriting(Square),
-    "descent": _rewriting(Descent),
-    "momentum": _rewriting(Momentum),
-    "gelu": gelu,
-    "scan_products": scan_products,
-    "scan_fission": scan_fission,
-    "sum": _rewriting(Sum),
-    "column_sums": column_sums,
+    "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
+    "widen_convolution_products": widen_convolution_products,
+    "mask_before_upsampling": _rewriting(MaskBeforeUpsampling),
+    "pool_channels_as_batch": pool_channels_as_batch,
+    "fold_transpose_into_gemm": _rewriting(FoldTranspose),
+    "fold_rate_into_loss_gradient": fold_rate_into_loss_gradient,
+    "combine_scalar_factors": _rewriting(CombineScalarFactors),
+    "square_as_product": _rewriting(SquareAsProduct),
+    "fold_update_into_gemm": _rewriting(FoldUpdate),
+    "fold_momentum_into_gemm": _rewriting(FoldMomentum),
+    "share_gelu_distribution": share_gelu_distribution,
+    "hoist_weight_gradients": hoist_weight_gradients,
+    "vectorize_steps": vectorize_steps,
+    "fold_sum_into_gemm": _rewriting(FoldSum),
+    "column_sums_as_product": column_sums_as_product,
 }
 
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Rewrite operators into faster ones; results are the same up to rounding.
+    """Rewrite operators into faster ones. Results stay the same up to rounding.
 
     Args:
         leave_out: names of fusions to leave out, from `passes.fusion.FUSIONS`.
 
     Raises:
-        GraphoptError: a fusion is unknown.
+        GraphoptError: `leave_out` contains an unknown name.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}

@@ -1,4 +1,4 @@
-"""Arithmetic that costs less in another form."""
+"""Rewrite arithmetic into cheaper forms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from graphopt.graph.values import like
 from passes.fusion.scaled_gradients import is_number
 
 
-class Factors(RewriteRuleClassBase):
-    """s (t x) = (s t) x, s and t numbers."""
+class CombineScalarFactors(RewriteRuleClassBase):
+    """Rewrite s (t x) as (s t) x for scalars s and t."""
 
     def pattern(self, op: Any, s: Any, t: Any, x: Any) -> Any:
         return op.Mul(s, op.Mul(t, x, _outputs=["product"]))
@@ -21,15 +21,15 @@ class Factors(RewriteRuleClassBase):
         result = MatchResult()
         numbers = [is_number(values[name]) for name in ("s", "t", "x")]
         if numbers != [True, True, False] or len(values["product"].uses()) != 1:
-            return result.fail("no two numbers")
+            return result.fail("expected two scalar factors")
         return result
 
     def rewrite(self, op: Any, s: ir.Value, t: ir.Value, x: ir.Value, **_: Any) -> Any:
         return op.Mul(like(op.Mul(s, t), s), x)
 
 
-class Square(RewriteRuleClassBase):
-    """x^2 = x x, which takes 0.4 us less of a small x."""
+class SquareAsProduct(RewriteRuleClassBase):
+    """Rewrite x^2 as x x, which is 0.4 us faster for a small x."""
 
     def pattern(self, op: Any, x: Any, two: Any) -> Any:
         return op.Pow(x, two)
@@ -37,7 +37,7 @@ class Square(RewriteRuleClassBase):
     def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
         result, tensor = MatchResult(), ir.convenience.get_const_tensor(values["two"])
         if not is_number(values["two"]) or tensor is None or tensor.numpy() != 2:
-            return result.fail("another exponent")
+            return result.fail("expected the exponent 2")
         return result
 
     def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:

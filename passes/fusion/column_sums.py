@@ -1,4 +1,4 @@
-"""Sums over columns, the gradients of biases, as products with ones."""
+"""Compute sums over rows, such as gradients of biases, as products with a vector of ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graphopt.graph.values import like
 WIDE = 64  # columns
 
 
-def column_sums(model: ir.Model) -> bool:
-    """Replace the sum over the rows of a matrix of many columns by the product of a vector of ones and the matrix.
+def column_sums_as_product(model: ir.Model) -> bool:
+    """Replace the sum over the rows of a matrix with many columns by the product of a vector of ones and the matrix.
 
-    Of 32 rows of 256 it takes 1.8 us instead of 5.2; of 512, on 2 threads, 12 instead of 267.
+    For 32 rows and 256 columns this takes 1.8 us instead of 5.2, and for 512 columns on 2 threads 12 instead of 267.
     """
     sums = [node for node in model.graph if node.op_type == "ReduceSum" and _is_over_columns(node)]
     places = places_of(model.graph.inputs)
@@ -42,7 +42,7 @@ def _is_over_columns(node: ir.Node) -> bool:
 
 
 def _ones(op: Emitter, x: ir.Value, places: Places) -> ir.Value:
-    """Return a vector of as many ones as a matrix has rows."""
+    """Return a vector with one 1 for each row of a matrix."""
     assert x.shape is not None and x.dtype is not None
     one = np.ones(1, x.dtype.numpy())
     rows = x.shape[0]

@@ -1,6 +1,6 @@
-"""Convolutions as products of more columns, and of what ONNX Runtime's CPU kernels spread over threads.
+"""Rewrite convolutions into forms that ONNX Runtime's CPU kernels compute faster.
 
-Measured in examples/benchmarks/convolution.py.
+`examples/benchmarks/convolution.py` measures them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ MANY = 32  # channels
 WIDE = 1024  # taps, or places along an axis
 
 
-def convolution_inputs(model: ir.Model) -> bool:
-    """Replace transposed convolutions of stride 1 by convolutions with the kernel turned around.
+def transposed_convolution_as_convolution(model: ir.Model) -> bool:
+    """Replace transposed convolutions of stride 1 by convolutions with the flipped kernel.
 
-    One thread adds up the products of a transposed convolution: 1.2 times as fast on two threads, the same on one.
+    ONNX Runtime sums the products of a transposed convolution on one thread. This form is 1.2 times as fast on two
+    threads and equally fast on one.
     """
-    return _rewrite(model, "ConvTranspose", _turned)
+    return _rewrite(model, "ConvTranspose", _flipped)
 
 
-def convolution_columns(model: ir.Model) -> bool:
-    """Rewrite convolutions that are unfolded into a product of few columns for each batch element.
+def widen_convolution_products(model: ir.Model) -> bool:
+    """Rewrite convolutions that ONNX Runtime would unfold into a product of few columns for each batch element.
 
-    Those with a kernel as large as their image, as gradients of weights are: 1.4 to 4 times as fast. Those with more
-    filters than positions: 1.4 to 1.6 times as fast on two threads, the same on one.
+    If the kernel is as large as the image, as in gradients of weights, this is 1.4 to 4 times as fast. If there are
+    more filters than positions, it is 1.4 to 1.6 times as fast on two threads and equally fast on one.
     """
-    return _rewrite(model, "Conv", _of_more_columns)
+    return _rewrite(model, "Conv", _widened)
 
 
 def _rewrite(model: ir.Model, op_type: str, rewritten: Callable[[Emitter, ir.Node], ir.Value | None]) -> bool:
@@ -53,18 +54,18 @@ def _rewrite(model: ir.Model, op_type: str, rewritten: Callable[[Emitter, ir.Nod
 
 
 def _sizes(x: ir.Value) -> list[int | None]:
-    """Return the sizes of `x`, None where unknown; of an unknown rank none."""
+    """Return the sizes of `x`, None for each unknown size, and no sizes if the rank is unknown."""
     return [size if isinstance(size, int) else None for size in x.shape or ()]
 
 
 def _geometry(node: ir.Node, n: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the strides, the dilations, and the pads at the begin and at the end of `n` axes."""
+    """Return the strides, the dilations, and the begin and end pads of `n` axes."""
     strides, dilations = (list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations"))
     pads = list(node.attributes.get_ints("pads", [0] * (2 * n)))
     return strides, dilations, pads[:n], pads[n:]
 
 
-def _turned(op: Emitter, node: ir.Node) -> ir.Value | None:
+def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     x, w = node.inputs[:2]
     assert x is not None and w is not None
     n = len(_sizes(w)) - 2
@@ -86,7 +87,7 @@ def _turned(op: Emitter, node: ir.Node) -> ir.Value | None:
     return y
 
 
-def _of_more_columns(op: Emitter, node: ir.Node) -> ir.Value | None:
+def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
     x, w, y = *node.inputs[:2], node.outputs[0]
     assert x is not None and w is not None
     filters, kernel = _sizes(w)[0], [size or 0 for size in _sizes(w)[2:]]
@@ -97,19 +98,19 @@ def _of_more_columns(op: Emitter, node: ir.Node) -> ir.Value | None:
         return None
     if positions >= 2 * many and positions > 16:
         if len(kernel) < 3 and (batch is None or batch >= FEW):
-            return _along_batch(op, node, x, w)
+            return _with_batch_as_axis(op, node, x, w)
         deep = len(kernel) == 3 and plain and None not in _sizes(x)[3:] and places[0] <= WIDE
         if deep and (batch is None or batch >= FEW):
-            return _by_depth(op, node, x, w, places[0])
+            return _with_axis_as_channels(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
     if plain and len(kernel) < 3 and filters is not None and filters > many and positions > 1 and batch != 1:
-        return _along_batch(op, node, x, w)
+        return _with_batch_as_axis(op, node, x, w)
     return None
 
 
-def _along_batch(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) -> ir.Value:
-    """Let the batch be a last spatial axis, along which the kernel has one tap: one product of all its columns."""
-    n = len(_sizes(x)) - 2  # the CPU provider's fast kernels know three spatial axes
+def _with_batch_as_axis(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) -> ir.Value:
+    """Turn the batch into a last spatial axis, on which the kernel has size 1, to get one product of all columns."""
+    n = len(_sizes(x)) - 2  # the CPU provider's fast kernels support up to three spatial axes
     strides, dilations, begin, end = _geometry(node, n)
     y = op.Conv(
         op.Unsqueeze(_transposed(op, x, [*range(1, n + 2), 0]), [0]),
@@ -124,8 +125,8 @@ def _along_batch(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) -> ir.Val
     return moved
 
 
-def _by_depth(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int) -> ir.Value:
-    """Let the first of three spatial axes be channels, in a convolution over the others for each place along it."""
+def _with_axis_as_channels(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int) -> ir.Value:
+    """Turn the first of three spatial axes into channels, and convolve the other two once per position on that axis."""
     strides, dilations, begin, end = _geometry(node, 3)
     reach = ((_sizes(w)[2] or 0) - 1) * dilations[0] + 1
     padded = op.Pad(x, [0, 0, begin[0], 0, 0, 0, 0, end[0], 0, 0])
@@ -136,7 +137,7 @@ def _by_depth(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int)
         image = op.Reshape(under, [0, -1, *_sizes(x)[3:]])
         pads = [*begin[1:], *end[1:]]
         part = op.Conv(image, kernel, strides=strides[1:], dilations=dilations[1:], pads=pads)
-        parts.append(op.Unsqueeze(_along_batch(op, part.producer(), image, kernel), [2]))
+        parts.append(op.Unsqueeze(_with_batch_as_axis(op, part.producer(), image, kernel), [2]))
     y: ir.Value = op.Concat(*parts, axis=2)
     return y
 
@@ -144,9 +145,9 @@ def _by_depth(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int)
 def _unfolded(
     op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, batch: int, places: Sequence[int]
 ) -> ir.Value:
-    """Multiply the kernel with what of the image lies under it at each place.
+    """Multiply the kernel by the part of the image that it covers at each position.
 
-    With batch and channels exchanged, as they are in a forward pass, that is a convolution by a kernel for each place.
+    If batch and channels are exchanged, as in a forward pass, this is a convolution with one kernel per position.
     """
     n = len(places)
     swap = [1, 0, *range(2, n + 2)]
@@ -168,7 +169,7 @@ def _unfolded(
 
 
 def _transposed(op: Emitter, x: ir.Value, perm: Sequence[int]) -> ir.Value:
-    """Transpose `x`, or in one go what it is a transpose of."""
+    """Transpose `x`, and merge the transpose with one that already produces `x`."""
     node = x.producer()
     if node is not None and node.op_type == "Transpose" and node.inputs[0] is not None:
         before = node.attributes.get_ints("perm", [*reversed(range(len(perm)))])

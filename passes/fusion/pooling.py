@@ -1,4 +1,4 @@
-"""MaxPool in training, and its gradient."""
+"""Rewrite MaxPool in training, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from graphopt.graph.values import like
 BLOCK = 8  # channels, or a multiple of it, in a block of ONNX Runtime's layout
 
 
-class MaskedPool(RewriteRuleClassBase):
-    """[x = p] up(g) [x > 0] = [x = p] up(g [p > 0]), p the maximum of the window: the same bit for bit.
+class MaskBeforeUpsampling(RewriteRuleClassBase):
+    """Rewrite [x = p] up(g) [x > 0] as [x = p] up(g [p > 0]), where p is the maximum of the window.
 
-    Measured: the gradient of a MaxPool of 64 x 32 x 28 x 28 by 2 x 2 and of the Relu takes 2.8 ms, against 4.0.
+    The results are bit-identical. The gradient of a 2 x 2 MaxPool and a Relu on 64 x 32 x 28 x 28 takes 2.8 ms instead
+    of 4.0.
     """
 
     def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # the choice has more readers
+        super().__init__(remove_nodes=False)  # other nodes also read the mask
 
     def pattern(self, op: Any, x: Any, p: Any, share: Any, scales: Any) -> Any:
         up = op.Resize(p, None, scales, _outputs=["up"], _allow_other_attributes=True)
@@ -34,7 +35,7 @@ class MaskedPool(RewriteRuleClassBase):
         result = MatchResult()
         up, spread = (values[name].producer().attributes for name in ("up", "spread"))
         if up != spread or up.get_string("mode", "nearest") != "nearest":
-            return result.fail("they are not repeated in the same way")
+            return result.fail("the two values are not upsampled in the same way")
         p, share = values["p"], values["share"]
         return result if p.shape is not None and p.shape == share.shape else result.fail("the shapes differ")
 
@@ -48,11 +49,11 @@ class MaskedPool(RewriteRuleClassBase):
         )
 
 
-def pooled_planes(model: ir.Model) -> bool:
-    """Give a MaxPool that has a gradient one channel, and its channels to the batch; inference has it as it was.
+def pool_channels_as_batch(model: ir.Model) -> bool:
+    """Move the channels of a MaxPool that has a gradient into the batch. Inference keeps the original MaxPool.
 
-    ONNX Runtime puts pools into its blocked layout, even between convolutions that are not, as their weights are no
-    constants: without it a step of a small network takes 27.8 ms, with it 30.0.
+    ONNX Runtime converts pools to its blocked layout, even between convolutions that do not use this layout because
+    their weights are not constants. A step of a small network takes 27.8 ms with this rewriting and 30.0 ms without.
     """
     changed = False
     with Emitter(model) as op:

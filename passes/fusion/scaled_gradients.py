@@ -1,4 +1,4 @@
-"""Plain SGD: gradients that come already times minus the rate, for what is computed from a loss is linear in it."""
+"""Fold the learning rate of plain SGD into the gradient of the loss, on which all gradients depend linearly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import like
 
-# In which inputs an operator is linear: in each of them, or in some together.
+# The inputs in which an operator is linear: each one separately, the first one, or all together.
 IN_EACH = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"}
 IN_FIRST = {"Div", "Flatten", "Identity", "Neg", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split"} | {
     "Squeeze",
@@ -22,10 +22,11 @@ IN_FIRST = {"Div", "Flatten", "Identity", "Neg", "ReduceMean", "ReduceSum", "Res
 IN_ALL = {"Add", "Concat", "Sub", "Sum"}
 
 
-def scaled_gradients(model: ir.Model) -> bool:
-    """Replace w - rate g by w + g', where g' = -rate g is the gradient if that of the loss is scaled by -rate.
+def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
+    """Replace w - rate g by w + g', where g' = -rate g results from scaling the gradient of the loss by -rate.
 
-    What scales the loss's gradient anyway, 1 / N of a mean, then does so by another number; a product a parameter less.
+    The factor that already scales this gradient, such as 1 / N of a mean, absorbs -rate. One product per parameter
+    disappears.
     """
     updates = dict(filter(None, map(_descent, _following(model))))
     replaced = False
@@ -65,12 +66,12 @@ def _following(model: ir.Model) -> list[ir.Node]:
 
 
 def is_number(x: ir.Value | None) -> bool:
-    """Tell whether a value is known to be a scalar."""
+    """Return whether a value is known to be a scalar."""
     return x is not None and x.shape is not None and len(x.shape) == 0
 
 
 def _descent(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """Return the product of a node w - rate g, if nothing else reads it, and the node; of 32 bits or more."""
+    """Return the product rate g and the node w - rate g, if only that node reads the product and it is not 16-bit."""
     product = node.inputs[1].producer() if node.op_type == "Sub" and node.inputs[1] is not None else None
     if product is None or product.op_type != "Mul" or len(product.outputs[0].uses()) != 1:
         return None
@@ -79,7 +80,7 @@ def _descent(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
 
 
 def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]) -> list[ir.Node]:
-    """Return the products of updates that all come of `root`, linearly; none where something else does, too."""
+    """Return the products of updates if all depend linearly on `root`, and none if anything else depends on it."""
     scaled, ends = {root}, []
     for node in nodes:
         if not scaled.intersection(values_read(node)):
@@ -94,7 +95,7 @@ def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]
 
 
 def _is_linear(node: ir.Node, scaled: Sequence[bool]) -> bool:
-    """Tell whether a node's outputs are scaled as some of its inputs are."""
+    """Return whether scaling the given inputs of a node scales its outputs."""
     if node.op_type in IN_EACH:
         return sum(scaled) == 1 and len(scaled) == 2
     if node.op_type in IN_FIRST:

@@ -1,4 +1,4 @@
-"""Reuse in the forward pass what the gradient of Gelu computes."""
+"""Share work between the forward pass and the gradient of Gelu."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from graphopt.graph.inference import stand_in
 DISTRIBUTION = {"none": "Erf", "tanh": "Tanh"}
 
 
-def gelu(model: ir.Model) -> bool:
-    """Replace y = Gelu(x) by x Phi(x), where the gradient computes Phi(x), the normal distribution, anyway.
+def share_gelu_distribution(model: ir.Model) -> bool:
+    """Replace y = Gelu(x) by x Phi(x) if the gradient computes the normal distribution Phi(x).
 
-    In inference it is a Gelu again. A product takes a quarter of its time: 0.10 ms for 524288 elements, against 0.40.
+    Inference keeps the Gelu. For 524288 elements the product takes 0.10 ms and the Gelu 0.40.
     """
     nodes = [node for node in model.graph if node.op_type == "Gelu" and node.domain == ""]
     replaced = False
@@ -29,7 +29,7 @@ def gelu(model: ir.Model) -> bool:
 
 
 def _distribution(x: ir.Value, op_type: str) -> ir.Value | None:
-    """Return 0.5 + 0.5 f(c x) of the graph, f an `op_type`, or None."""
+    """Return 0.5 + 0.5 f(c x) of the graph, where f is an `op_type`, or None."""
     inner = [user for user in x.consumers() if user.op_type == "Mul"]
     for f in (node for user in inner for node in user.outputs[0].consumers() if node.op_type == op_type):
         for half in (node for node in f.outputs[0].consumers() if _has_half(node, "Mul")):
