@@ -31,7 +31,7 @@ NEED_PASSES_LATE = {
     "graphopt/compiler.py",
     "graphopt/testing/coverage.py",
     "graphopt/testing/gradients.py",
-    "graphopt/training/estimator.py",
+    "graphopt/training/trainer_options.py",
 }
 # Files that nothing imports before they are needed, and so import `passes` at their top.
 NEED_PASSES = {"graphopt/on_device/graphs.py", "graphopt/on_device/update.py"}

@@ -203,3 +203,25 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
         model.graph.inputs.remove(x)
     RemoveUnusedOpsetsPass()(model)
     return ir.to_proto(model)
+
+
+def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
+    """Replace the weights of a model by the weights of the same names in a trained one.
+
+    Raises:
+        GraphoptError: the model has none of them, or one of another type or shape.
+    """
+    weights = {x.name: x for x in trained.graph.initializer}
+    found = [x for x in model.graph.initializer if x.name in weights]
+    if not found:
+        raise GraphoptError(
+            f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
+        )
+    for x in found:
+        weight = weights[x.name]
+        if (x.data_type, x.dims) != (weight.data_type, weight.dims):
+            raise GraphoptError(
+                f"get_trained_onnx: weight {x.name!r}: expected type {weight.data_type} and shape "
+                f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
+            )
+        x.CopyFrom(weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,23 +13,17 @@ import onnx_ir as ir
 
 from graphopt.compiler import compile
 from graphopt.data import Batches, Dataset
-from graphopt.data.loader import Shuffle
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError
+from graphopt.graph.inference import replace_weights
 from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
-from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.fit import Adaptive, Record, fit, reported
-from graphopt.training.metrics import Metric, metrics, r2
+from graphopt.training.metrics import Metric, metrics, weighted_accuracy, weighted_r2
+from graphopt.training.trainer_options import TrainerOptions
 
 Arrays = np.ndarray | Mapping[str, np.ndarray]
-SCHEDULES = {
-    "constant": None,
-    "adaptive": None,
-    "invscaling": "InverseScaling",
-    "optimal": "Optimal",
-}  # of passes
 FEATURES, TARGET, WEIGHT = "X", "target", "sample_weight"
 ROWS = 1024  # how many are predicted at a time
 
@@ -46,7 +38,7 @@ class _Compiled:
     hyperparameters: Mapping[str, Any]
 
 
-class Trainer:
+class Trainer(TrainerOptions):
     """Train an ONNX model on arrays: an estimator for scikit-learn's tools, such as clone, GridSearchCV and pickle.
 
     Args:
@@ -87,43 +79,6 @@ class Trainer:
     _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
     _weighted = False  # whether rows have weights
     _row: tuple[int, ...] | None = None  # the shape of a row of the targets
-
-    def __init__(
-        self,
-        model: Source,
-        *,
-        loss: Step | None = None,
-        optimizer: Step | None = None,
-        regularizer: Step | None = None,
-        clip: Step | None = None,
-        training: Step | None = None,
-        parameters: Step | None = None,
-        schedule: str | Step | None = "constant",
-        max_iter: int = 100,
-        batch_size: int = 10,
-        shuffle: Shuffle = True,
-        validation_every: int = 1,
-        warm_start: bool = False,
-        random_state: int = 0,
-        device: str = "cpu",
-        threads: int | None = None,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.regularizer = regularizer
-        self.clip = clip
-        self.training = training
-        self.parameters = parameters
-        self.schedule = schedule
-        self.max_iter = max_iter
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.validation_every = validation_every
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.device = device
-        self.threads = threads
 
     def fit(
         self,
@@ -190,14 +145,8 @@ class Trainer:
         """Return the accuracy, or for a regression R2, the mean over the columns; as scikit-learn's scores do."""
         predicted = self.predict(X)
         target = np.asarray(y).reshape(predicted.shape)
-        if self._task() != "regression":
-            right = (predicted == target).reshape(len(target), -1).mean(axis=1)
-            return float(np.average(right, weights=sample_weight))
-        error = np.average((target - predicted) ** 2, axis=0, weights=sample_weight)
-        spread = np.average(
-            (target - np.average(target, axis=0, weights=sample_weight)) ** 2, axis=0, weights=sample_weight
-        )
-        return r2(error, spread)
+        score = weighted_r2 if self._task == "regression" else weighted_accuracy
+        return score(predicted, target, sample_weight)
 
     def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
         """Return the loss of each row as it enters the mean, weighted if there are weights."""
@@ -229,38 +178,8 @@ class Trainer:
         if model is None:
             return trained
         other = ir.to_proto(load(model))
-        _transplant(trained, other)
+        replace_weights(other, trained)
         return other
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the options by name; with `deep` those of passes too, as `optimizer__learning_rate`."""
-        params = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-        if deep:
-            for name, value in list(params.items()):
-                if dataclasses.is_dataclass(value):
-                    fields = dataclasses.fields(value)
-                    params |= {f"{name}__{field.name}": getattr(value, field.name) for field in fields}
-        return params
-
-    def set_params(self, **params: Any) -> Trainer:
-        """Set options by name, those of passes as `optimizer__learning_rate`, and return the trainer.
-
-        Raises:
-            GraphoptError: an option is unknown.
-        """
-        for name, value in params.items():
-            if name not in self.get_params():
-                raise GraphoptError(unknown("option", name, self.get_params()))
-            own, _, field = name.partition("__")
-            setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
-        return self
-
-    def __repr__(self) -> str:
-        params = inspect.signature(type(self)).parameters
-        changed = [
-            name for name, p in params.items() if getattr(self, name) is not p.default and name != "model"
-        ]
-        return f"Trainer({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name != "_compiled"}
@@ -271,7 +190,7 @@ class Trainer:
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
 
-        regression = self._task() == "regression"
+        regression = self._task == "regression"
         return Tags(
             estimator_type="regressor" if regression else "classifier",
             target_tags=TargetTags(required=True),
@@ -334,7 +253,7 @@ class Trainer:
         before = self._compiled
         if before is not None and all(a is b for a, b in zip(options, before.options, strict=True)):
             return before
-        step = compile(self.model, **self._steps())
+        step = compile(self.model, **self._steps(self._weighted))
         executor = Executor(step, device=self.device, threads=self.threads, report=reported(step))
         initial = executor.state
         state = before.executor.state if before else self._kept or {}
@@ -342,62 +261,6 @@ class Trainer:
         self._compiled = _Compiled(executor, options, initial, dict(executor.hyperparameters))
         self._kept = None
         return self._compiled
-
-    def _steps(self) -> dict[str, Any]:
-        import passes
-
-        schedule = self.schedule
-        if isinstance(schedule, str):
-            if schedule not in SCHEDULES:
-                raise GraphoptError(unknown("schedule", schedule, SCHEDULES))
-            name = SCHEDULES[schedule]
-            schedule = getattr(passes, name)() if name else None
-        steps = {
-            "loss": self._loss(self._weighted),
-            "optimizer": self.optimizer or passes.SGD(0.01),
-            "schedule": schedule,
-            "regularizer": self.regularizer,
-            "clip": self.clip,
-            "training": self.training,
-        }
-        return steps if self.parameters is None else {**steps, "parameters": self.parameters}
-
-    def _loss(self, weighted: bool, **fields: Any) -> Any:
-        import passes
-
-        loss: Any = self.loss or passes.MeanSquaredError()
-        if isinstance(loss, passes.OwnLoss):  # which says what it takes and returns
-            if fields:
-                raise GraphoptError(
-                    "losses: expected a loss of each row, found one that the model reduces itself"
-                )
-            return loss
-        return dataclasses.replace(loss, sample_weight=weighted, **fields)
-
-    def _task(self) -> str:
-        return str(self._loss(False).task)
-
-
-def _transplant(trained: onnx.ModelProto, other: onnx.ModelProto) -> None:
-    """Replace the weights of a model by those of the same names of a trained one.
-
-    Raises:
-        GraphoptError: it has none of them, or one of another type or shape.
-    """
-    weights = {x.name: x for x in trained.graph.initializer}
-    found = [x for x in other.graph.initializer if x.name in weights]
-    if not found:
-        raise GraphoptError(
-            f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
-        )
-    for x in found:
-        weight = weights[x.name]
-        if (x.data_type, x.dims) != (weight.data_type, weight.dims):
-            raise GraphoptError(
-                f"get_trained_onnx: weight {x.name!r}: expected type {weight.data_type} and shape "
-                f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
-            )
-        x.CopyFrom(weight)
 
 
 def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:

@@ -69,6 +69,23 @@ def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
     return float(np.mean(columns))
 
 
+def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
+    """Return the coefficient of determination of weighted rows."""
+    mean = np.average(target, axis=0, weights=weights)
+    return r2(
+        *(
+            np.average(difference**2, axis=0, weights=weights)
+            for difference in (target - predicted, target - mean)
+        )
+    )
+
+
+def weighted_accuracy(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
+    """Return the share of labels that are predicted, the mean over weighted rows."""
+    right = (predicted == target).reshape(len(target), -1).mean(axis=1)
+    return float(np.average(right, weights=weights))
+
+
 class Regression:
     """R2, the mean over the columns, and the mean absolute error."""
 
