@@ -17,9 +17,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, nn
 
 from graphopt.errors import GraphoptError
-
-OPSET = 21
-IR_VERSION = 10
+from graphopt.graph.opsets import IR_VERSION, OPSET
 
 
 def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:

@@ -21,7 +21,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
-from graphopt.graph.opsets import note_versions
+from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
@@ -34,9 +34,6 @@ from passes.lowering.gelu_pattern import GELU
 from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
 from passes.weights import exporters
-
-OPSET = 21
-IR_VERSION = 10
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Models in the opset that they came in: operators written as older schemas have them."""
+"""Name the opsets that graphopt and its runtimes speak, and write a model in the opset that it came in."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
 from graphopt.graph.schemas import defaults
 from graphopt.graph.values import like
+
+OPSET, IR_VERSION = 21, 10  # what graphopt writes
+ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
 
 # Operators that mean something else before an opset, though the schema looks alike.
 MEANT_ELSE_BEFORE = {

@@ -22,6 +22,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import RUNTIME, original_name
 from graphopt.graph.names import COUNTERS, gradient_of, next_of
+from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import (
     STATE,
     TRAINING_RUNTIME,
@@ -34,7 +35,7 @@ from graphopt.graph.roles import (
 )
 from graphopt.graph.state import take_initial
 from graphopt.graph.unroll import Unroll
-from graphopt.on_device.update import IR_VERSION, OPSET, update_model
+from graphopt.on_device.update import update_model
 from graphopt.pipeline import Pipeline, Step
 from passes.accumulate import Accumulate
 from passes.clipping import Clip
@@ -93,10 +94,11 @@ def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
     }
     model = Pipeline(**rest)(model)
     version = model.opset_imports[""]
-    if version > OPSET or model.ir_version > IR_VERSION:
+    if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
         raise GraphoptError(
-            f"on-device artifacts: expected a model of opset {OPSET} and IR version {IR_VERSION} or older, found "
-            f"{version} and {model.ir_version}, which onnxruntime-training cannot load: export an older one"
+            f"on-device artifacts: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
+            f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}, which onnxruntime-training "
+            f"cannot load: export an older one"
         )
     initial = take_initial(model)
     _fix_hyperparameters(model, initial)

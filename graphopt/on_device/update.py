@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import onnx
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
 from passes.optimizers.adaptive import Adam, AdamW
 from passes.optimizers.descent import SGD
 from passes.optimizers.optimizer import Optimizer
 from passes.ort_kernels import DOMAIN
-
-OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
 
 # a, rate and b of an update a - rate * b, where a and b are sequences
 Step = tuple[str, str, str]
@@ -70,7 +69,8 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
         inputs.append("ready")
     sequences = [f"seq(float[]) {name}" for name in ("params", "gradients", *moments)]
     return onnx.parser.parse_model(
-        f"""<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}, "{DOMAIN}": 1], producer_name: "graphopt">
+        f"""<ir_version: {ORT_TRAINING_IR_VERSION}, opset_import: ["": {ORT_TRAINING_OPSET}, "{DOMAIN}": 1],
+         producer_name: "graphopt">
         update (float[1] learning_rate, int64[1] step, {", ".join(sequences)}) => (bool updated) {{
             rate = Squeeze(learning_rate)
             t = Squeeze(step)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import state_of
+from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
 from graphopt.runtime.checkpoint import Property, load_state
@@ -191,7 +192,7 @@ def _summed(
         ir.Value(name=name, type=ir.TensorType(typed[name]), shape=ir.Shape(value.shape()))
         for name, value in floating.items()
     ]
-    model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     with Emitter(model) as op:
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
         model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))

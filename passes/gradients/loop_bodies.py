@@ -10,6 +10,7 @@ from onnx_ir import Graph, Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.values import dims_of, is_floating, like
 
 Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
@@ -141,4 +142,4 @@ def finish(op: Emitter, body: Graph, results: Iterable[Value]) -> None:
         own = y.producer() is not None and y.graph is body and y not in outputs
         outputs.append(y if own else like(op.Identity(y), y))
     body.outputs[:] = outputs
-    common.RemoveUnusedNodesPass()(ir.Model(body, ir_version=10))
+    common.RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))

@@ -11,6 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import MANY
+from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like
 
@@ -285,7 +286,7 @@ def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Contain
 
 
 def _drop_unused(body: ir.Graph) -> None:
-    RemoveUnusedNodesPass()(ir.Model(body, ir_version=10))
+    RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
 
 
 def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:

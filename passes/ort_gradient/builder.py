@@ -13,11 +13,11 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
-OPSET, IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2, the last one, takes
 SMALL = 100  # numbers in a constant that the builder is shown: axes, exponents
 UNREGISTERED = "has not been registered"
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
@@ -37,10 +37,10 @@ class Builder:
                 "onnxruntime-training==1.19.2 in an environment without another onnxruntime, or use Gradient"
             ) from error
         version = model.opset_imports[""]
-        if version > OPSET or model.ir_version > IR_VERSION:
+        if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
             raise GraphoptError(
-                f"OrtGradient: expected a model of opset {OPSET} and IR version {IR_VERSION} or older, found "
-                f"{version} and {model.ir_version}: use Gradient"
+                f"OrtGradient: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
+                f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}: use Gradient"
             )
         self._options.log_severity_level = 4  # what goes wrong is raised
         self._model = model

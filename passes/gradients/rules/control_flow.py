@@ -14,6 +14,7 @@ from onnx_ir import Graph, Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.values import dims_of, is_floating, like
 from passes.gradients.loop_bodies import (
     Sequences,
@@ -127,7 +128,7 @@ class Back:
                     found.append((self.inner.value_like(x), y))
                 for user, i in users:
                     user.replace_input_with(i, found[-1][0])
-        common.RemoveUnusedNodesPass()(ir.Model(self.graph, ir_version=10))
+        common.RemoveUnusedNodesPass()(ir.Model(self.graph, ir_version=IR_VERSION))
         return found
 
 
