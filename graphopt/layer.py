@@ -167,7 +167,7 @@ class ForwardBackward:
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """Copies of the parameters, by name, in alphabetical order."""
+        """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
             return self._state.arrays(self._parameters)
 

@@ -213,7 +213,10 @@ REFUSED = {
     "empty": (["data.path=empty.npz"], "data: expected rows, found none"),
     "missing": (["data.path=missing.npz"], "missing.npz: no such file"),
     "missing, by a schedule": (["data.path=missing.npz", "schedule=cosine"], "missing.npz: no such file"),
-    "a value to set": (["data=csv", "data.path=???"], "data.path: missing: set data.path=..."),
+    "a value to set": (
+        ["data=csv", "data.path=???"],
+        "data.path: expected a value, found none: set data.path=...",
+    ),
     "a value that is gone": (["~data.path"], "data.path: missing: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
     "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, clip"),

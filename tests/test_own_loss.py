@@ -101,7 +101,7 @@ def test_fit_and_the_trainer_call_targets_and_weights_by_their_own_names():
     assert trainer.train_losses_[-1] < trainer.train_losses_[0]
     found = graphopt.run(trainer.get_trained_onnx(), {"X": X})["variable"]
     np.testing.assert_allclose(trainer.predict(X), found, rtol=1e-5, atol=1e-6)
-    with pytest.raises(graphopt.GraphoptError, match="expected a loss of each row"):
+    with pytest.raises(graphopt.GraphoptError, match="expected a loss per row"):
         trainer.losses(X, T, weight)
 
 
@@ -180,7 +180,7 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
         feeds = {"input_ids": ids, "labels": labels}
         (found,) = graphopt.run(trained, feeds).values()
         np.testing.assert_allclose(found, executor.evaluate(feeds)["loss"], rtol=1e-6)
-        with pytest.raises(graphopt.GraphoptError, match=r"beside the model's own loss.*use evaluate"):
+        with pytest.raises(graphopt.GraphoptError, match=r"other than the model's own loss.*use evaluate"):
             executor.predict(feeds)
 
 

@@ -95,13 +95,13 @@ class CommandLine:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether the command line says `hydra.mode=MULTIRUN`."""
+        """Return whether the command line says `hydra.mode=MULTIRUN`."""
         return any(
             one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides)
         )
 
     def names(self, field: str) -> bool:
-        """Tell whether a field of the recipe has its value from the command line."""
+        """Return whether a field of the recipe has its value from the command line."""
         for override in parsed(self.overrides):
             key = override.key_or_group
             if field == key or (field.startswith(f"{key}.") and isinstance(override.value(), dict)):

@@ -1,4 +1,4 @@
-"""A composed recipe, checked as a whole, and what it builds."""
+"""Check a composed recipe as a whole and build the model, the data and the training graph."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from graphopt.training.fit import held_out_rows, reported
 
 
 class Recipe:
-    """A composed config, resolved once and checked, and what it builds.
+    """Resolve and check a composed config once, and build its parts.
 
     Args:
         config: the config, without the node `hydra`.
-        choices: the option that each group has.
-        command_line: what the user has said.
+        choices: the chosen option of each group.
+        command_line: the arguments of the user.
 
     Raises:
-        GraphoptError: the recipe names code, files or options that it may not, or fields that do not fit.
+        GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
@@ -42,7 +42,7 @@ class Recipe:
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and group in config:
-                config[group] = None  # an experiment may have fields for a step that is left out
+                config[group] = None  # an experiment may set fields of a step that is omitted
         if self._resolve(config, steps=1):
             self._resolve(config, steps=self.steps)
 
@@ -58,14 +58,14 @@ class Recipe:
 
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
-        """The arguments of `fit`, with a validation file read."""
+        """Return the arguments of `fit`. If `fit.validation` is a file, load it."""
         fields = {name: value for name, value in self.fields["fit"].items() if name != "log_steps"}
         validation = fields.pop("validation", None)
         if isinstance(validation, str):
             if "path" not in self.fields["data"]:
                 raise GraphoptError(
                     f"fit.validation={validation}: data={self.choices['data']} reads no file; "
-                    f"expected a share of the rows"
+                    f"give a share of the rows"
                 )
             validation = self._build("data", path=validation)
         elif validation is not None and not isinstance(validation, int | float):
@@ -76,7 +76,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """The steps of the whole training run, which only the data tells."""
+        """Return the number of steps of the whole training run, which depends on the data."""
         rows = len(self.data)
         fields = self.fields["fit"]
         if isinstance(fields.get("validation"), float):
@@ -84,7 +84,7 @@ class Recipe:
         return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
 
     def model(self) -> ir.Model:
-        """Return the model of a file, or a built-in one that fits the data."""
+        """Return the model of a file, or a built-in one with the data's shape."""
         name, models = str(self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
@@ -112,11 +112,11 @@ class Recipe:
         return executor
 
     def text(self) -> str:
-        """Return the recipe as YAML, every reference in it resolved."""
+        """Return the recipe as YAML with all references resolved."""
         return str(OmegaConf.to_yaml(self.fields))
 
     def _resolve(self, config: DictConfig, steps: int) -> bool:
-        """Make the recipe a plain, checked mapping; tell whether it refers to the steps of the run."""
+        """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""
         referred = []
 
         def training_steps() -> int:
@@ -130,16 +130,18 @@ class Recipe:
         return bool(referred)
 
     def _build(self, key: str, **given: Any) -> Any:
-        """Build a node of the recipe, some of its arguments given."""
+        """Build a node of the recipe; `given` adds arguments."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
         node = {name: value for name, value in node.items() if name not in given}
         if _missing(node):
-            raise GraphoptError(f"{key}.{_missing(node)}: missing: set {key}.{_missing(node)}=...")
+            raise GraphoptError(
+                f"{key}.{_missing(node)}: expected a value, found none: set {key}.{_missing(node)}=..."
+            )
         return build(node, key, self._command_line.trust, **given)
 
 
 def _missing(node: Mapping[str, Any]) -> str | None:
-    """Return the place of a value that a recipe leaves to be set."""
+    """Return the path of the first value that the recipe leaves unset (`???`)."""
     for name, value in node.items():
         if value == MISSING:
             return str(name)

@@ -14,12 +14,12 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.training.fit import fit
 
-FILES = ("path",)  # fields of what recipes may name whose values are files
+FILES = ("path",)  # names of fields whose values are files
 HOST = (
     "executor.provider_options",
     "executor.session_options",
-)  # may name libraries to load and files to write
-LIMITS = {  # which keep a file from filling the memory
+)  # these may name libraries to load and files to write
+LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
 }
@@ -37,7 +37,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for name, model in fields["models"].items():
         if not isinstance(model, dict):
             raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
-    for key in sorted(fields, key="pipeline".__eq__):  # which repeats the others, last
+    for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         if key == "models":
             for name, node in fields[key].items():
                 check(node, f"models.{name}", command_line.trust, ("features", "outputs"))
@@ -52,7 +52,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 
 
 def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
-    """Refuse files that a recipe names, unless they are below the working directory or a recipes' folder."""
+    """Raise an error if the recipe names a file outside the working directory and the recipes' folders."""
     allowed = [os.getcwd(), *(one.removeprefix("file://") for one in command_line.folders)]
     allowed = [os.path.realpath(one) for one in allowed]
     for field, file in _files(fields):
@@ -63,12 +63,12 @@ def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             if not any(os.path.commonpath((path, folder)) == folder for folder in allowed):
                 raise GraphoptError(
                     f"{field}: expected a file below the working directory or the recipe's folder, "
-                    f"found {file!r} in a recipe: {field}={file} on the command line allows it"
+                    f"found {file!r} in a recipe: to allow it, say {field}={file} on the command line"
                 )
 
 
 def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
-    """Refuse options of the machine that a recipe sets, and limits that it raises."""
+    """Raise an error if the recipe sets options of the machine or raises limits."""
     for path, value in (
         pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
     ):
@@ -79,7 +79,7 @@ def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 
 
 def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that name files, and the files."""
+    """Yield the fields that name files, with the file of each."""
     if fields["model"] not in fields["models"]:
         yield "model", str(fields["model"])
     if isinstance(fields["fit"].get("validation"), str):
@@ -91,7 +91,7 @@ def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings that are not mappings, and where they stand."""
+    """Yield the leaves of nested mappings, each with its path."""
     if isinstance(node, Mapping) and node:
         for name, value in node.items():
             yield from _values(value, f"{path}.{name}")

@@ -195,13 +195,13 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def _is_code(hint: Any) -> bool:
-    """Tell whether a string in a field is the name of a function."""
+    """Return whether a string in a field is the name of a function."""
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
-    """Tell whether a recipe's value, or what it describes, is of a type."""
+    """Return whether a recipe's value, or what it describes, is of a type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -229,6 +229,6 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
 
 
 def _makes(target: Any, hint: Any, trust: Sequence[str]) -> bool:
-    """Tell whether what a recipe names may make an instance of a type; only a class tells."""
+    """Return whether what a recipe names may make an instance of a type; only a class tells."""
     made, kind = resolve(target, "", trust), typing.get_origin(hint) or hint
     return not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))

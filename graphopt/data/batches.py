@@ -59,7 +59,7 @@ class Batches:
 
     @property
     def memory_mapped(self) -> bool:
-        """Whether some of the arrays are read from files."""
+        """Return whether some of the arrays are read from files."""
         return any(column.lazy for column in self._columns)
 
     @staticmethod

@@ -215,7 +215,7 @@ def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
     found = [x for x in model.graph.initializer if x.name in weights]
     if not found:
         raise GraphoptError(
-            f"get_trained_onnx: the other model has none of the trained weights, {', '.join(weights)}"
+            f"get_trained_onnx: expected a model with the trained weights {', '.join(weights)}, found none of them"
         )
     for x in found:
         weight = weights[x.name]

@@ -37,7 +37,7 @@ class Labels:
         return np.arange(self.low, self.high + 1) if self.several else np.array([self.low, self.high])
 
     def fit(self, array: np.ndarray) -> bool:
-        """Tell whether all labels are right, by one look at class numbers."""
+        """Return whether all labels are right, by one look at class numbers."""
         if self.several and array.dtype.kind == "i" and array.size:
             unsigned = array.view(np.dtype(f"u{array.itemsize}"))  # negative ones are beyond all others
             if np.maximum.reduce(unsigned, axis=None) <= self.high:

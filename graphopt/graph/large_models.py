@@ -51,7 +51,7 @@ def _set(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -
 
 
 def is_large(model: ir.Model) -> bool:
-    """Tell whether a model's weights are more than a protobuf holds."""
+    """Return whether a model's weights are more than a protobuf holds."""
     tensors = (x.const_value for x in model.graph.initializers.values())
     return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LIMIT
 

@@ -147,7 +147,7 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 
 
 def _is_tensor(value: ir.Value) -> bool:
-    """Tell whether something reads a value that takes tensors alone."""
+    """Return whether something reads a value that takes tensors alone."""
     for node, index in value.uses():
         try:
             versions = node.graph.opset_imports  # type: ignore[union-attr]

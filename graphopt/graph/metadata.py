@@ -38,7 +38,7 @@ class Flag:
         holder.metadata_props[self.key] = "true"
 
     def is_set(self, holder: Holder) -> bool:
-        """Tell whether a holder is marked."""
+        """Return whether a holder is marked."""
         return self.key in holder.metadata_props
 
 
@@ -146,7 +146,7 @@ class Note:
 
     @classmethod
     def is_on(cls, holder: Holder) -> bool:
-        """Tell whether a holder has the note."""
+        """Return whether a holder has the note."""
         return cls.KEY in holder.metadata_props
 
     @classmethod
@@ -331,7 +331,7 @@ class Origin(Note):
 
     @property
     def trains(self) -> bool:
-        """Whether it trains, unless the user says otherwise."""
+        """Return whether it trains, unless the user says otherwise."""
         return self.kind in (Kind.PARAMETER, Kind.COMPUTED)
 
     @property

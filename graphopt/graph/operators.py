@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Operators that draw numbers, each evaluator its own; with a seed an evaluator draws the same ones each time.
+# Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
 DRAWING = frozenset(
     {
         "Bernoulli",

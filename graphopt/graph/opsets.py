@@ -19,7 +19,7 @@ from graphopt.graph.values import like
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
 
-# Operators that mean something else before an opset, though the schema looks alike.
+# Operators whose meaning changed in an opset although the schema looks alike.
 MEANT_ELSE_BEFORE = {
     "DFT": 20,
     "GroupNormalization": 21,
@@ -28,27 +28,27 @@ MEANT_ELSE_BEFORE = {
     "Scan": 9,
     "Upsample": 10,
 }
-ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along all axes from one on
+ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along `axis` and all axes after it
 NEGATIVE_AXES_SINCE = 11
 GELU_SINCE = 20
 RENAMED = {
     ("Pad", "constant_value"): "value",
     ("TopK", "K"): "k",
-}  # inputs that were attributes of other names
+}  # inputs that were attributes with other names
 DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False}
-MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample, since 20 and before
+MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
 Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
 
 
 def note_versions(model: ir.Model) -> None:
-    """Note the opset of the default domain and the IR version that a model came in, for its trained form."""
+    """Record the opset of the default domain and the IR version of a model as loaded, for the trained model."""
     if not Versions.is_on(model):
         Versions(model.ir_version, model.opset_imports.get("")).write(model)
 
 
 def versions_of(model: ir.Model) -> tuple[int, int]:
-    """Return the opset and the IR version that a model came in."""
+    """Return the opset and the IR version of a model as it was loaded."""
     now = model.opset_imports.get("", 1)
     came_in = Versions.read(model)
     if came_in is None:
@@ -58,15 +58,14 @@ def versions_of(model: ir.Model) -> tuple[int, int]:
 
 
 def ir_version_of(opset: int) -> int:
-    """Return the IR version that came out with an opset of the default domain."""
+    """Return the IR version that ONNX released with an opset of the default domain."""
     return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)], ignore_unknown=True)
 
 
 def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
-    """Rewrite models of one opset in place in an older or newer one, as near to `version` as all of them can be had.
+    """Convert models in place to the common opset closest to `version` that can express all of them.
 
-    Returns:
-        The opset of the default domain that they now have.
+    Returns: The new opset of the default domain.
     """
     now = models[0].opset_imports.get("", version)
     for candidate in range(version, now, 1 if version < now else -1):
@@ -76,7 +75,7 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
-    """Rewrite a model, or leave it as it is where a node cannot be had."""
+    """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
     nodes = [node for node in model.graph.all_nodes() if node.domain == ""]
     nodes += [
         node for function in model.functions.values() for node in function.all_nodes() if node.domain == ""
@@ -131,7 +130,7 @@ def _schema(op_type: str, version: int) -> onnx.defs.OpSchema | None:
 
 
 def _form(node: ir.Node, now: int, version: int) -> Form | None:
-    """Return how another opset writes a node, or None where it cannot."""
+    """Return a node's attributes and inputs in another opset, or None if it has no equivalent."""
     new, old = _schema(node.op_type, now), _schema(node.op_type, version)
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     inputs = list(node.inputs)
@@ -169,7 +168,7 @@ def _as_attributes(
     new: onnx.defs.OpSchema,
     old: onnx.defs.OpSchema,
 ) -> Form | None:
-    """Turn inputs that were attributes back into such; they must be constants."""
+    """Turn constant inputs into the attributes that they were in an older opset."""
     kept = len(inputs)
     for i, formal in enumerate(new.inputs):
         name = RENAMED.get((node.op_type, formal.name), formal.name)
@@ -194,12 +193,12 @@ def _as_attributes(
 
 
 def _does_nothing(op_type: str, name: str, array: Any) -> bool:
-    """Tell whether an input that an older schema lacks is what that schema does."""
+    """Return whether an input that an older schema lacks has the value that the schema implies."""
     return set(array.ravel().tolist()) == {DOES_NOTHING.get((op_type, name))}
 
 
 def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema, version: int) -> bool:
-    """Write attributes as an older schema has them; tell whether it can say the same."""
+    """Change attributes to the form of an older schema; return whether it can express them."""
     x = node.inputs[0] if node.inputs else None
     dims = None if x is None or x.shape is None else list(x.shape)
     if node.op_type in ALONG_ONE_AXIS_SINCE_13 and version < 13:
@@ -236,7 +235,7 @@ def _made_positive(attributes: dict[str, Any], rank: int | None) -> bool:
 
 
 def _is_typed(node: ir.Node, inputs: Sequence[ir.Value | None], old: onnx.defs.OpSchema) -> bool:
-    """Tell whether a schema takes inputs of these types, equal ones where it says so."""
+    """Return whether a schema accepts inputs of these types and its type constraints hold."""
     bound: dict[str, ir.DataType] = {}
     for i, x in enumerate(inputs):
         formal = old.inputs[min(i, len(old.inputs) - 1)]

@@ -120,6 +120,6 @@ Pattern = str | tuple[str, ...] | list[str] | None
 
 
 def matches(name: str | None, pattern: Pattern) -> bool:
-    """Tell whether `name` fits a shell-style pattern or one of several; None fits nothing."""
+    """Return whether `name` fits a shell-style pattern or one of several; None fits nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     return any(fnmatchcase(name or "", one) for one in patterns)

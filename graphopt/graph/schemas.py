@@ -35,7 +35,7 @@ def input_name(domain: str, op_type: str, version: int, index: int) -> str:
 
 
 def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
-    """Tell whether an input of a node may be of a floating type; a few are float32 alone."""
+    """Return whether an input of a node may be of a floating type; a few are float32 alone."""
     if node.domain != "":
         return True
     schema = onnx.defs.get_schema(node.op_type, version, "")

@@ -158,7 +158,7 @@ def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
 
 
 def is_ceiled(node: ir.Node) -> bool:
-    """Tell whether a node is a pool with a last, partial window."""
+    """Return whether a node is a pool with a last, partial window."""
     return node.domain == "" and node.op_type in POOLS and bool(node.attributes.get_int("ceil_mode", 0))
 
 

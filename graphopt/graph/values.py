@@ -9,7 +9,7 @@ from graphopt.errors import GraphoptError
 
 
 def is_floating(value: ir.Value | None) -> bool:
-    """Tell whether a value is of a floating type."""
+    """Return whether a value is of a floating type."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 

@@ -1,7 +1,7 @@
-"""The operators that ONNX Runtime's CUDA provider has kernels for; other nodes run on the host, with copies to and fro.
+"""Find the nodes that ONNX Runtime's CUDA provider has no kernel for. They run on the host, with copies to and fro.
 
-As onnxruntime-gpu 1.31.1 registers them for operators of opset 21. A kernel may still decline a node by its
-attributes; what a session decides, `Executor.placement` tells where there is a GPU.
+The tables list the kernels that onnxruntime-gpu 1.31.1 registers for opset 21. A kernel may still reject a node
+because of its attributes. On a GPU, `Executor.placement` reports where each node really runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ EVERY_TYPE = """
     ThresholdedRelu Transpose Trilu Unsqueeze Xor
     """
 
-# Functions of other operators, which stand in for them: no provider has a kernel.
+# Operators that are functions of other operators and are expanded into them. No provider has a kernel.
 FUNCTIONS = "Bernoulli CastLike CenterCropPad GroupNormalization Mish NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss"
 
-# Operators with kernels for some: the types, by the type parameters of the operator's schema.
+# Operators with kernels for some element types: these types, by the type parameters of the operator's schema.
 SOME_TYPES: dict[str, dict[str, str]] = {
     "ArgMax": {"T": F},
     "ArgMin": {"T": F},
@@ -89,8 +89,8 @@ SOME_TYPES: dict[str, dict[str, str]] = {
 def without_cuda_kernel(model: ir.Model) -> dict[str, list[str]]:
     """Return the operators that have no CUDA kernel in their nodes' element type, and those nodes' names.
 
-    Left out are operators of other domains than ONNX's own, constants, which become part of the session, and
-    arithmetic on shapes, which is the host's anyway.
+    The result omits operators outside ONNX's own domain, constants, which become part of the session, and arithmetic
+    on shapes, which always runs on the host.
     """
     found: dict[str, list[str]] = {}
     opset = min(model.opset_imports.get("", 21), 21)
@@ -108,7 +108,7 @@ def without_cuda_kernel(model: ir.Model) -> dict[str, list[str]]:
 
 
 def _lacking(node: ir.Node, opset: int) -> str | None:
-    """Return the operator, with the element type that it has no kernel for, or None where it has one."""
+    """Return the operator with the element type that has no kernel, or None if there is a kernel."""
     if node.op_type in f"{EVERY_TYPE} {FUNCTIONS}".split():
         return None
     if node.op_type not in SOME_TYPES:

@@ -37,5 +37,5 @@ class Flushing(threading.local):
 
 
 def supported() -> bool:
-    """Tell whether `Flushing` works here: on Linux and x86-64."""
+    """Return whether `Flushing` works here: on Linux and x86-64."""
     return sys.platform == "linux" and platform.machine() == "x86_64"

@@ -113,12 +113,12 @@ class Device(DeviceOptions):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ONNX Runtime's own CPU kernels compute."""
+        """Return whether ONNX Runtime's own CPU kernels compute."""
         return self.execution_provider == CPU
 
     @property
     def trains(self) -> bool:
-        """Whether the runtime is onnxruntime-training."""
+        """Return whether the runtime is onnxruntime-training."""
         return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
 
     @property

@@ -53,9 +53,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
 
 class NonFiniteLoss(GraphoptError):
-    """A step's loss, or a number of the state that it leads to, is infinite or not a number.
-
-    The state is that before the step.
+    """Report a loss, or a new state, that is infinite or NaN. The state remains as it was before the step.
 
     >>> import numpy
     >>> from graphopt import models
@@ -70,13 +68,13 @@ class NonFiniteLoss(GraphoptError):
 
 
 class Executor(ExecutorState):
-    """Run a training graph step by step; its state lies on the device.
+    """Run a training graph step by step. The state stays on the device.
 
-    Threads may share an executor: its calls run one after the other, each whole, those of `run` and `iterate` a call of
-    the runtime at a time.
+    Threads may share an executor. Its calls do not overlap: other threads wait until a call ends. `run` and `iterate`
+    let other threads in after each call of the runtime.
 
-    Its arguments are a training graph and the fields of `ExecutorOptions` and `DeviceOptions`, which say what each is
-    for.
+    The arguments are a training graph and the fields of `ExecutorOptions` and `DeviceOptions`, which explain each of
+    them.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
@@ -100,13 +98,14 @@ class Executor(ExecutorState):
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Run one step on tensors named like the graph's inputs and return what it reports.
 
-        Scalars come back as Python numbers, `loss` first. Contiguous arrays, onnxruntime's OrtValues and tensors of any
-        package that speaks DLPack are read where they are. A hyperparameter that is fed stays as fed.
+        Scalars come back as Python numbers, `loss` first. Contiguous arrays, onnxruntime's OrtValues and tensors of
+        any package that supports DLPack are read in place. A hyperparameter that you feed keeps its new value in
+        later steps.
 
         Raises:
-            GraphoptError: an array is missing, unknown, or of another type or shape, or a label in the host's memory is
-                none of the loss's; nothing has run.
-            NonFiniteLoss: the loss or the new state is infinite or not a number, and `on_nonfinite` is `raise`.
+            GraphoptError: an array is missing, is unknown or has the wrong type or shape, or the loss does not accept
+                a label in host memory. Nothing has run.
+            NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
         feeds = {**(data or {}), **named} if named else data or {}
         with self._lock:
@@ -128,17 +127,17 @@ class Executor(ExecutorState):
     def iterate(self, batches: Iterable[Batch], *, steps_per_call: int | None = None) -> Iterator[Reported]:
         """Return an iterator that trains on each batch and yields what its step reports.
 
-        The first batch is checked at once; steps run as the iterator is read. Several steps run in one call of the
-        runtime: it takes the batches stacked, and a graph in which a Scan goes through them. The numbers are those of
-        single steps. Batches of another shape, the last of an epoch, have calls of their own.
+        The first batch is checked immediately. Steps run as you read the iterator. Several steps can run in one call
+        of the runtime: a Scan in the graph iterates over stacked batches. The results equal those of single steps.
+        Batches of a different shape, such as the last one of an epoch, run in separate calls.
 
         Args:
-            steps_per_call: how many steps a call does; by default as many as the executor was told.
+            steps_per_call: the number of steps per call; by default the executor's own option.
 
         Raises:
-            GraphoptError: an array does not fit; no step of its call has run.
-            NonFiniteLoss: a loss or the new state is infinite or not a number. The state is that before the step: the
-                steps of its call are done again, one by one.
+            GraphoptError: an array has the wrong type or shape. No step of its call has run.
+            NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
+                so that the state is the one before the failing step.
         """
         check_steps_per_call(steps_per_call)
         chosen = self.steps_per_call if steps_per_call is None else steps_per_call
@@ -155,7 +154,7 @@ class Executor(ExecutorState):
         return iter(())
 
     def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
-        """Yield what a step on each batch reports, of several steps a call, or as many as is faster."""
+        """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
         while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
             waiting = list(itertools.islice(left, chosen or self._several.pace.steps))
             if not waiting:
@@ -167,7 +166,7 @@ class Executor(ExecutorState):
         yield from map(self.step, left)
 
     def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
-        """Run a step on each of some batches of one shape, in one call where they can be stacked."""
+        """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
         if not self._several.take(batches):
             return map(self._alone, batches)
         with self._lock, self._several.pace.timed(len(batches)):
@@ -186,16 +185,16 @@ class Executor(ExecutorState):
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
 
         Raises:
-            GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
+            GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
         return self._runner.session.placement()
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch on the device: on the CPU as it is, on a GPU copied; for `step`, ahead of time."""
+        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
         return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the losses and the model's outputs on some data; the state stays as it is.
+        """Return the losses and the model's outputs on some data, without changing the state.
 
         Raises:
             GraphoptError: as `step` does.
@@ -203,7 +202,7 @@ class Executor(ExecutorState):
         return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the model's outputs; no target is needed, and one that is given is checked.
+        """Return the model's outputs. Targets are optional, and are checked if given.
 
         Raises:
             GraphoptError: as `step` does, or the model has no output beside its own loss.
@@ -211,18 +210,18 @@ class Executor(ExecutorState):
         outputs = self._of(Role.PREDICTION)
         if not outputs:
             raise GraphoptError(
-                "predict: expected an output beside the model's own loss, found none: use evaluate"
+                "predict: expected an output other than the model's own loss, found none: use evaluate"
             )
         return self._forward(outputs, {**(data or {}), **named})
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step, by the schedule where there is one; without one it can be set."""
+        """Return the learning rate of the next step. You can set it if the graph has no schedule."""
         if LEARNING_RATE in self.hyperparameters:
             return float(self.hyperparameters[LEARNING_RATE])
         if LEARNING_RATE in self.outputs:
             return float(self._forward([LEARNING_RATE], {})[LEARNING_RATE])
-        raise GraphoptError("learning_rate: the training graph has none")
+        raise GraphoptError("learning_rate: expected an optimizer in the training graph, found none: add one")
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
@@ -235,45 +234,47 @@ class Executor(ExecutorState):
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """The inputs to feed each step, by name: data, targets and sample weights."""
+        """Return the inputs to feed in each step by name: data, targets and sample weights."""
         return {str(value.name): value for value in with_role(self._model, *FED)}
 
     @property
     def outputs(self) -> list[str]:
-        """The names of everything a step can report, `loss` first."""
+        """Return the names of all outputs that a step can report, `loss` first."""
         return reportable(self._model)
 
     @property
     def reported(self) -> list[str]:
-        """The names of what a step reports, `loss` first; none of an empty `report`."""
+        """Return the names of the outputs that a step reports, `loss` first."""
         return list(self._report)
 
     @property
     def model(self) -> ir.Model:
-        """The training graph, without its initial state."""
+        """Return the training graph without its initial state."""
         return self._model
 
     def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
         Args:
-            outputs: the values to compute, outputs of the model or values inside; its own outputs by default.
+            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
 
         Raises:
-            GraphoptError: the inference model has no value of such a name.
+            GraphoptError: the inference model has no value with one of these names.
         """
         return inference.trained(self._model, self.state, outputs)
 
     def _open(self) -> None:
-        """Make the session of a step, and forget those of several steps and of parts of one."""
+        """Create the runner of single steps, and drop the runners of several steps and of evaluation."""
         device, as_numpy = self._device, self.as_numpy
-        runner_of = functools.partial(  # no method of this object's, which would keep its memory until it is collected
-            StepRunner,
-            device,
-            buffers=self._buffers,
-            report=self._report,
-            static_shapes=self.static_shapes or device.cuda_graph,
-            as_numpy=as_numpy,
+        runner_of = (
+            functools.partial(  # not a bound method: a reference cycle would delay the release of memory
+                StepRunner,
+                device,
+                buffers=self._buffers,
+                report=self._report,
+                static_shapes=self.static_shapes or device.cuda_graph,
+                as_numpy=as_numpy,
+            )
         )
         model = reporting(self._model, self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
@@ -282,7 +283,7 @@ class Executor(ExecutorState):
         self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
 
     def _accept(self, reported: Reported) -> bool:
-        """Tell whether the state after a step is to be kept; raise an error or warn where it is not finite."""
+        """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
         wrong = self._buffers.not_finite(reported)
         if wrong is None:
             return True
@@ -295,12 +296,12 @@ class Executor(ExecutorState):
         return self.on_nonfinite == "warn"
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return hyperparameters and tensors that are fed together."""
+        """Separate the hyperparameters in `feeds` from the tensors."""
         fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
         return fed, {name: tensor for name, tensor in feeds.items() if name not in fed}
 
     def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
-        """Compute outputs of the graph in its inference form."""
+        """Compute outputs of the graph in its inference form, with the fed hyperparameters."""
         with self._lock:
             fed, feeds = self._split(feeds)
             self._forwards.check(names, feeds)

@@ -1,6 +1,6 @@
-"""What an executor is told beside its training graph."""
+"""Declare the options of an executor."""
 
-# Without `from __future__ import annotations`: Python 3.10 finds no type hints where an InitVar stands in a string.
+# No `from __future__ import annotations` here: Python 3.10 cannot resolve an InitVar in a string annotation.
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
@@ -17,16 +17,15 @@ class ExecutorOptions(DeviceOptions):
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
-        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which has the options of a device itself.
-        on_nonfinite: what a step does whose loss, or a number of the state after it, is not finite: `raise` an error,
-            `warn` and go on, or `skip` the step; with `raise` and `skip` the state stays as it was, so that all of
-            it is finite if it was so at first.
-        steps_per_call: how many steps `run` and `iterate` do in one call of the runtime; None tries calls of several,
-            and keeps them if a step takes a tenth less time.
-        report: the outputs to return from each step, the loss among them; all but the state by default. An empty list:
-            nothing, so that nothing is read from the device and what is not finite goes unnoticed.
-        static_shapes: a session for each shape of the batch, which the runtime then knows beforehand.
-        as_numpy: return arrays; False: ONNX Runtime's OrtValues, on the device. Scalars are Python numbers with both.
+        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which carries its own options.
+        on_nonfinite: what to do if the loss or the new state is not finite: `raise` an error, `warn` and continue, or
+            `skip` the step. `raise` and `skip` keep the previous state, so that a finite state stays finite.
+        steps_per_call: the number of steps that `run` and `iterate` execute in one call of the runtime; None tries
+            several, and keeps that if it saves a tenth of the time per step.
+        report: the outputs to return from each step in addition to the loss; all but the state by default. With an
+            empty list, a step returns nothing, reads nothing from the device and does not notice non-finite values.
+        static_shapes: create a session for each batch shape, so that the runtime knows all shapes in advance.
+        as_numpy: return NumPy arrays; otherwise OrtValues on the device. Scalars are Python numbers in both cases.
     """
 
     step: InitVar[Source] = field(kw_only=False)
@@ -46,6 +45,6 @@ class ExecutorOptions(DeviceOptions):
 
 
 def check_steps_per_call(count: int | None) -> None:
-    """Raise an error unless a call can do so many steps."""
+    """Raise an error unless the number of steps per call is valid."""
     if count is not None and count < 1:
         raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {count}")

@@ -34,7 +34,7 @@ class ExecutorState(ExecutorOptions):
         self._model = load(step)
         self._lock = threading.RLock()
         self._batches = 0
-        self.properties: dict[str, Property] = {}  # of the user's own, kept in checkpoints
+        self.properties: dict[str, Property] = {}  # set by the user and saved in checkpoints
         self._buffers = StateBuffers(self._device, self._model)
 
     @abstractmethod
@@ -43,7 +43,7 @@ class ExecutorState(ExecutorOptions):
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of all state: parameters, optimizer slots and counters, by name."""
+        """Return copies of all state by name: parameters, optimizer slots and counters."""
         with self._lock:
             return self._buffers.arrays()
 
@@ -52,7 +52,7 @@ class ExecutorState(ExecutorOptions):
         self.update_state(arrays)
 
     def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
 
         Raises:
             GraphoptError: a name is unknown, or an array is of another type or shape.
@@ -64,45 +64,45 @@ class ExecutorState(ExecutorOptions):
 
     @property
     def steps(self) -> int:
-        """How many updates of the parameters led to the state: its counter `step`, which schedules read.
+        """Return the number of parameter updates so far: the counter `step`, which schedules read.
 
-        A batch whose gradients are only added up (`passes.Accumulate`) or that `passes.DynamicLossScale` skips is no
-        update; `batches` counts it. A graph without that counter updates in each batch.
+        A batch does not count if `passes.Accumulate` only accumulates its gradients, or if `passes.DynamicLossScale`
+        skips it. `batches` counts all of them. A graph without the counter updates the parameters in every batch.
         """
         with self._lock:
             return self._buffers.counter(STEP, self._batches)
 
     @property
     def batches(self) -> int:
-        """How many batches led to the state, those without an update of the parameters too; checkpoints hold it.
+        """Return the number of batches so far, including those without a parameter update. Checkpoints contain it.
 
-        A step that `on_nonfinite` refuses or skips leaves no trace in the state and is not counted. `update_state`
-        with a counter `step` sets it to that number.
+        A step that `on_nonfinite` refuses or skips does not change the state and does not count. If `update_state`
+        sets the counter `step`, it sets this number too.
         """
         return self._batches
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """Copies of the parameters, by name, in alphabetical order."""
+        """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
             return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
-        """Return the parameters end to end in one vector, in alphabetical order.
+        """Return the parameters concatenated into one vector, in alphabetical order.
 
         Args:
-            frozen: with the weights of the model that do not train.
+            frozen: include the model's weights that do not train.
 
         Raises:
-            GraphoptError: they are not of one type.
+            GraphoptError: their types differ.
         """
         return join(self._weights(frozen))
 
     def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
-        """Replace the parameters by parts of a vector as `contiguous` returns it.
+        """Replace the parameters by the parts of a vector in the layout of `contiguous`.
 
         Raises:
-            GraphoptError: the vector is of another type or size; nothing is written.
+            GraphoptError: the vector has the wrong type or size. Nothing is replaced.
         """
         new = split(vector, self._weights(frozen))
         trained = set(self._of(Role.PARAMETER))
@@ -112,35 +112,37 @@ class ExecutorState(ExecutorOptions):
             for name, array in fixed.items():
                 value = self._model.graph.initializers[name]
                 value.const_value = ir.tensor(np.array(array), name=name)
-            if fixed:  # they are constants of the sessions
+            if fixed:  # frozen weights are constants of the sessions
                 self._open()
 
     def reset_gradients(self) -> None:
-        """Forget the gradients that `passes.Accumulate` has added up since the last update."""
+        """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
         names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
         if not names:
-            raise GraphoptError("reset_gradients: the training graph accumulates none: add passes.Accumulate")
+            raise GraphoptError(
+                "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
+            )
         with self._lock:
             arrays = self._buffers.arrays(names)
             self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What hyperparameters are fed, by name."""
+        """Return the values of the hyperparameters by name."""
         return self._buffers.hyperparameters
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Feed hyperparameters for the steps to come.
+        """Set hyperparameters for all later steps.
 
         Raises:
-            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
-                negative rate.
+            GraphoptError: a hyperparameter is unknown, or its value has the wrong type or shape, is not finite, or is
+                a negative rate.
         """
         with self._lock:
             self._buffers.feed(values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all state and `properties` to a checkpoint, from which `load` goes on bit for bit."""
+        """Write all state and `properties` to a checkpoint. `load` resumes from it bit for bit."""
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
         save_state(arrays, path, properties)
@@ -149,7 +151,7 @@ class ExecutorState(ExecutorOptions):
         """Replace all state and `properties` by those of a checkpoint.
 
         Raises:
-            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph; nothing is
+            GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph. Nothing is
                 replaced.
         """
         arrays, properties = self._buffers.load(path)
@@ -159,9 +161,9 @@ class ExecutorState(ExecutorOptions):
             self.properties = properties
 
     def _of(self, *roles: Role) -> list[str]:
-        """Return the names of the inputs and outputs of some roles."""
+        """Return the names of the inputs and outputs with one of the roles."""
         return [str(value.name) for value in with_role(self._model, *roles)]
 
     def _weights(self, frozen: bool) -> dict[str, np.ndarray]:
-        """Return the parameters, and the weights that do not train, in alphabetical order."""
+        """Return the parameters in alphabetical order, with the weights that do not train if `frozen`."""
         return dict(sorted({**self.parameters, **(untrained(self._model) if frozen else {})}.items()))

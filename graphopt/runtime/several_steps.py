@@ -38,7 +38,7 @@ class SeveralSteps:
         self._runner: StepRunner | None = None
 
     def take(self, batches: Sequence[Batch]) -> bool:
-        """Tell whether batches of one shape can be stacked: arrays without hyperparameters."""
+        """Return whether batches of one shape can be stacked: arrays without hyperparameters."""
         first = batches[0]
         return (
             len(batches) > 1
@@ -121,7 +121,7 @@ class Pace:
 
     @property
     def alone(self) -> bool:
-        """Whether steps stay alone."""
+        """Return whether steps stay alone."""
         return self.steps == 1 and len(self._alone) == self.TRIED
 
     @contextlib.contextmanager

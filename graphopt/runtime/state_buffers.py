@@ -160,7 +160,7 @@ class StateBuffers:
 
 
 class Total:
-    """Tell whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
+    """Return whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
 
     On the CPU it is the product of the buffers' memory with itself. It may overflow although all are finite.
     """
@@ -175,7 +175,7 @@ class Total:
             self._session = Session(device, model)
 
     def finite(self) -> bool:
-        """Tell whether the sum is finite."""
+        """Return whether the sum is finite."""
         if self._values:
             total = self._session.compute(self._values, ["total"])["total"].numpy()
             return math.isfinite(total)

@@ -46,7 +46,7 @@ class StepRunner:
         self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
 
     def fits(self, feeds: Mapping[str, Any]) -> bool:
-        """Tell whether tensors have the names, shapes and types of those that were checked last, by `description`."""
+        """Return whether tensors have the names, shapes and types of those that were checked last, by `description`."""
         return self._checked == [
             (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
         ]

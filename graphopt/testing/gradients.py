@@ -186,7 +186,7 @@ def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
 
 
 def _is_same(found: Any, expected: Any) -> bool:
-    """Tell whether two outputs are the same but for float32's rounding; integers are not compared."""
+    """Return whether two outputs are the same but for float32's rounding; integers are not compared."""
     if not is_floating(expected):
         return True
     return distance(finite(np.asarray(found)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
@@ -218,7 +218,7 @@ def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None
 
 
 def _draws(node: ir.Node) -> bool:
-    """Tell whether a node draws random numbers, each evaluator its own."""
+    """Return whether a node draws random numbers, each evaluator its own."""
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     known = None if training is None else ir.convenience.get_const_tensor(training)
     return node.op_type in DRAWING or (training is not None and (known is None or bool(known.numpy())))
@@ -334,7 +334,7 @@ def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
 
 
 def _is_precision(node: ir.Node, name: str) -> bool:
-    """Tell whether an attribute names an element type that may be float64."""
+    """Return whether an attribute names an element type that may be float64."""
     names = {"to", "dtype", "output_dtype", "softmax_precision", "stash_type"}
     return name in names and (node.op_type, name) != ("LayerNormalization", "stash_type")
 
@@ -345,7 +345,7 @@ def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 
 def is_floating(array: Any) -> bool:
-    """Tell whether `array` is one of floating numbers, of 2 bytes or more."""
+    """Return whether `array` is one of floating numbers, of 2 bytes or more."""
     return isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating)
 
 

@@ -1,4 +1,4 @@
-"""Training as scikit-learn's estimators do it: `fit`, `predict`, `score`."""
+"""Train with scikit-learn's estimator interface: `fit`, `predict`, `score`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 1024  # how many are predicted at a time
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An executor, the options that its graph was compiled from, and what it started with."""
+    """Hold an executor, the options that its graph was compiled from, and its initial state."""
 
     executor: Executor
     options: tuple[Any, ...]
@@ -47,15 +47,14 @@ class Trainer(TrainerOptions):
         optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
         regularizer, clip, training, parameters: passes of the standard pipeline, see `graphopt.compile`.
         schedule: `constant`, `invscaling`, `optimal` or `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
-            pass. `invscaling` counts steps, as SGDRegressor does, which has one per row. `adaptive` counts epochs of
-            `fit`.
+            pass. `invscaling` counts steps; SGDRegressor has one step per row. `adaptive` counts epochs of `fit`.
         max_iter: the number of epochs.
         batch_size: the number of rows of a batch; the last batch of an epoch may have fewer, and no row is left out.
         shuffle: True for rows in random order, `consecutive` for batches of neighbouring rows in random order.
         validation_every: the number of epochs from one validation to the next.
-        warm_start: let `fit` continue from the end of the last one, with the optimizer's state and the next epoch's
-            order of the rows: two epochs and two more are four, bit for bit, except with `adaptive`, which starts
-            anew. Otherwise each `fit` starts from the model's own weights.
+        warm_start: let `fit` continue where the last one ended, with the optimizer's state and the row order of the
+            next epoch. Two epochs followed by two more equal four, bit for bit, except with `adaptive`, which starts
+            again. Otherwise each `fit` starts from the model's own weights.
         random_state: the seed of the order of rows.
         device, threads: see `Executor`.
 
@@ -74,7 +73,7 @@ class Trainer(TrainerOptions):
     1.0
     """
 
-    # Not set by __init__, of which scikit-learn expects its arguments alone.
+    # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _compiled: _Compiled | None = None
     _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
     _weighted = False  # whether rows have weights
@@ -94,12 +93,12 @@ class Trainer(TrainerOptions):
 
         Args:
             X: the model's input, or its inputs by name.
-            y: targets: numbers, or class numbers from 0 on.
-            sample_weight: a weight a row; those of validation are 1 unless given.
+            y: the targets: numbers, or class numbers from 0.
+            sample_weight: a weight per row; the weights of validation rows are 1 by default.
 
         Raises:
-            GraphoptError: an option or an array does not fit; says which, what was expected and what found.
-            NonFiniteLoss: the loss is infinite or not a number.
+            GraphoptError: an option or an array is invalid.
+            NonFiniteLoss: the loss or the new state is infinite or NaN.
         """
         validation = None
         if X_val is not None:
@@ -114,10 +113,10 @@ class Trainer(TrainerOptions):
         return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
 
     def predict(self, X: Arrays) -> np.ndarray:
-        """Return what the model predicts: class numbers for a classification, otherwise what it computes.
+        """Return predictions: class numbers for a classification, otherwise the model's output.
 
-        Rows have the shape of the targets' that the trainer was fitted with: one number each, say, where the model
-        has a last axis of one. Before `fit` it is the model's own.
+        After `fit`, each row has the shape of a row of the targets: for example one number, even if the model's
+        output has a last axis of size 1. Before `fit`, it has the shape of the model's output.
         """
         predicted, metric = self._predict(X)
         predicted = metric.predicted(predicted) if metric else predicted
@@ -125,10 +124,10 @@ class Trainer(TrainerOptions):
         return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
 
     def predict_proba(self, X: Arrays) -> np.ndarray:
-        """Return the probabilities of the classes: of a binary classification two columns, of 0 and of 1.
+        """Return the probabilities of the classes; for a binary classification, two columns for 0 and 1.
 
         Raises:
-            GraphoptError: the loss is no cross-entropy, so that the model predicts no probabilities.
+            GraphoptError: the loss is not a cross-entropy, so that the model does not predict probabilities.
         """
         loss = self._loss(False)
         if not hasattr(loss, "probabilities"):
@@ -142,14 +141,14 @@ class Trainer(TrainerOptions):
         return probabilities
 
     def score(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
-        """Return the accuracy, or for a regression R2, the mean over the columns; as scikit-learn's scores do."""
+        """Return the accuracy, or for a regression the mean R2 over the columns, as scikit-learn's scores do."""
         predicted = self.predict(X)
         target = np.asarray(y).reshape(predicted.shape)
         score = weighted_r2 if self._task == "regression" else weighted_accuracy
         return score(predicted, target, sample_weight)
 
     def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
-        """Return the loss of each row as it enters the mean, weighted if there are weights."""
+        """Return the loss of each row, multiplied by its sample weight if given."""
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         inputs = {str(x.name): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
@@ -157,22 +156,22 @@ class Trainer(TrainerOptions):
         return np.concatenate([run(graph, batch)["loss"] for batch in _batches(data, inputs)])
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return copies of all state: parameters, the optimizer's slots and counters, by name."""
+        """Return copies of all state by name: parameters, optimizer slots and counters."""
         return self._running().state
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace all or some of the state, from which a `fit` with `warm_start` goes on.
+        """Replace all or part of the state. A `fit` with `warm_start` continues from it.
 
         Raises:
-            GraphoptError: a name is unknown, or an array is of another type or shape; nothing is replaced.
+            GraphoptError: a name is unknown, or an array has the wrong type or shape. Nothing is replaced.
         """
         self._running().update_state(state)
 
     def get_trained_onnx(self, model: Source | None = None) -> onnx.ModelProto:
-        """Return the model with its trained weights, or another model that has weights of the same names.
+        """Return the model with its trained weights, or another model with the weights of the same names replaced.
 
         Raises:
-            GraphoptError: the other model has none of them, or one of another type or shape.
+            GraphoptError: the other model has none of these weights, or one with a different type or shape.
         """
         trained = self._running().trained()
         if model is None:
@@ -199,12 +198,14 @@ class Trainer(TrainerOptions):
         )
 
     def _predict(self, X: Arrays) -> tuple[np.ndarray, Metric | None]:
-        """Return what the model computes for the rows, and the metric that compares it with targets, if it is known."""
+        """Return the model's output for the rows, and the metric that compares it with targets, if known."""
         executor = self._running()
         known = metrics(executor.inputs).get(TARGET)
         inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
         parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
-        output = known[0] if known else next(iter(parts[0]))  # a loss of the model's own does not tell
+        output = (
+            known[0] if known else next(iter(parts[0]))
+        )  # the metadata of a model's own loss has no metric
         return np.concatenate([part[output] for part in parts]), known and known[1]
 
     def _fit(
@@ -231,7 +232,7 @@ class Trainer(TrainerOptions):
             observers=[Adaptive(executor)] if self.schedule == "adaptive" else [],
         )
         self._row = data[TARGET].shape[1:]
-        target = executor.inputs.get(TARGET)  # a model's own loss may have another name for it
+        target = executor.inputs.get(TARGET)  # a model's own loss may call it differently
         labels = None if target is None else labels_of(target)
         if labels is not None:
             self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
@@ -246,7 +247,7 @@ class Trainer(TrainerOptions):
         return self._compile().executor
 
     def _compile(self, weighted: bool | None = None) -> _Compiled:
-        """Return what the current options compile to, with the state of the previous executor."""
+        """Compile with the current options and keep the state of the previous executor."""
         self._weighted = self._weighted if weighted is None else weighted
         names = ("model", "loss", "optimizer", "regularizer", "clip", "training", "parameters", "schedule")
         options = (*(getattr(self, name) for name in (*names, "device", "threads")), self._weighted)
@@ -264,12 +265,12 @@ class Trainer(TrainerOptions):
 
 
 def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
-    """Tell whether a row's shape is that of an array's rows, axes of one aside."""
+    """Return whether a row has the shape of an array's rows, if axes of size 1 are ignored."""
     return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
 
 
 def _named(X: Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return inputs, targets and weights by name."""
+    """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
     return arrays | {name: np.asarray(array) for name, array in more.items() if array is not None}
 

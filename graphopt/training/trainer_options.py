@@ -44,7 +44,7 @@ class TrainerOptions:
     threads: int | None = None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the options by name; with `deep` those of passes too, as `optimizer__learning_rate`."""
+        """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
         params = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
         if deep:
             for name, value in list(params.items()):
@@ -54,7 +54,7 @@ class TrainerOptions:
         return params
 
     def set_params(self: Options, **params: Any) -> Options:
-        """Set options by name, those of passes as `optimizer__learning_rate`, and return the trainer.
+        """Set options by name, including those of passes such as `optimizer__learning_rate`; return the trainer.
 
         Raises:
             GraphoptError: an option is unknown.
@@ -96,10 +96,10 @@ class TrainerOptions:
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
-        if isinstance(loss, passes.OwnLoss):  # which says what it takes and returns
+        if isinstance(loss, passes.OwnLoss):  # its own message says what it takes and returns
             if fields:
                 raise GraphoptError(
-                    "losses: expected a loss of each row, found one that the model reduces itself"
+                    "losses: expected a loss per row, found a loss that the model itself reduces"
                 )
             return loss
         return dataclasses.replace(loss, sample_weight=weighted, **fields)
