@@ -1,7 +1,7 @@
 """Compile ONNX inference models to self-contained ONNX training graphs, and run them.
 
-The usual way is `compile`, `Executor`, `fit` and `Executor.trained`. Examples in docstrings assume
-`import graphopt, passes`.
+A typical program calls `compile`, `Executor`, `fit` and `Executor.trained`. Examples in docstrings assume `import
+graphopt, passes`.
 """
 
 from graphopt.compiler import compile, grad, standard

@@ -1,4 +1,4 @@
-"""`python -m graphopt` is the command `graphopt`."""
+"""Run the `graphopt` command by `python -m graphopt`."""
 
 import sys
 

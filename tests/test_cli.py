@@ -217,7 +217,7 @@ REFUSED = {
         ["data=csv", "data.path=???"],
         "data.path: expected a value, found none: set data.path=...",
     ),
-    "a value that is gone": (["~data.path"], "data.path: missing: add +data.path=..."),
+    "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
     "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, clip"),
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
@@ -238,7 +238,7 @@ REFUSED = {
     "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, report, train"),
     "a word": (
         ["fly"],
-        "fly: expected train, compile, artifacts, report, a file .onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, compile, artifacts, report, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

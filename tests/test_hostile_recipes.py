@@ -189,7 +189,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "thirty texts, each twice the one before": (
         experiment(_doubled("${b%d}${b%d}")),
         NAMED,
-        "expected at most 100,000 characters and values with what it refers to",
+        "expected at most 100,000 characters and values once its references are resolved",
     ),
     "thirty lists, each twice the one before": (
         experiment(_doubled("['${b%d}', '${..b%d}']")),

@@ -1,4 +1,4 @@
-"""The `graphopt` command: a Hydra application; its configs are the recipes. Imports everything, and Hydra, alone."""
+"""Run the `graphopt` command, a Hydra application whose configs are recipes. Only this package imports Hydra."""
 
 from graphopt.cli.command import INTERRUPTED, main
 

@@ -1,4 +1,4 @@
-"""The arguments of the `graphopt` command, and what it does with a recipe."""
+"""Parse the arguments of the `graphopt` command and run a recipe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 after an error, 130 after Ctrl-C.
 
     Args:
-        arguments: what stands after `graphopt` on the command line; sys.argv by default.
+        arguments: the command line after `graphopt`; sys.argv by default.
     """
     try:
         with warnings.catch_warnings():
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Arguments whose errors are one line."""
+    """Report wrong arguments as a GraphoptError."""
 
     def error(self, message: str) -> NoReturn:
-        raise GraphoptError(f"{message}: fields are written key=value, options are listed by graphopt --help")
+        raise GraphoptError(f"{message}: write fields as key=value, and see graphopt --help for options")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
-    """Do what a recipe says; return the validation loss, or the training loss where no rows are held out."""
+    """Run a recipe; return the validation loss, or the training loss if no rows are held out."""
     try:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
@@ -149,7 +149,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except MENDABLE as error:
         _complain(error)
-        raise SystemExit(1) from error  # which Hydra lets through, without a line of its own
+        raise SystemExit(1) from error  # Hydra passes it on without a message of its own
 
 
 def _train(recipe: Recipe, folder: Path) -> float:
@@ -225,10 +225,10 @@ def _parameters(step: ir.Model) -> str:
 
 
 def _field(argument: str) -> str:
-    """Return an argument as `key=value`: FILE.onnx is the model, a verb what to do with it.
+    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`.
 
     Raises:
-        GraphoptError: it is neither.
+        GraphoptError: the argument is none of these.
     """
     if "=" in argument or argument.startswith("~"):
         return argument
@@ -241,7 +241,8 @@ def _field(argument: str) -> str:
         f"data={kind} data.path={argument}" if kind in ("csv", "npz", "parquet") else f"model={argument}"
     )
     raise GraphoptError(
-        f"{argument}: expected {', '.join(RUNS)}, a file .onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
+        f"{argument}: expected {', '.join(RUNS)}, FILE.onnx or FIELD=VALUE, such as {instead}: see "
+        "graphopt --help"
     )
 
 
@@ -275,7 +276,7 @@ def _complain(error: BaseException) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error as one line that says what there is instead."""
+    """Return an error as one line that lists the alternatives."""
     text = " ".join(str(error).split()).partition("full_key:")[0].strip()
     text = text or " ".join(str(error.__cause__).split())
     if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""Display a training run: a live line in a terminal, plain lines elsewhere."""
+"""Display a training run: as a live line in a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHOWN_BESIDE = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "sa
 
 
 class Display:
-    """Shows training as an observer of `fit`, in a `with` block.
+    """Display training as an observer of `fit`, in a `with` block.
 
     Args:
-        console: where to show it.
-        epochs: print a line an epoch; otherwise show what is live alone.
+        console: the console to print on.
+        epochs: print a line per epoch; otherwise show the live line only.
     """
 
     reads_state = False
@@ -89,7 +89,7 @@ class Display:
 
 
 class Header:
-    """Says what is about to run, as an observer of `fit`."""
+    """Print the model, the data and the length of the run, as an observer of `fit`."""
 
     reads_state = False
 
@@ -113,12 +113,12 @@ class Header:
 
 
 def say(console: Console, what: str, text: str) -> None:
-    """Print a line that starts with its subject."""
+    """Print a line that starts with its topic."""
     console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number and what it counts, in the plural unless it is one."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 

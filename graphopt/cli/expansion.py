@@ -1,4 +1,4 @@
-"""Measure what a recipe's references expand to, before any is resolved: thirty lines can mean gigabytes."""
+"""Bound the size of a recipe before its references are resolved: thirty lines can expand to gigabytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.errors import GraphoptError
 
 MEASURING = -1
-MOST = 100_000  # characters and values of a resolved recipe, of which graphopt's own has some thousands
+MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
-# A field, or a resolver's name and arguments; nothing that could hide another reference.
+# A field, or a resolver's name and arguments, without characters that could hide another reference.
 REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
 ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 
@@ -21,16 +21,12 @@ Path = tuple[Any, ...]
 
 
 def check_expansion(config: DictConfig) -> None:
-    """Raise an error if a config would be too large once its references are resolved.
-
-    Raises:
-        GraphoptError: names the field, and what was found in it.
-    """
+    """Raise an error if a config would be too large once its references are resolved."""
     _Measure(OmegaConf.to_container(config, resolve=False)).size(())
 
 
 class _Measure:
-    """The sizes of a config's fields, in characters and values, with what they refer to."""
+    """Measure a config's fields, with everything that they refer to, in characters and values."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -45,7 +41,8 @@ class _Measure:
                 size += self.size(part)
                 if size > MOST:
                     raise _wrong(
-                        path, f"at most {MOST:,} characters and values with what it refers to, found more"
+                        path,
+                        f"at most {MOST:,} characters and values once its references are resolved, found more",
                     )
             self._sizes[path] = size
         elif self._sizes[path] == MEASURING:
@@ -59,7 +56,7 @@ class _Measure:
         return node
 
     def _parts(self, path: Path, value: Any) -> Iterator[Path]:
-        """Yield where the parts of a value are: its members, or what its text refers to."""
+        """Yield the paths of a value's members, or of the fields that its text refers to."""
         if isinstance(value, dict):
             yield from ((*path, key) for key in value)
         elif isinstance(value, list):
@@ -68,7 +65,7 @@ class _Measure:
             yield from self._references(path, value)
 
     def _references(self, path: Path, text: str) -> Iterator[Path]:
-        """Yield what a text refers to, from the innermost reference to the outermost."""
+        """Yield the paths that a text refers to, from the innermost reference to the outermost."""
         while found := REFERENCE.search(text):
             name, arguments = found.groups()
             fields = [name] if arguments is None else arguments[1:].split(",")
@@ -77,7 +74,7 @@ class _Measure:
             ]
             yield from targets
             plain = self._at(targets[0]) if arguments is None and targets else None
-            is_part = "${" in text[: found.start()]  # of another reference, whose field it names
+            is_part = "${" in text[: found.start()]  # this reference is part of the name in another one
             if is_part and (isinstance(plain, dict | list | None) or "${" in str(plain)):
                 break
             text = f"{text[: found.start()]}{plain if is_part else ''}{text[found.end() :]}"
@@ -85,7 +82,7 @@ class _Measure:
             raise _wrong(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
 
     def _target(self, path: Path, field: str) -> Path | None:
-        """Return where a field is that is named as in `a.b[0]` or, relative to the one that names it, `..b`."""
+        """Return the path of a field from its name, absolute as `a.b[0]` or relative as `..b`."""
         names = field.lstrip(".")
         ups = len(field) - len(names)
         if not field:
@@ -93,7 +90,7 @@ class _Measure:
         target = path[: max(len(path) - ups, 0)] if ups else ()
         for name in re.findall(r"[^.\[\]]+", names):
             node = self._at(target)
-            if isinstance(node, str):  # a reference to what holds the field
+            if isinstance(node, str):  # a reference to a parent of the field
                 return target
             keys = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
             key = next((key for key in keys if str(key) == name), None)

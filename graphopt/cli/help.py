@@ -1,4 +1,4 @@
-"""Write the text of `graphopt --help`; fields are described by comments in recipes and by docstrings of classes."""
+"""Write the text of `graphopt --help` from comments in recipes and docstrings of classes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Train an ONNX model by a recipe.
   graphopt --config-dir my_recipes experiment=mine run a recipe of your own
   graphopt --cfg job                               show the whole recipe that would run
 """
-BASE = "base"  # what the recipes of a group inherit, and no option
+BASE = "base"  # the base recipe of a group, which is not an option
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 COMMENTED = re.compile(r"( *)(?:- )?(\w+):.*?(?: # (.*))?")
 
 
 def described(target: Any) -> dict[str, str]:
-    """Return what the docstring of a class, with those of its bases, or of a function says of its arguments."""
+    """Return the descriptions of arguments in the docstring of a function, or of a class and its bases."""
     found: dict[str, str] = {}
     for owner in reversed(inspect.getmro(target)) if inspect.isclass(target) else (target,):
         lines = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].splitlines()
@@ -51,7 +51,7 @@ def described(target: Any) -> dict[str, str]:
 
 
 def commented(path: Path) -> dict[str, str]:
-    """Return the comments behind the fields of a recipe, by the field's place."""
+    """Return the comments after the fields of a recipe, by the path of the field."""
     found: dict[str, str] = {}
     parents: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -66,12 +66,12 @@ def commented(path: Path) -> dict[str, str]:
 def fields(
     recipe: Mapping[str, Any], folder: Path, choices: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a composed recipe, their values, and what each is for.
+    """Yield the path, value and description of each field of a composed recipe.
 
     Args:
-        recipe: the recipe as plain mappings, references in it as they are written.
+        recipe: the recipe as plain mappings, with unresolved references.
         folder: the folder of recipes.
-        choices: the option that each group has.
+        choices: the chosen option of each group.
     """
     comments = commented(folder / "graphopt.yaml")
     for group, choice in choices.items():
@@ -85,9 +85,9 @@ def page(options: str, groups: str, described_fields: Iterable[tuple[str, Any, s
     """Return the text of `graphopt --help`.
 
     Args:
-        options: what starts with dashes, and what each is for.
-        groups: a line a group of recipes.
-        described_fields: as `fields` yields them.
+        options: the lines of the options that start with dashes.
+        groups: a line per group of recipes.
+        described_fields: the fields, as `fields` yields them.
     """
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []
@@ -98,12 +98,14 @@ def page(options: str, groups: str, described_fields: Iterable[tuple[str, Any, s
         ]
     groups = textwrap.indent(re.sub(rf"\b{BASE}, ", "", groups), "  ")
     parts = [USAGE, f"Options:\n\n{options}", f"Choose one of each group with GROUP=OPTION:\n\n{groups}"]
-    title = "Set any field with FIELD=VALUE; those of another option: graphopt --help GROUP=OPTION\n"
+    title = (
+        "Set any field with FIELD=VALUE (graphopt --help GROUP=OPTION lists the fields of another option):\n"
+    )
     return "\n".join([*parts, title, *lines])
 
 
 def _written(value: Any) -> str:
-    """Return a value as one writes it on the command line."""
+    """Return a value in the syntax of the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if isinstance(value, Mapping):
@@ -122,7 +124,7 @@ def _fields(
             continue
         if isinstance(value, Mapping) and (TARGET in value or place in ("fit", "models")):
             yield from _fields(value, place, comments)
-        elif value is not None or path:  # else a group that is left out
+        elif value is not None or path:  # otherwise a group that is omitted
             if path == "pipeline" and value == f"${{{name}}}":
                 continue
             yield place, value, comments.get(place) or texts.get(name, "")

@@ -1,4 +1,4 @@
-"""Composition of recipes by Hydra, whose own config names code and files: recipes of others may not write it."""
+"""Compose recipes with Hydra, and keep untrusted recipes from setting Hydra's own config."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ from graphopt.errors import GraphoptError
 
 RECIPES = (
     Path(__file__).parents[2] / "recipes"
-)  # not by name: a `recipes` in the working directory is another
+)  # a path, because `recipes` could be a package in the working directory
 PRIMARY = "graphopt"
-RUNS = 10_000  # of a sweep that a recipe asks for
+RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
-POPULATED = ("job.override_dirname", "runtime.choices", "runtime.config_sources")  # what Hydra sets itself
+POPULATED = (
+    "job.override_dirname",
+    "runtime.choices",
+    "runtime.config_sources",
+)  # fields that Hydra sets itself
 REFUSED_RESOLVERS: dict[str, Any] = {
     "oc.create": oc.create,
     "oc.decode": oc.decode,
@@ -47,16 +51,16 @@ ODD = (
     RecursionError,
     TypeError,
     ValueError,
-)  # by configs of odd shapes
+)  # raised by configs of unexpected shapes
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Hold what the command line, and no recipe, says.
+    """Hold the arguments of the command line.
 
     Args:
         overrides: the arguments `key=value`.
-        folders: where recipes are beside graphopt's own: `file://FOLDER` or `pkg://PACKAGE`.
+        folders: further folders of recipes: `file://FOLDER` or `pkg://PACKAGE`.
     """
 
     overrides: tuple[str, ...] = ()
@@ -77,10 +81,10 @@ class CommandLine:
 
     @property
     def trust(self) -> tuple[str, ...]:
-        """The packages whose code recipes may name.
+        """Return the packages whose code recipes may name.
 
         Raises:
-            GraphoptError: they are not a list of names.
+            GraphoptError: the argument `trust` is not a list of names.
         """
         trusted: tuple[str, ...] = ()
         for override in parsed(self.overrides):
@@ -95,13 +99,13 @@ class CommandLine:
 
     @property
     def is_sweep(self) -> bool:
-        """Return whether the command line says `hydra.mode=MULTIRUN`."""
+        """Return whether the command line sets `hydra.mode=MULTIRUN`."""
         return any(
             one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides)
         )
 
     def names(self, field: str) -> bool:
-        """Return whether a field of the recipe has its value from the command line."""
+        """Return whether the command line sets a field of the recipe."""
         for override in parsed(self.overrides):
             key = override.key_or_group
             if field == key or (field.startswith(f"{key}.") and isinstance(override.value(), dict)):
@@ -110,7 +114,7 @@ class CommandLine:
 
 
 class _Repository(ConfigRepository):
-    """Reads recipes; those of others may not refer to parts of themselves, which a few lines expand without end."""
+    """Read recipes, and reject YAML aliases in untrusted ones: a few lines of aliases can expand without end."""
 
     def __init__(self, search_path: ConfigSearchPath, folders: Sequence[str]) -> None:
         super().__init__(search_path)
@@ -127,15 +131,15 @@ class _Repository(ConfigRepository):
 
 
 class RecipeLoader(ConfigLoaderImpl):
-    """Composes recipes; refuses what the recipes of a folder may not say before Hydra acts on it.
+    """Compose recipes, and reject forbidden fields of untrusted recipes before Hydra acts on them.
 
-    All that Hydra does with a config, in a single run, in each run of a sweep and in help, goes through
-    `load_configuration`. The node `hydra` of a composed config has to be the one that graphopt's own recipes and the
-    command line give, but for the values to sweep over, `hydra.sweeper.params`.
+    Hydra calls `load_configuration` for a single run, for each run of a sweep and for help. The node `hydra` of a
+    composed config must equal the one from graphopt's own recipes and the command line, except for the values to
+    sweep over, `hydra.sweeper.params`.
 
     Args:
-        search_path: Hydra's own configs, and graphopt's.
-        command_line: what the user has said.
+        search_path: the folders of Hydra's and graphopt's configs.
+        command_line: the arguments of the user.
     """
 
     def __init__(self, search_path: ConfigSearchPath, command_line: CommandLine) -> None:
@@ -173,14 +177,12 @@ class RecipeLoader(ConfigLoaderImpl):
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
     ) -> None:
-        """Refuse what the command line alone may say: all of Hydra's config, `folder` and `trust`."""
+        """Raise an error if a recipe sets `folder`, `trust` or Hydra's own config."""
         said = {override.input_line for override in parsed(self._command_line.overrides)}
         lines: dict[bool, list[str]] = {True: [], False: []}
         for override in parsed(overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
-        kept = [
-            line for line in lines[True] if line in said or line.startswith("hydra.mode=")
-        ]  # which we add
+        kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # added below
         expected = self._own.load_configuration(config_name, kept, *how)
         ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
         theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
@@ -207,7 +209,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise _on_the_command_line("trust")
 
     def _check_runs(self, swept: Mapping[str, Any]) -> None:
-        """Refuse more runs than anyone waits for, before Hydra lists them: `range(0,1e9)` is as short as `1,2`."""
+        """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
         lines = [f"{name}={value}" for name, value in swept.items()]
         runs = 1
         for override in OverridesParser.create(config_loader=self).parse_overrides(lines):
@@ -219,7 +221,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
 @contextlib.contextmanager
 def composing(command_line: CommandLine) -> Iterator[Any]:
-    """Return Hydra, set up to compose and run recipes, for the length of a `with` block."""
+    """Yield Hydra, configured to compose and run recipes, in a `with` block."""
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
@@ -234,7 +236,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Return arguments as Hydra's grammar reads them."""
+    """Parse arguments with Hydra's grammar."""
     return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
@@ -243,7 +245,7 @@ def _on_the_command_line(field: str) -> GraphoptError:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested mappings and lists that is neither, or is empty, and where it stands."""
+    """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     )

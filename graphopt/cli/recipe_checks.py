@@ -1,4 +1,4 @@
-"""Check what a recipe says before anything of it is built."""
+"""Check a recipe before anything in it is built."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LIMITS = {  # these protect the memory from a small file that describes a large 
 
 
 def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
-    """Check the names, fields and types of a whole recipe, and what recipes of others may set.
+    """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes.
 
     Raises:
-        GraphoptError: the recipe names code, files or options that it may not, or fields that do not fit.
+        GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
     for key in ("data", "executor", "fit", "limits", "models", "pipeline"):
         if not isinstance(fields.get(key), dict):

@@ -1,4 +1,4 @@
-"""Folders of runs: what a run writes, and a sweep's runs side by side."""
+"""Write the folder of a run, and compare the runs of a sweep in a table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
 
 
 class RunFolder:
-    """Writes the files of a training run as an observer of `fit`; none before the data is known to fit.
+    """Write the files of a training run as an observer of `fit`, once the data has been checked.
 
     Args:
         path: the folder.
         step: the training graph, for step.onnx.
         config: the recipe, for config.yaml.
-        log_steps: write a line a step to metrics.jsonl, beside that an epoch.
+        log_steps: write a line per step to metrics.jsonl, in addition to the line per epoch.
     """
 
     reads_state = False
@@ -52,7 +52,7 @@ class RunFolder:
 
 
 def sweep_table(folder: str | os.PathLike[str]) -> Table:
-    """Return a table of the runs in a sweep's folder: what differs between them, each one's last epoch."""
+    """Return a table of the runs in a sweep's folder: the overrides that differ, and the last epoch of each."""
     folders = [path for path in Path(folder).iterdir() if path.name.isdigit()]
     runs = [_read(path) for path in sorted(folders, key=lambda path: int(path.name))]
     options = list(dict.fromkeys(name for overrides, _ in runs for name in overrides))
@@ -68,7 +68,7 @@ def sweep_table(folder: str | os.PathLike[str]) -> Table:
 
 
 def _read(folder: Path) -> tuple[dict[str, str], Record]:
-    """Return the overrides of a run and its last epoch's record, empty where it has none."""
+    """Return a run's overrides and the record of its last epoch, each empty if missing."""
     overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
     options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
     metrics = folder / "metrics.jsonl"
@@ -78,5 +78,5 @@ def _read(folder: Path) -> tuple[dict[str, str], Record]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a number as JSON can hold it, null for what is not finite."""
+    """Return a value for JSON, with None in place of a non-finite number."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from graphopt.cli.run_folder import sweep_table
 
-PLAIN_WIDTH = 10_000  # no column of a file or a pipe is cut
+PLAIN_WIDTH = 10_000  # wide enough that no column is cut in a file or a pipe
 
 
 class SweepTable(Callback):
-    """Print a table of a sweep's runs: a callback of Hydra, which graphopt.yaml names."""
+    """Print a table of a sweep's runs. graphopt.yaml registers this class as a callback of Hydra."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         console = Console()

@@ -1,4 +1,4 @@
-"""Validate a recipe, a plain mapping, before anything of it runs, and build the objects that it describes."""
+"""Validate a recipe, a plain mapping, before any of its code runs, and build the objects that it describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError, unknown
 
 MISSING = "???"
 TARGET = "_target_"
-NAMED = {  # what recipes may name, by the place where it stands; everywhere else: passes
+NAMED = {  # the names that recipes may use, by path; all other paths accept passes
     "data": tuple(
         f"graphopt.data.{name}" for name in ("csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
     ),
@@ -26,16 +26,15 @@ NAMED = {  # what recipes may name, by the place where it stands; everywhere els
 
 
 def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] = ()) -> None:
-    """Refuse a recipe that names code that is not listed or trusted, or fields that do not fit.
+    """Raise an error if a recipe names code that is neither listed nor trusted, or has invalid fields.
 
     Args:
         node: mappings, lists and plain values.
-        path: where the node stands in the recipe: `data`, `models.mlp`, `pipeline`, ...
-        trust: names of packages or modules whose code recipes may name, too.
-        given: fields of the node's own target that come from elsewhere.
+        path: the path of the node in the recipe: `data`, `models.mlp`, `pipeline`, ...
+        trust: names of packages or modules whose code recipes may also name.
+        given: fields of the node's target that the caller adds.
 
-    Raises:
-        GraphoptError: names the place, what was expected and what was found.
+    Raises: GraphoptError: the node names such code, or has an unknown, missing or invalid field.
     """
     for where, mapping in mappings(node, path):
         if TARGET in mapping:
@@ -48,12 +47,12 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
 
 
 def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
-    """Return what a checked recipe describes: each mapping with `_target_` becomes a call of what it names.
+    """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
-    Strings are taken as they are: nothing is interpolated.
+    Strings stay as they are: nothing is interpolated.
 
     Args:
-        given: more arguments of the node's own target.
+        given: further arguments of the node's target.
     """
     if isinstance(node, list):
         return [build(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
@@ -72,10 +71,9 @@ def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> A
 def check_fields(
     target: Any, fields: Mapping[str, Any], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
 ) -> None:
-    """Refuse fields that a class or function does not take, and values of another type than it says.
+    """Raise an error if a class or function does not accept a field, or a value does not match its annotation.
 
-    Raises:
-        GraphoptError: names the field, what was expected and what was found.
+    Raises: GraphoptError: a field is unknown or missing, or its value has the wrong type.
     """
     parameters = {
         name: parameter
@@ -86,7 +84,7 @@ def check_fields(
     hints = _hints(target)
     for name, value in fields.items():
         if not isinstance(name, str) or (name.startswith("_") and name.endswith("_")):
-            raise GraphoptError(f"{path}.{name}: recipes may not use it")
+            raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
         if is_open:
             continue
         if name not in parameters:
@@ -103,14 +101,14 @@ def check_fields(
             raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in (*fields, *given):
-            raise GraphoptError(f"{path}.{name}: missing: add +{path}.{name}=...")
+            raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
 
 
 def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
-    """Return what `_target_` names in a recipe: one of the listed names, or code of a trusted package.
+    """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package.
 
     Raises:
-        GraphoptError: it is neither, or there is no such thing.
+        GraphoptError: the name is neither, or does not exist.
     """
     if isinstance(name, str):
         if name in _offered(path):
@@ -124,7 +122,7 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
 
 
 def _offered(path: str) -> Sequence[str]:
-    """Return the names of graphopt's own code that may stand at a place of the recipe."""
+    """Return the names of graphopt's own code that a path of the recipe accepts."""
     group, _, rest = path.partition(".")
     if group in NAMED and bool(rest) == (group == "models") and "." not in rest:
         return NAMED[group]
@@ -133,7 +131,7 @@ def _offered(path: str) -> Sequence[str]:
 
 @functools.cache
 def _passes() -> tuple[str, ...]:
-    """Return the names of the passes, and of their parts: the concrete dataclasses that `passes` exports."""
+    """Return the names of the passes and their parts: the concrete dataclasses that `passes` exports."""
     library = pkgutil.resolve_name("passes")
     return tuple(
         f"passes.{name}"
@@ -143,7 +141,7 @@ def _passes() -> tuple[str, ...]:
 
 
 def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
-    """Return what a dotted name names if it is in a trusted package, and was written there."""
+    """Return the object with a dotted name if a trusted package defines it."""
     dotted = name.replace(":", ".")
     if not _within(dotted, trust) or any(part.startswith("__") for part in dotted.split(".")):
         raise _untrusted(name, path)
@@ -155,7 +153,7 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
         raise GraphoptError(f"{path}: expected a class or a function, found {name!r}")
     if inspect.isroutine(found) or inspect.isclass(found):
         home = str(found.__module__)
-    else:  # an object, such as an onnxscript function: it is of the module that holds it
+    else:  # an object such as an onnxscript function belongs to the module that contains it
         holder = pkgutil.resolve_name(name.rpartition(":" if ":" in name else ".")[0])
         home = getattr(holder, "__name__", "")
     if not _within(home, trust):
@@ -176,7 +174,7 @@ def _within(name: str, packages: Sequence[str]) -> bool:
 
 
 def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every mapping in a recipe and where it stands."""
+    """Yield the path and value of every mapping in a recipe."""
     if isinstance(node, Mapping):
         yield path, node
         for key, value in node.items():
@@ -190,18 +188,18 @@ def _hints(target: Any) -> dict[str, Any]:
     is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
     try:
         return typing.get_type_hints(target.__init__ if is_plain_class else target)
-    except (NameError, TypeError):  # a user's own annotations, which need not resolve
+    except (NameError, TypeError):  # a user's annotations may not resolve
         return {}
 
 
 def _is_code(hint: Any) -> bool:
-    """Return whether a string in a field is the name of a function."""
+    """Return whether a type hint asks for a function, which a string may name."""
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
-    """Return whether a recipe's value, or what it describes, is of a type."""
+    """Return whether a recipe's value, or the object that it describes, has a type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -229,6 +227,6 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
 
 
 def _makes(target: Any, hint: Any, trust: Sequence[str]) -> bool:
-    """Return whether what a recipe names may make an instance of a type; only a class tells."""
+    """Return whether calling a target can return an instance of a type; a function is assumed to."""
     made, kind = resolve(target, "", trust), typing.get_origin(hint) or hint
     return not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))
