@@ -103,22 +103,34 @@ def compile(
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        normalize: brings the model into the form that the other passes expect; `passes.Normalize()` by default.
-        parameters: chooses what trains; `passes.Parameters()` by default.
-        sort: orders the parameters; `passes.SortInitializers()` by default.
-        training: switches to training behaviour, as `passes.TrainingMode()`.
-        loss: inserts the loss, as `passes.CrossEntropy()`.
-        regularizer: adds penalties, as `passes.L2(1e-4)`.
-        precision: computes in 16 bits, as `passes.MixedPrecision()`.
+        normalize: converts the model to opset 21, or keeps its own newer one; inlines functions, replaces operators
+            of `com.microsoft` and `ai.onnx.ml` by standard ones, turns weights into initializers and gives every
+            value a type; `passes.Normalize()` by default.
+        parameters: chooses what trains: without options, what trained in the program that the model was exported
+            from; `passes.Parameters()` by default.
+        sort: puts the parameters in alphabetical order; `passes.SortInitializers()` by default.
+        training: makes BatchNormalization use batch statistics and Dropout drop while the model trains, and not in
+            evaluation and export, as `passes.TrainingMode()`.
+        loss: inserts the loss, as `passes.CrossEntropy()`; `passes.Losses` is for several outputs, `passes.OwnLoss`
+            for a model that computes its own loss.
+        regularizer: adds penalties on parameters chosen by name, as `passes.L2(1e-4)`; several add up.
+        precision: computes matrix products, convolutions and what lies between them in 16 bits, as
+            `passes.MixedPrecision()`; parameters, their updates and the trained model stay float32.
         gradient: differentiates the loss by the parameters; `passes.Gradient()` by default.
-        recompute: saves memory, as `passes.Recompute()`.
-        clip: clips gradients, as `passes.ClipGlobalNorm(1.0)`.
-        optimizer: updates the parameters, as `passes.AdamW(learning_rate=1e-3)`.
-        schedule: sets the learning rate of each step, as `passes.Cosine(steps=1000)`.
-        loss_scale: scales the loss of a model in 16 bits, as `passes.DynamicLossScale()`.
-        accumulate: adds gradients up over batches, as `passes.Accumulate(4)`.
+            `passes.StopGradient(values)` before it holds values constant. `passes.OrtGradient()` uses the gradients
+            of onnxruntime-training.
+        recompute: saves memory by running parts of the forward pass again during the backward pass, as
+            `passes.Recompute()`.
+        clip: clips gradients, as `passes.ClipGlobalNorm(1.0)`; `passes.GradientNorm()` and
+            `passes.ReportGradients()` only report.
+        optimizer: updates the parameters, as `passes.AdamW(learning_rate=1e-3)`; `passes.Group` gives some of them
+            another rate or weight decay.
+        schedule: sets the learning rate of each step, as `passes.Cosine(steps=1000, warmup=100)`.
+        loss_scale: scales the loss of a model in 16 bits, as `passes.DynamicLossScale()`, which skips a step whose
+            gradients overflow and reduces the scale.
+        accumulate: adds up the gradients of several batches and updates once, as `passes.Accumulate(4)`.
         simplify: folds constants and merges equal nodes; `passes.Simplify()` by default.
-        fuse: emits faster operators of the same numbers; `passes.Fuse()` by default.
+        fuse: replaces operators by fewer or faster ones with the same results; `passes.Fuse()` by default.
 
     Raises:
         GraphoptError: the model cannot be read, or a pass refuses it; names the node or the value.

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from test_architecture import FLOORS
 
+import graphopt
 import passes
 from graphopt import cli, compiler
+from graphopt.cli.help import described
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
@@ -131,14 +133,20 @@ def test_named_tests_and_programs_are_there() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-def test_the_table_of_passes_is_the_standard_pipeline() -> None:
-    text = (ROOT / "examples/guides/passes.md").read_text()
-    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", text, re.MULTILINE))
-    assert [name for name in rows if name != "step"] == list(compiler.STANDARD)
-    named = {name for row in rows.values() for name in re.findall(r"`([A-Z]\w+)", row)}
-    assert named <= set(passes.__all__)
-    by_default = {name for name, row in rows.items() if row.startswith("by default")}
+def test_the_table_of_passes_is_the_docstring_of_compile() -> None:
+    """UPDATE_GUIDES=1 rewrites the table."""
+    steps = described(graphopt.compile)
+    del steps["model"]
+    assert list(steps) == list(compiler.STANDARD)
+    by_default = {name for name, text in steps.items() if re.search(r"`passes\.\w+\(\)` by default", text)}
     assert by_default == set(compiler.standard())
+    rows = ["| step | what it does |", "|---|---|", *(f"| {name} | {text} |" for name, text in steps.items())]
+    page = ROOT / "examples/guides/passes.md"
+    table = "".join(f"{row}\n" for row in rows)
+    expected = re.sub(r"(?:^\|.*\n)+", lambda _: table, page.read_text(), count=1, flags=re.MULTILINE)
+    if os.environ.get("UPDATE_GUIDES"):
+        page.write_text(expected)
+    assert page.read_text() == expected, "run: UPDATE_GUIDES=1 pytest tests/test_readme.py"
 
 
 @pytest.mark.parametrize(
