@@ -170,7 +170,7 @@ def _recursive(proto: onnx.ModelProto) -> None:
         (_reference, "axis"),
         (_reference_of_a_call, r"attribute 'alpha': .* of the graph \(which has none\), found 'beta'"),
         (_reference_in_a_function, r"attribute 'alpha': .* of function own::f \(alpha\), found 'beta'"),
-        (_recursive, "function own::f: expected one that ends, found one that calls itself|recurs"),
+        (_recursive, "function own::f: expected no recursion, found a function that calls itself|recurs"),
         (_claimed("x", "role", "king"), "'x': unknown role 'king'; known: counter"),
         (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
         (_claimed("x", "role", "parameter"), "found a training graph: input 'x' is its state"),

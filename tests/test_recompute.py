@@ -217,7 +217,8 @@ def test_bytes_are_those_of_shapes_and_lifetimes():
     forward = ir.from_proto(proto)
     assert memory.estimate(forward, 1000).step == 3 * 16000  # a, b and c
     with pytest.raises(
-        graphopt.GraphoptError, match="dimension 'N' of input 'x': expected its size, found sizes of M"
+        graphopt.GraphoptError,
+        match="dimension 'N' of input 'x': expected its size in `sizes`, found sizes of M",
     ):
         memory.estimate(step, {"M": 1})
 

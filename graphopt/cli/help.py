@@ -14,18 +14,18 @@ from graphopt.cli.validation import TARGET, resolve
 from graphopt.training.fit import fit
 
 USAGE = """\
-Train an ONNX model by a recipe.
+Train an ONNX model with a recipe.
 
   graphopt                                         train a classifier of handwritten digits
-  graphopt my.onnx data=npz data.path=train.npz    train a model of your own
+  graphopt my.onnx data=npz data.path=train.npz    train your own model
   graphopt my.onnx optimizer=sgd optimizer.learning_rate=0.1
-  graphopt report my.onnx                          show what would train, and what blocks it
+  graphopt report my.onnx                          list what would train, and what blocks training
   graphopt compile my.onnx                         write step.onnx, run nothing
-  graphopt artifacts my.onnx                       write what onnxruntime-training runs on a device
+  graphopt artifacts my.onnx                       write artifacts for onnxruntime-training
   graphopt experiment=text_transformer             run another recipe
   graphopt -m optimizer=sgd,adamw fit.epochs=5,10  run every combination, and print a table
-  graphopt --config-dir my_recipes experiment=mine run a recipe of your own
-  graphopt --cfg job                               show the whole recipe that would run
+  graphopt --config-dir my_recipes experiment=mine run your own recipe
+  graphopt --cfg job                               show the whole recipe, run nothing
 """
 BASE = "base"  # the base recipe of a group, which is not an option
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")

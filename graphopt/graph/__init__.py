@@ -1,1 +1,1 @@
-"""Define what a training graph is, and read and rewrite one. Imports `errors`, `files` and `intervals` only."""
+"""Define training graphs; read and rewrite models. This package imports `errors`, `files` and `intervals` only."""

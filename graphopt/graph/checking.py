@@ -17,17 +17,17 @@ from google.protobuf.message import Message
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 
-MANY = 2**48  # elements: more than any memory holds, and few enough to compute with
+MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
 
 
 def check_proto(proto: onnx.ModelProto) -> None:
-    """Raise an error unless text is UTF-8, shapes are possible, and tensors have the bytes that their shape asks for.
+    """Raise an error unless text is UTF-8, shapes are possible and tensors have the size that their shape requires.
 
-    Attributes refer to those of the function around them, and to none outside of functions.
+    Attribute references must name an attribute of the surrounding function.
 
     Raises:
-        GraphoptError: names the field, or the tensor and both numbers of bytes.
+        GraphoptError: the file breaks one of these rules.
     """
     for message in _messages(proto):
         if isinstance(message, onnx.TensorProto):
@@ -43,20 +43,20 @@ def check_proto(proto: onnx.ModelProto) -> None:
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor in a model: weights, and those in attributes."""
+    """Yield every tensor in a model: weights, and tensors in attributes."""
     return (message for message in _messages(proto) if isinstance(message, onnx.TensorProto))
 
 
 def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
-    """Raise an error unless the fields of external data are whole numbers, and what they ask for is in the files.
+    """Raise an error unless offsets and lengths of external data are whole numbers and lie inside the files.
 
-    Tensors may share bytes of a file, as tied weights do, so long as all together are not much larger than the files.
+    Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
 
     Raises:
-        GraphoptError: names the tensor, what was expected and what was found.
+        GraphoptError: a tensor breaks one of these rules.
     """
     asked, sizes = 0, {}
-    for tensor in list(tensors(proto)):  # all text is UTF-8, then
+    for tensor in list(tensors(proto)):  # complete first, so that all text is known to be UTF-8
         if tensor.data_location != EXTERNAL:
             continue
         try:
@@ -75,13 +75,13 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
         if not 0 <= start <= start + length <= size:
             raise GraphoptError(
                 f"tensor {tensor.name!r}: external data: expected bytes {start:,} to {start + length:,} of "
-                f"{found.location!r}, found a file of {size:,}"
+                f"{found.location!r}, found a file of {size:,} bytes"
             )
         asked += length
         sizes[found.location] = size
     if asked > sum(sizes.values()) + limits.constant_bytes:
         raise GraphoptError(
-            f"external data: expected tensors of about {sum(sizes.values()):,} bytes, what the files hold, found "
+            f"external data: expected tensors of about {sum(sizes.values()):,} bytes, the size of the files, found "
             f"{asked:,}: limits.constant_bytes={asked} allows it"
         )
 
@@ -96,7 +96,7 @@ def _check_references(whole: Message, title: str, names: Collection[str]) -> Non
 
 
 def _messages(proto: Message) -> Iterator[Message]:
-    """Yield all messages of a model, parents first; without recursion, as they may nest to any depth."""
+    """Yield all messages of a model, parents first; without recursion, because messages may nest to any depth."""
     waiting: list[Message] = [proto]
     while waiting:
         message = waiting.pop()
@@ -142,7 +142,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def _amounts(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[int, int, str]:
-    """Return how much a tensor should hold, how much it holds, and in what unit."""
+    """Return the expected size of a tensor, its size in the file, and the unit of both."""
     if dtype is ir.DataType.STRING:
         return count, len(tensor.string_data), "texts"
     size = (count * dtype.bitwidth + 7) // 8
@@ -152,4 +152,4 @@ def _amounts(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[
     numbers = len(getattr(tensor, field))
     if dtype in (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
         return 2 * count, numbers, "numbers"
-    return size if dtype.bitwidth < 8 else count, numbers, "numbers"  # several numbers of few bits in a byte
+    return size if dtype.bitwidth < 8 else count, numbers, "numbers"  # a byte contains several 4-bit numbers

@@ -1,7 +1,7 @@
-"""Emits onnxscript operators into a model's graph, typed as they are emitted.
+"""Emit onnxscript operators into a model's graph, and infer their types immediately.
 
-A traced function is a Python function of an `Emitter`, called `op`, and of values: `op.Tanh(x)` emits a node, and
-so does arithmetic: `1 - y * y`. Python numbers take the element type of the values beside them.
+A traced function is a Python function whose arguments are an `Emitter` called `op`, and values. `op.Tanh(x)` emits a
+node, and so does arithmetic such as `1 - y * y`. A Python number takes the element type of the other operand.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from graphopt.graph.traversal import subgraphs
 
 
 class Emitter(TapeBuilder):
-    """Appends nodes to the main graph of `model`, in a `with` block: `with Emitter(model) as op`.
+    """Append nodes to the main graph of `model` in a `with` block: `with Emitter(model) as op`.
 
     Raises:
-        GraphoptError: an operator's inputs are ill-typed or ill-shaped.
+        GraphoptError: an operator's inputs have wrong types or shapes.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -38,7 +38,7 @@ class Emitter(TapeBuilder):
         self._taken: set[str | None] = set()
 
     def within(self, body: ir.Graph) -> Emitter:
-        """Return an emitter into `body`, a graph of a node of this emitter's graph."""
+        """Return an emitter into `body`, a subgraph of a node in this emitter's graph."""
         inner = Emitter(self._model)
         inner._graph, inner._depth = body, self._depth + 1
         inner._taken = set(ir.convenience.create_value_mapping(body))
@@ -46,11 +46,11 @@ class Emitter(TapeBuilder):
 
     @property
     def versions(self) -> dict[str, int]:
-        """The model's opsets."""
+        """Return the model's opsets."""
         return self._versions
 
     def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-        """Return a new value, an input to be, of the type of `x`, and of its shape unless another is given."""
+        """Return a new value for a graph input, with the type of `x`, and its shape unless `shape` is given."""
         return self._named(ir.Value(type=x.type, shape=shape or x.shape))
 
     def __enter__(self) -> Emitter:
@@ -82,7 +82,7 @@ class Emitter(TapeBuilder):
     def _partition_inputs_attributes(
         self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Spare a call that keeps inputs and attributes apart the conversion of the whole schema."""
+        """Skip the slow conversion of the schema if the call already separates inputs and attributes."""
         if (
             schema is not None
             and schema.min_input <= len(args) <= schema.max_input
@@ -100,7 +100,7 @@ class Emitter(TapeBuilder):
     def _adapt_outputs(
         self, outputs: int | Sequence[str | ir.Value], op_type: str
     ) -> Sequence[ir.Value] | None:
-        """Name what is emitted into a body: its names and those of the graphs around it must differ."""
+        """Name the outputs of a node in a body, whose names must differ from those in the surrounding graphs."""
         if self._depth == 0:
             return super()._adapt_outputs(outputs, op_type)
         values = [ir.Value() for _ in range(outputs)] if isinstance(outputs, int) else outputs
@@ -115,7 +115,7 @@ class Emitter(TapeBuilder):
 
     def _infer_shapes(self, node: ir.Node) -> None:
         if subgraphs(node):
-            return  # what emits such a node types it
+            return  # the caller sets the types of such a node
         super()._infer_shapes(node)
         problem = SHAPE_INFERENCE_ERROR.read(node)
         SHAPE_INFERENCE_ERROR.remove(node)
@@ -124,7 +124,7 @@ class Emitter(TapeBuilder):
             raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
 
     def infer(self, node: ir.Node) -> None:
-        """Type the outputs of a node that is there already, as far as its inputs tell."""
+        """Infer the types and shapes of an existing node's outputs from its inputs."""
         node.version = node.version or self._versions.get(node.domain)
         self._constant_propagation(node)
         super()._infer_shapes(node)
@@ -142,9 +142,9 @@ class Emitter(TapeBuilder):
     def trace(
         self, function: Callable[..., Any] | OnnxFunction[..., Any], *args: ir.Value, outputs: int | None = 1
     ) -> Any:
-        """Emit a traced function `f(op, *args)`, or the body of an onnxscript function; return its output or outputs.
+        """Emit a traced function `f(op, *args)` or the body of an onnxscript function; return its output or outputs.
 
-        An onnxscript function must have `outputs` outputs; None allows any number.
+        An onnxscript function must have the given number of outputs; None allows any number.
         """
         if not isinstance(function, OnnxFunction):
             return function(self, *args)
@@ -171,20 +171,20 @@ class Emitter(TapeBuilder):
         return traced[0] if len(traced) == 1 else traced
 
     def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
-        """Return a constant: an array or numbers, of the element type of `like` where given."""
+        """Return a constant from an array or numbers, in the element type of `like` if given."""
         return self._promote_constant(value, None if like is None else like.dtype)
 
     def shape_of(self, x: ir.Value) -> ir.Value:
-        """Return the shape of `x` as an int64 vector: a constant where it is static."""
+        """Return the shape of `x` as an int64 vector, which is a constant if the shape is static."""
         if x.shape is not None and x.shape.is_static():
             return self.constant(np.array(x.shape.numpy(), np.int64))
         shape: ir.Value = self.Shape(x)
         return shape
 
     def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:
-        """Return how many elements `x` has along `axes` (all by default), in the element type of `x`.
+        """Return the number of elements of `x` along `axes` (all by default), in the element type of `x`.
 
-        A Python number where the axes are static.
+        If the axes are static, the result is a Python number.
         """
         assert x.shape is not None and x.dtype is not None
         whole = axes is None or len(axes) == len(x.shape)

@@ -1,4 +1,4 @@
-"""Folds constants: what ONNX's reference evaluator computes bit for bit as ONNX Runtime does, and never a weight."""
+"""Fold constants that ONNX's reference evaluator and ONNX Runtime compute bit-identically; keep all weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.rewriting import protect
 from graphopt.graph.roles import Role, with_role
 
-# Operators that leave an implementation no choice of a bit. The rest stays in the graph, where the runtime folds it.
+# Operators with the same result in every implementation, bit for bit. The runtime folds all others.
 EXACT = {
     *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
     *("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Where", "Xor"),
@@ -25,18 +25,18 @@ EXACT_INTEGERS = EXACT | {
 }
 GROWING = {"ConstantOfShape", "Expand", "Range", "Tile"}
 SMALL = 100  # elements
-MANY = 4096  # tensors that one Split makes: the time that it takes grows with their square
+MANY = 4096  # outputs of a Split: the time of folding grows with the square of their number
 
 
 def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) -> None:
-    """Replace nodes that read constants alone by initializers, in place.
+    """Replace nodes whose inputs are all constant by initializers, in place.
 
-    What is computed from a weight stays, as someone may train it or differentiate by it. Until parameters are chosen,
-    every floating initializer may be a weight; afterwards, those marked as untrained are.
+    Nodes that depend on a weight stay, because the weight may be trained or differentiated by. Before parameters are
+    chosen, every floating-point initializer counts as a weight; afterwards, those marked as untrained do.
 
     Args:
-        floating: fold floating numbers too, not integers and booleans alone.
-        infer_shapes: infer types and shapes on the way, and fold what follows from them.
+        floating: fold floating-point numbers too; otherwise only integers and booleans.
+        infer_shapes: infer types and shapes in between, and fold the constants that follow from them.
     """
     weights = set(_weights(model))
 
@@ -49,7 +49,7 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         return _is_small(y) if node.op_type in GROWING else None
 
-    with protect(_splits_of_many(model)):  # for which onnxscript writes out as many tensors
+    with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
         onnxscript.optimizer.fold_constants(model, onnx_shape_inference=infer_shapes, should_fold=should_fold)
 
 

@@ -1,4 +1,4 @@
-"""From a training graph back to the inference model in it."""
+"""Extract the inference model from a training graph."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graphopt.graph.rewriting import keep_interface, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.values import like
 
-INITIALIZERS_ALONE_SINCE = 4  # IR version; before, each is an input too
+INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
 
 
 def in_inference(
     node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
 ) -> None:
-    """Note how inference differs from training: some inputs are others, by name; or the output is an input."""
+    """Record how inference computes a node: with other inputs, by name, or as a copy of one of its inputs."""
     InferenceForm(inputs or {}, same_as).write(node.outputs[0])
 
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
-    """Let `outputs`, each the first of its node, take the place of an operator's in training; inference has its own."""
+    """Replace an operator's outputs by the first outputs of other nodes in training; inference keeps the operator."""
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
     for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
@@ -38,12 +38,12 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
             metadata.copy(own, y)
             y.name, own.name = own.name, f"{own.name}/replaced"
             ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
-            if not InferenceForm.is_on(y):  # else that of the model's operator, replaced twice
+            if not InferenceForm.is_on(y):  # keep an earlier form: that of the model's own operator
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
 
 def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
-    """Return the part of a training graph that computes `outputs`, in its inference form, and what it needs."""
+    """Return the part of a training graph that computes `outputs`, in its inference form."""
 
     def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
         cut = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
@@ -52,7 +52,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     extracted = part(model.graph, outputs)
     with keep_interface(extracted):
         _switch_to_inference(extracted.graph)
-    # Again, as what the bodies of nodes without a use read counts as used.
+    # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
     graph = extracted.graph
     with protect(needed(extracted)):
@@ -96,7 +96,7 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             other.type, other.shape = y.type, y.shape
             ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
-        y.type = y.shape = None  # what it is computed from is not cast any more
+        y.type = y.shape = None  # the type changes because its inputs are no longer cast
 
 
 def _operator(
@@ -106,9 +106,9 @@ def _operator(
     same: dict[str, ir.Value],
     form: InferenceForm,
 ) -> ir.Value | None:
-    """Return an output of the operator that does in inference what a node does in training, made once for all.
+    """Return an output of the operator that replaces a node in inference; create the operator once.
 
-    None where a rewriter has removed what it is to read: then inference does what training does.
+    Return None if a rewriter has removed one of its inputs. Inference then keeps the training form.
     """
     assert form.operator is not None
     (op_type, attributes), read = form.operator, form.reads
@@ -131,12 +131,16 @@ def trained(
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
-    Inputs, outputs and weights have the names of the model that was compiled, and the file its opset and IR version,
-    wherever its operators allow. `outputs` are the values to compute,
-    outputs of that model or values inside; its own outputs by default.
+    Inputs, outputs and weights have the names of the model that was compiled. The file has the opset and IR version
+    of that model if all operators allow it.
+
+    Args:
+        model: the training graph.
+        state: the values of the state by name.
+        outputs: the names of the outputs or inner values to compute; the model's outputs by default.
 
     Raises:
-        GraphoptError: the inference model has no value of such a name.
+        GraphoptError: the inference model has no value with one of these names.
     """
     inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS))
     graph = inference.graph
@@ -160,9 +164,9 @@ def trained(
 
 
 def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
-    """Return an inference model with what was set aside, in the opset and IR version of the file that came in.
+    """Restore an inference model's detached outputs, and the opset and IR version of the original file.
 
-    Where an operator has no older form, in the lowest opset that has it.
+    If an operator has no equivalent in that opset, use the lowest opset that has one.
     """
     opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
@@ -191,7 +195,7 @@ def _default_opset(proto: onnx.ModelProto) -> int | None:
 
 
 def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
-    """Return the part of a model that computes some of its values."""
+    """Return the part of a model that computes the values with some names."""
     model = ir.from_proto(proto)
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     for name in outputs:

@@ -13,10 +13,13 @@ from graphopt.graph.metadata import TargetSpec
 
 @dataclass(frozen=True)
 class Labels:
-    """Numbers from `low` to `high`, and `ignored`; unless `between`, `low` and `high` alone.
+    """Describe the labels that a loss accepts.
 
     Args:
-        several: they are class numbers, not the two of a binary loss.
+        low, high: the smallest and the largest label.
+        ignored: a further label, which the loss ignores.
+        between: accept all numbers between `low` and `high`, too.
+        several: labels are class numbers; otherwise the two labels of a binary loss.
     """
 
     low: float
@@ -33,19 +36,21 @@ class Labels:
         )
 
     def all(self) -> np.ndarray:
-        """Return all labels there may be, in order."""
+        """Return all possible labels in order."""
         return np.arange(self.low, self.high + 1) if self.several else np.array([self.low, self.high])
 
     def fit(self, array: np.ndarray) -> bool:
-        """Return whether all labels are right, by one look at class numbers."""
+        """Return whether all labels are valid; for class numbers, by one pass over the array."""
         if self.several and array.dtype.kind == "i" and array.size:
-            unsigned = array.view(np.dtype(f"u{array.itemsize}"))  # negative ones are beyond all others
+            unsigned = array.view(
+                np.dtype(f"u{array.itemsize}")
+            )  # negative numbers become larger than all others
             if np.maximum.reduce(unsigned, axis=None) <= self.high:
                 return True
         return not self.wrong(array).any()
 
     def wrong(self, array: np.ndarray) -> np.ndarray:
-        """Return which labels are wrong."""
+        """Return a mask of the invalid labels."""
         wrong: np.ndarray = (array < self.low) | (array > self.high)
         if not self.between:
             wrong |= (array != self.low) & (array != self.high)
@@ -55,7 +60,7 @@ class Labels:
 
 
 def labels_of(target: ir.Value) -> Labels | None:
-    """Return what a target's labels may be, None where it takes other numbers than labels."""
+    """Return the labels that a target accepts, or None if it does not contain labels."""
     spec = TargetSpec.read(target)
     if spec is None:
         return None
@@ -65,5 +70,5 @@ def labels_of(target: ir.Value) -> Labels | None:
         low, high = spec.labels
         return Labels(
             low, high, between=low >= 0, several=False
-        )  # between 0 and 1 lie probabilities, between -1 and 1 nothing
+        )  # numbers between 0 and 1 are probabilities; between -1 and 1, they are invalid
     return None

@@ -1,4 +1,4 @@
-"""Models of more than protobuf's 2 GB: their weights go beside them, in a file or in memory."""
+"""Handle models beyond protobuf's limit of 2 GB: store their weights separately, in a file or in memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
-LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, and nodes take some
-SMALL = 1024  # bytes of a tensor that stays where it is: constants that operators' shapes follow from
+LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
+SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 
 def weigh(proto: onnx.ModelProto) -> int:
-    """Return how many bytes the initializers of a model's main graph take."""
+    """Return the total size in bytes of the initializers in a model's main graph."""
     return sum(_sizes(proto).values())
 
 
 def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return what onnx's checker takes: a model, or a copy of a large one in which large initializers are inputs."""
+    """Return a model that onnx's checker accepts: if the model is large, a copy with large initializers as inputs."""
     sizes = _sizes(proto)
     if sum(sizes.values()) <= LIMIT:
         return proto
@@ -51,14 +51,14 @@ def _set(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -
 
 
 def is_large(model: ir.Model) -> bool:
-    """Return whether a model's weights are more than a protobuf holds."""
+    """Return whether a model's weights are too large for one protobuf message."""
     tensors = (x.const_value for x in model.graph.initializers.values())
     return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LIMIT
 
 
 @contextlib.contextmanager
 def weights_apart(model: ir.Model) -> Iterator[dict[str, ir.TensorProtocol]]:
-    """Give the large weights of a model by name; while the block runs, they are external data that lies nowhere."""
+    """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
     values = {
         str(x.name): x
         for x in model.graph.initializers.values()

@@ -1,4 +1,4 @@
-"""Bound the size of a model: a file of a few kilobytes can describe one of any size."""
+"""Bound the size of a model: a file of a few kilobytes can describe a model of any size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from graphopt.graph.traversal import captured, subgraphs
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
-PER_BYTE = 32  # bytes of constants for each byte of a weight: 4-bit weights become float32 several times over
+PER_BYTE = 32  # bytes of constants per byte of weights: 4-bit weights may become several float32 constants
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what a model describes, checked by arithmetic before anything is expanded.
+    """Bound the size of a model; the bounds are checked by arithmetic before anything is expanded.
 
-    They bound memory and, with it, time: what compiling does is proportional to the nodes and to the constants' bytes.
-    `graphopt.load(path, limits=Limits(nodes=10**7))` gives a model other limits, a recipe `limits.nodes=10000000`.
+    They bound memory and time, because the cost of compilation is proportional to the number of nodes and to the
+    bytes of constants. To change them, call `graphopt.load(path, limits=Limits(nodes=10**7))`, or set
+    `limits.nodes=10000000` in a recipe.
 
     Args:
-        nodes: how many nodes a model may have once its functions are inlined.
-        depth: how deeply bodies of nodes and calls of functions may nest; protobuf itself reads no graphs nested in
-            more than 32 others.
-        constant_bytes: how much all values that nodes compute from constants may take together, beyond 32 times the
-            weights in the file.
+        nodes: the maximum number of nodes once functions are inlined.
+        depth: the maximum nesting depth of subgraphs and function calls; protobuf itself reads at most 32 nested
+            graphs.
+        constant_bytes: the maximum total size of values that nodes compute from constants, in addition to 32 times
+            the weights in the file.
     """
 
     nodes: int = within("[0, inf)", 1_000_000)
@@ -40,20 +41,20 @@ class Limits:
 
 
 def set_limits(model: ir.Model, limits: Limits) -> None:
-    """Give a model limits, which its copies keep and its file does not."""
+    """Set the limits of a model. Copies of the model keep them; saved files do not."""
     model.graph.meta[_KEY] = limits
 
 
 def limits_of(model: ir.Model) -> Limits:
-    """Return the limits that a model was loaded with."""
+    """Return the limits of a model."""
     return cast(Limits, model.graph.meta.get(_KEY, Limits()))
 
 
 def check_size(model: ir.Model) -> None:
-    """Raise an error if a model's functions call themselves, or it has more nodes or is nested deeper than it may be.
+    """Raise an error if a model's functions are recursive, or it exceeds the limit of nodes or depth.
 
     Raises:
-        GraphoptError: names the limit, what was found and the option that raises it.
+        GraphoptError: names the limit, the size found and the option that raises the limit.
     """
     limits = limits_of(model)
     known: dict[ir.OperatorIdentifier, tuple[int, int]] = {}
@@ -67,7 +68,7 @@ def check_size(model: ir.Model) -> None:
         )
     if depth > limits.depth:
         raise GraphoptError(
-            f"the model: expected bodies and calls nested at most {limits.depth} deep, found {depth}: "
+            f"the model: expected subgraphs and calls nested at most {limits.depth} deep, found {depth}: "
             f"limits.depth={depth} allows it"
         )
 
@@ -78,7 +79,7 @@ def _measure_function(
     known: dict[ir.OperatorIdentifier, tuple[int, int]],
     limits: Limits,
 ) -> None:
-    """Measure a function, and first those that it calls; without recursion, as calls may nest to any depth."""
+    """Measure a function after all functions that it calls; without recursion, because calls may nest deeply."""
     path = [function]
     while path:
         current = path[-1]
@@ -90,7 +91,7 @@ def _measure_function(
         elif any(name == one.identifier() for name in unknown for one in path):
             name = current.identifier()
             raise GraphoptError(
-                f"function {name[0]}::{name[1]}: expected one that ends, found one that calls itself"
+                f"function {name[0]}::{name[1]}: expected no recursion, found a function that calls itself"
             )
         else:
             path.append(model.functions[unknown[0]])
@@ -99,7 +100,7 @@ def _measure_function(
 def _measure(
     model: ir.Model, whole: ir.Graph | ir.Function, known: dict[ir.OperatorIdentifier, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Return how many nodes a graph has once calls are inlined, and how deeply it is nested."""
+    """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
     for graph, depth in _bodies(whole):
         deepest = max(deepest, depth)
@@ -111,7 +112,7 @@ def _measure(
 
 
 def _bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
-    """Yield a graph and the graphs in its nodes, and how deep each lies; without recursion."""
+    """Yield a graph and all its subgraphs, each with its depth; without recursion."""
     waiting: list[tuple[ir.Graph | ir.Function, int]] = [(whole, 0)]
     while waiting:
         graph, depth = waiting.pop()
@@ -120,10 +121,10 @@ def _bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Funct
 
 
 def check_constants(model: ir.Model) -> None:
-    """Raise an error if what nodes compute from constants alone takes more memory than it may, as far as shapes tell.
+    """Raise an error if values of known shape that nodes compute from constants are too large.
 
     Raises:
-        GraphoptError: names the largest value, and the option that raises the limit.
+        GraphoptError: names the largest value and the option that raises the limit.
     """
     given = sum(
         x.const_value.nbytes for graph in model.graphs() for x in graph.initializers.values() if x.const_value
@@ -144,7 +145,7 @@ def check_constants(model: ir.Model) -> None:
 
 
 def _computed(graph: ir.Graph, constant: set[ir.Value]) -> Iterator[ir.Value]:
-    """Yield the values that nodes compute from constants alone; `constant` has the values around the graph."""
+    """Yield the values computed from constants only; `constant` contains those of the surrounding graphs."""
     constant.update(x for x in graph.initializers.values() if not x.is_graph_input())
     for node in graph:
         for body in subgraphs(node):

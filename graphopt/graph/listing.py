@@ -1,4 +1,4 @@
-"""A graph as text, one line a node: what golden files, reports and diffs show."""
+"""Print a graph as text, one line per node, for golden files, reports and diffs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graphopt.graph.schemas import defaults
 def listing(model: ir.Model) -> str:
     """Return a line for each input, initializer, node and output of a model.
 
-    Small constants stand in place. Attributes with their default values are left out. Values that a pass emitted
-    without a name are numbered in the order of the lines: %0, %1, ....
+    Small constants are written inline. Attributes with default values are omitted. Anonymous values are numbered in
+    the order of the lines: %0, %1, ....
 
     Args:
-        model: an onnx_ir.Model, such as `compile` returns.
+        model: an onnx_ir.Model, such as the result of `compile`.
 
     >>> import graphopt, passes
     >>> from graphopt import models
@@ -31,12 +31,12 @@ def listing(model: ir.Model) -> str:
 
 
 def size(model: ir.Model) -> int:
-    """Return the number of nodes, constants not counted."""
+    """Return the number of nodes except constants."""
     return sum(node.op_type != "Constant" for node in model.graph)
 
 
 class _Names:
-    """The names that a listing shows: those that an emitter numbered are numbered anew."""
+    """Return the names that a listing shows; values that an emitter numbered get new numbers."""
 
     _ANONYMOUS = re.compile(r"(.*/)?(val|body\d+)_\d+")
 
@@ -74,7 +74,7 @@ def _node(node: ir.Node, versions: Mapping[str, int], names: _Names) -> str:
 
 
 def operator_of(node: ir.Node) -> str:
-    """Return the name of a node's operator, with its domain."""
+    """Return the name of a node's operator, with its domain unless it is ONNX's own."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
@@ -126,7 +126,7 @@ def _default(value: ir.Value) -> str:
 
 
 def inline(value: ir.Value, anywhere: bool = False) -> str | None:
-    """Return the numbers of a constant of at most four, None for anything else."""
+    """Return a constant of at most four numbers as text, or None for anything else."""
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is None or (value.is_graph_input() and not anywhere) or tensor.size > 4:
         return None
@@ -137,7 +137,7 @@ def inline(value: ir.Value, anywhere: bool = False) -> str | None:
 
 
 def numbers(array: np.ndarray, digits: int = 6) -> str:
-    """Return up to four numbers as they are, of more the element type and the shape."""
+    """Return up to four numbers as text; for more, the element type and shape."""
     if array.size > 4:
         return f"{array.dtype}{list(array.shape)}"
     texts = [f"{x:.{digits}g}" if array.dtype.kind == "f" else str(x) for x in array.flat]

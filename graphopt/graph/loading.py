@@ -1,4 +1,4 @@
-"""Models from files and back."""
+"""Load models from files and save them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graphopt.graph.large_models import checkable, weigh
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.postprocessing import set_aside
 
-# Operators that ONNX Runtime writes into ONNX's domain, and the opset from which they are ONNX's.
+# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
-# Those that onnxruntime-training has there alone: a copy with them elsewhere is checked.
+# Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
-# What the onnx package raises when it reads a file, by the file's format.
+# Exceptions of the onnx package for unreadable files, which depend on the format.
 _UNREADABLE = (
     DecodeError,
     json_format.Error,
@@ -42,21 +42,21 @@ Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
 def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
-    """Return a new model, from a path, an onnx.ModelProto or an onnx_ir.Model (copied).
+    """Return a new model from a path, an onnx.ModelProto or an onnx_ir.Model, which is copied.
 
-    The onnx package reads external data into memory, and refuses paths that leave the model's folder. Outputs
-    that are sequences or maps are removed; the tensors that they are made of become outputs.
+    The onnx package reads external data into memory, and rejects paths outside the model's folder. Outputs that are
+    sequences or maps are replaced by the tensors that they consist of.
 
-    A file may come from anyone: nothing in it runs, no other file than its external data is read, and what it
-    describes is measured before it is expanded. Metadata of graphopt in it is checked.
+    Files may be untrusted: loading runs no code, reads no files except external data, and bounds the size of the
+    model before expanding it. graphopt's metadata in the file is checked.
 
     Args:
         source: the model.
-        limits: how large the model may become; by default its own limits, or those of `Limits`.
+        limits: the maximum size of the model; by default, the limits of the source, or else of `Limits()`.
 
     Raises:
-        GraphoptError: the file is missing, or is no valid ONNX model, or has an input or output of another kind, or
-            is larger than `limits`.
+        GraphoptError: the file is missing, is not a valid ONNX model, exceeds `limits`, or has an input or output of
+            an unsupported type.
 
     >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
@@ -81,7 +81,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
 
 
 def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
-    """Return a valid model; an error calls it `name`."""
+    """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
     check_proto(proto)
@@ -105,7 +105,7 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.ModelProto:
-    """Return a model in which operators that ONNX Runtime adds to ONNX's domain stand in its own."""
+    """Return a model whose operators from ONNX Runtime are in the runtime's domain, not in ONNX's."""
     version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
     own = [op_type for op_type, since in added.items() if version < since]
     if not any(node.op_type in own and not node.domain for node in proto.graph.node):
@@ -121,7 +121,7 @@ def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.Mo
 
 
 def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:
-    """Return a model with some outputs, which onnx_ir may have no type for, set aside."""
+    """Return a model with some outputs detached, because onnx_ir may not support their types."""
     if not outputs:
         return ir.from_proto(proto)
     untyped = onnx.ModelProto()
@@ -147,7 +147,7 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 
 
 def _is_tensor(value: ir.Value) -> bool:
-    """Return whether something reads a value that takes tensors alone."""
+    """Return whether a node that accepts only tensors reads a value."""
     for node, index in value.uses():
         try:
             versions = node.graph.opset_imports  # type: ignore[union-attr]
@@ -166,15 +166,15 @@ def _cloned(model: ir.Model) -> ir.Model:
     except RuntimeError as error:
         if isinstance(root(error), RecursionError):
             raise GraphoptError(
-                "the model: expected bodies nested less deeply, found more than can be read"
+                "the model: expected less deeply nested subgraphs, found more levels than Python can read"
             ) from error
         raise GraphoptError(
-            "the model: expected nodes after what they use, found a cycle or another order: model.graph.sort()"
+            "the model: expected nodes in topological order, found a cycle or another order: try model.graph.sort()"
         ) from error
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to one file, whole or not at all; beyond 2 GB, write its weights to `PATH.data` beside it.
+    """Write a model to one file atomically. Beyond 2 GB, write its weights to `PATH.data`.
 
     Args:
         model: an onnx_ir.Model or an onnx.ModelProto.
@@ -220,7 +220,5 @@ def _read(path: Path, limits: Limits) -> onnx.ModelProto:
     except OSError as error:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
-        raise GraphoptError(
-            f"{path}: expected an ONNX model, found a file that is none ({line(error)})"
-        ) from error
+        raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
     return proto

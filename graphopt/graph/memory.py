@@ -1,4 +1,4 @@
-"""Estimate the memory of a step of a training graph, from the graph alone."""
+"""Estimate the memory of a training step from the graph."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, 
 
 Sizes = int | Mapping[str, int]
 
-# Operators whose output ONNX Runtime lays over their first input.
+# Operators whose output shares the memory of the first input in ONNX Runtime.
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a training graph.
+    """Hold the memory of a training graph in bytes.
 
     Args:
-        parameters: of the parameters, once.
-        state: of all state as an executor holds it: what a step updates has two buffers.
-        saved: of what the forward pass computes and the backward pass reads.
-        step: the most that the values of a step take up at any time, beside state and what is fed.
+        parameters: the parameters, counted once.
+        state: all state in an executor, which has two buffers for everything that a step updates.
+        saved: the values that the forward pass computes and the backward pass reads.
+        step: the peak of all other values during a step, without the inputs.
     """
 
     parameters: int
@@ -38,18 +38,18 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Of state and step together."""
+        """Return the memory of state and step together."""
         return self.state + self.step
 
 
 def estimate(model: ir.Model, sizes: Sizes) -> Memory:
-    """Return how many bytes a step of a training graph takes, by the lifetimes of its values.
+    """Estimate the memory of a training step from the lifetimes of its values.
 
-    A value lives from the node that makes it to its last reader, in ONNX Runtime's order; an output to the end. The
-    scratch memory of kernels is not counted, nor what an allocator holds without need.
+    A value lives from the node that computes it to its last reader, in ONNX Runtime's execution order. Outputs live
+    to the end. The estimate omits scratch memory of kernels and unused memory of the allocator.
 
     Args:
-        sizes: the size of each symbolic dimension of the inputs by name, or one for all of them.
+        sizes: the size of each symbolic dimension of the inputs by name, or one size for all of them.
 
     Raises:
         GraphoptError: the size of a dimension is missing.
@@ -67,7 +67,7 @@ def estimate(model: ir.Model, sizes: Sizes) -> Memory:
 
 
 def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
-    """Return a copy in which the symbolic dimensions have sizes, and so has all that follows from them."""
+    """Return a copy with sizes in place of symbolic dimensions, and with the shapes that follow from them."""
     model = model.clone()
     take_initial(model)
     known: dict[str | None, int] = {}
@@ -76,7 +76,7 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
                 if not isinstance(sizes, int) and dim.value not in sizes:
                     raise GraphoptError(
-                        f"dimension {dim.value!r} of input {x.name!r}: expected its size, found sizes of "
+                        f"dimension {dim.value!r} of input {x.name!r}: expected its size in `sizes`, found sizes of "
                         f"{', '.join(sizes) or 'nothing'}"
                     )
                 known[dim.value] = sizes if isinstance(sizes, int) else sizes[dim.value]
@@ -89,7 +89,7 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
 
 
 def bytes_of(x: ir.Value) -> int:
-    """Return the bytes of a value; a dimension that only the run shows counts as 1."""
+    """Return the size of a value in bytes; a dimension that is known only at run time counts as 1."""
     if x.shape is None or x.dtype is None:
         return 0
     count = 1
@@ -99,7 +99,7 @@ def bytes_of(x: ir.Value) -> int:
 
 
 def base_of(x: ir.Value) -> ir.Value:
-    """Return the value whose memory `x` is a view of, or `x`."""
+    """Return the value that `x` is a view of, or `x` itself."""
     node = x.producer()
     while node is not None and node.op_type in VIEWS and node.domain == "" and node.inputs[0] is not None:
         x = node.inputs[0]
@@ -108,21 +108,21 @@ def base_of(x: ir.Value) -> ir.Value:
 
 
 def saved(model: ir.Model) -> list[ir.Value]:
-    """Return what the forward pass computes and the rest of the graph reads, views as what they are views of."""
+    """Return the values that pass from the forward pass to the rest of the graph, without views."""
     forward = forward_nodes(model)
     read = (base_of(x) for node in model.graph if node not in forward for x in values_read(node))
     return list(dict.fromkeys(x for x in read if x.producer() in forward))
 
 
 def _peak(graph: ir.Graph) -> int:
-    """Return the most bytes that the values of a graph take up at a time."""
+    """Return the peak memory of a graph's values in bytes."""
     order = execution_order(graph)
     last: dict[ir.Value, int] = {}
     for i, node in enumerate(order):
         last.update((base_of(x), i) for x in [*node.outputs, *values_read(node)])
     for y in graph.outputs:
         last[base_of(y)] = len(order)
-    bound = {y for y in graph.outputs if role_of(y) is Role.NEXT}  # in the buffers of the state
+    bound = {y for y in graph.outputs if role_of(y) is Role.NEXT}  # these live in the buffers of the state
     ends: dict[int, list[ir.Value]] = {}
     made = {y for node in order for y in node.outputs if base_of(y) is y and y not in bound}
     for x in made:
