@@ -18,6 +18,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.names import next_of
+from graphopt.graph.operators import LAYOUT, PRODUCTS
 from graphopt.graph.rewriting import Pass, Pattern, matches, retire
 from graphopt.graph.roles import STATE, Role, clear_role, role_of, set_role, with_role
 from graphopt.graph.schemas import takes
@@ -29,16 +30,16 @@ from graphopt.intervals import within
 
 WIDE = ir.DataType.FLOAT
 
-# What is computed in 16 bits: the operators that most of the time goes to, which sum in float32 themselves, ...
-PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
-# ... and, where nothing else than their results is read, what moves numbers, or rounds each once. Not what compares in
-# its gradient what it read with what it gave, as MaxPool: on the CPU one of them may not be rounded.
-FOLLOWING = """
-    Abs Add AveragePool Clip Concat DepthToSpace Div Dropout Elu Expand Flatten Gather Gelu HardSigmoid HardSwish
-    Identity LeakyRelu Max Min Mul Neg PRelu Pad Relu Reshape Selu Sigmoid Slice Softsign SpaceToDepth Split Squeeze
-    Sub Tanh Tile Transpose Unsqueeze Where
-    """
-NARROW = PRODUCTS.union(FOLLOWING.split())
+# What is computed in 16 bits beside products, which sum in float32 themselves: where nothing else than their results is
+# read, what moves numbers, or rounds each once. Not what compares in its gradient what it read with what it gave, as
+# MaxPool: on the CPU one of them may not be rounded.
+FOLLOWING = LAYOUT | {
+    *("Abs", "Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Where"),
+    *("AveragePool", "Concat", "Dropout", "Gather", "Pad"),
+    *("Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Selu", "Sigmoid"),
+    *("Softsign", "Tanh"),
+}
+NARROW = PRODUCTS | FOLLOWING
 
 
 @dataclass(frozen=True)

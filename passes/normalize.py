@@ -21,6 +21,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
+from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
@@ -256,7 +257,7 @@ def _is_older(node: ir.Node) -> bool:
     except onnx.defs.SchemaError:
         return False
     ceiling = node.attributes.get("ceil_mode")
-    if node.op_type in ("AveragePool", "MaxPool") and ceiling is not None and ceiling.as_int():
+    if node.op_type in POOLS and ceiling is not None and ceiling.as_int():
         return False
     formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
     typed = all(

@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import memory
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.memory import base_of, bytes_of
-from graphopt.graph.operators import RANDOM, VIEWS
+from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
@@ -195,7 +195,7 @@ def _cost(node: ir.Node) -> float:
         contracted = shapes[0][-1]
     elif node.op_type == "Gemm":
         contracted = shapes[0][0 if node.attributes.get_int("transA", 0) else 1]
-    elif node.op_type in ("Conv", "ConvTranspose"):
+    elif node.op_type in CONVOLUTIONS:
         contracted = math.prod(shapes[1]) // shapes[1][0 if node.op_type == "Conv" else 1]
     return math.prod(_dims(node.outputs[0])) * (ELEMENT + contracted)
 

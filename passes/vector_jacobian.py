@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import gradient_of, seed_of
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
@@ -19,8 +20,8 @@ from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import backward, lost
 
-# Operators that only arrange elements: computed again where what they read is there, rather than saved.
-VIEWS = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+# Operators that are computed again where what they read is there, rather than saved.
+RECOMPUTED = VIEWS | {"Cast", "Transpose"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     after = ancestors(gradients, ahead)
     read = {x for node in after for x in values_read(node)} | set(gradients)
     boundary = [y for node in model.graph if node in ahead for y in node.outputs if y in read]
-    saved = _without_views(boundary, model.graph)
+    saved = _without_recomputed(boundary, model.graph)
     inputs = [x for x in model.graph.inputs if role_of(x) is not Role.SEED]
     forward = _part(model, inputs, [*results, *(x for x in saved if x not in results)])
     for output in list(forward.graph.outputs)[len(results) :]:
@@ -136,14 +137,14 @@ def yielding(model: ir.Model) -> ir.Model:
     return model
 
 
-def _without_views(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
-    """Return the values to save, in graph order: those that are no view of others, of inputs or of constants."""
+def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
+    """Return the values to save, in graph order: those that others, inputs and constants do not give again."""
     there = {*graph.inputs, *graph.initializers.values(), *boundary}
     saved = []
     for value in boundary:
         node = value.producer()
         assert node is not None
-        if node.op_type not in VIEWS or any(x is not None and x not in there for x in node.inputs):
+        if node.op_type not in RECOMPUTED or any(x is not None and x not in there for x in node.inputs):
             saved.append(value)
     return saved
 

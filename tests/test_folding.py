@@ -42,6 +42,8 @@ FLOATING = [
     *(of(op, "x", "row") for op in ("Add", "Sub", "Mul", "Div")),
     *(of(op, "x", "y") for op in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")),
     of("Where", FLOATS > 0, "x", "y"),
+    *(of(op, "x") for op in ("IsInf", "IsNaN")),
+    of("IsInf", "x", detect_negative=0),
     *(of("Cast", "x", to=to) for to in (1, 9, 10, 11)),
     *(of("Cast", "row", to=to) for to in (6, 7)),
 ]

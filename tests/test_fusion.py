@@ -145,6 +145,34 @@ def test_scaled_gradients_change_nothing_that_is_reported(steps):
             np.testing.assert_allclose(fused[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_gradients_are_scaled_through_layout():
+    proto = model(
+        """g (float[N,8] x) => (float[N,2] y) {
+            h = MatMul(x, w)
+            r = Reshape(h, shape)
+            d = DepthToSpace<blocksize = 2>(r)
+            f = Flatten(d)
+            y = MatMul(f, v)
+        }""",
+        w=RNG.standard_normal((8, 16)) / 4,
+        v=RNG.standard_normal((16, 2)) / 4,
+        shape=np.array([-1, 4, 2, 2]),
+    )
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05)}
+    left_out = ["fold_update_into_gemm"]
+    compiled = [
+        graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=left))
+        for left in ([*left_out, "fold_rate_into_loss_gradient"], left_out)
+    ]
+    updates = [sum(n.op_type == "Sub" for n in each.graph) for each in compiled]
+    assert updates[0] - updates[1] == 2
+    executors = [graphopt.Executor(each, threads=1) for each in compiled]
+    for _ in range(50):
+        x = RNG.standard_normal((4, 8)).astype(np.float32)
+        losses = [executor.step(x=x, target=np.tanh(x[:, :2]))["loss"] for executor in executors]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_a_gelu_takes_the_distribution_that_its_gradient_computes(approximate):
     proto = model(

@@ -223,6 +223,16 @@ def test_a_model_that_needs_a_newer_opset_keeps_it_and_says_so():
         assert normalized(model(text, opset=26, w=np.ones(4))).opset_imports[""] == 26
 
 
+@pytest.mark.parametrize("pool", ["AveragePool", "LpPool", "MaxPool"])
+def test_a_last_partial_window_keeps_the_opset_that_counts_it_so(pool):
+    text = f"g (float[N,1,5] x) => (float[N,1,2] y) {{ h = Mul(x, w)\n y = {pool}<%s>(h) }}"
+    attributes = "kernel_shape = [2], strides = [3], pads = [1,1]"
+    assert normalized(model(text % attributes, opset=22, w=np.ones(1))).opset_imports[""] == 21
+    with pytest.warns(UserWarning, match=f"opset 22 for {pool}"):
+        ceiled = normalized(model(text % f"{attributes}, ceil_mode = 1", opset=22, w=np.ones(1)))
+    assert ceiled.opset_imports[""] == 22
+
+
 def test_a_newer_operator_that_is_a_function_needs_no_newer_opset():
     text = "g (float[N,4] x) => (float[N,4] y) { h = Mul(x, w)\n y = Swish(h) }"
     assert normalized(model(text, opset=24, w=np.ones(4))).opset_imports[""] == 21

@@ -119,6 +119,14 @@ FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body
         a, b = Split<axis = 1, num_outputs = 2>(c) p = Less(a, b) q = Where(p, a, bias) k = Add(h, q) o = Mul(k, b)""",
         2,
     ),
+    "predicates": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        """p = GreaterOrEqual(i, j) q = LessOrEqual(i, j) r = IsNaN(j) t = Xor(p, q) e = Or(t, r)
+        f = Where(e, i, j) k = Add(h, f) o = Mul(k, f)""",
+        2,
+    ),
     "a state that a slice replaces": (
         "",
         f"({ROWS} h, {ROWS} i, {ROWS} j)",

@@ -317,8 +317,18 @@ GRAPHS = {
     "a triangle": ("s = Mul(x, c)", np.tril(np.ones((4, 4))), "float[4,4]"),
     "a table of positions": ("s = Add(x, c)", WAVES, "float[12,8]"),
     "frequencies": ("a = Mul(x, c)\n s = Sin(a)", 2.0 ** np.arange(4), "float[4,4]"),
+    "repeated frequencies": (
+        "t = Constant<value_ints=[2]>()\n r = Tile(c, t)\n a = Mul(x, r)\n s = Sin(a)",
+        2.0 ** np.arange(4),
+        "float[12,8]",
+    ),
     "random frequencies": ("a = MatMul(x, c)\n e = Sin(a)\n d = Cos(a)\n s = Add(e, d)", None, "float[4,4]"),
     "a mean of the input": ("s = Sub(x, c)", np.array([0.4, 0.5, 0.6, 0.7]), "float[4,4]"),
+    "a mean of a part of the input": (
+        "l, r = Split<axis=1, num_outputs=2>(x)\n d = Sub(l, c)\n s = Concat<axis=1>(d, r)",
+        np.array([0.4, 0.5]),
+        "float[4,4]",
+    ),
     "a scale of the input": (
         "a = Transpose(x)\n s = Div(a, c)",
         np.array([0.4, 0.5, 0.6, 0.7]),

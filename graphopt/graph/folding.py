@@ -9,21 +9,23 @@ import onnx_ir as ir
 import onnxscript.optimizer
 
 from graphopt.graph.metadata import UNTRAINED
+from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import protect
 from graphopt.graph.roles import Role, with_role
 
 # Operators with the same result in every implementation, bit for bit. The runtime folds all others.
-EXACT = {
-    *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
-    *("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Where", "Xor"),
-    *("Cast", "Concat", "Flatten", "Gather", "GatherND", "Identity", "Reshape", "Shape", "Size", "Slice"),
-    *("Squeeze", "Transpose", "Unsqueeze"),
-}
+EXACT = (
+    VIEWS
+    | PREDICATES
+    | {
+        *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
+        *("Cast", "Concat", "Gather", "GatherND", "Shape", "Size", "Slice", "Transpose", "Where"),
+    }
+)
 EXACT_INTEGERS = EXACT | {
     *("Clip", "ConstantOfShape", "CumSum", "Expand", "Max", "Min", "Mod", "NonZero", "Range", "ReduceMax"),
     *("ReduceMin", "ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
 }
-GROWING = {"ConstantOfShape", "Expand", "Range", "Tile"}
 SMALL = 100  # elements
 MANY = 4096  # outputs of a Split: the time of folding grows with the square of their number
 

@@ -9,6 +9,7 @@ from typing import cast
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import captured, subgraphs
 from graphopt.intervals import check_intervals, within
 
@@ -156,7 +157,7 @@ def _computed(graph: ir.Graph, constant: set[ir.Value]) -> Iterator[ir.Value]:
 
 
 def _is_constant(node: ir.Node, constant: set[ir.Value]) -> bool:
-    if node.op_type in ("Shape", "Size") and node.inputs and node.inputs[0] is not None:
+    if node.op_type in SHAPE_READERS and node.inputs and node.inputs[0] is not None:
         shape = node.inputs[0].shape
         return shape is not None and shape.is_static()
     return constant.issuperset(_read(node))

@@ -1,6 +1,12 @@
-"""State facts about ONNX's operators that several passes need."""
+"""State facts about ONNX's operators, true whoever asks; what a pass does with an operator stands in the pass.
+
+A set promises something of the operators that it names, and nothing of others. Elementwise operators with a gradient
+are `ELEMENTWISE` in `passes/gradients/registry.py`, from the rows of their local derivatives.
+"""
 
 from __future__ import annotations
+
+# --- Random numbers ---
 
 # Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
 DRAWING = frozenset(
@@ -14,5 +20,70 @@ DRAWING = frozenset(
 # Operators that need not compute the same numbers when they run again.
 RANDOM = DRAWING | {"Dropout"}
 
-# Operators whose output is their input in another shape, so that a runtime needs no memory for it.
+# --- Layout ---
+
+# Views: the output is the input in another shape, so that a runtime needs no memory for it.
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+
+# Layout: the output has elements of the first input, in blocks and strides. Nothing is computed, none looked up.
+LAYOUT = VIEWS | {"DepthToSpace", "Expand", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose"}
+
+# --- Elementwise ---
+
+# Arithmetic: combines numbers of inputs that broadcast against each other.
+ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum"})
+
+# Predicates: compare numbers or combine truth values; the output is Boolean.
+PREDICATES = frozenset(
+    {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+)
+
+# --- Products ---
+
+# Matrix products: of the first two inputs, which are floating.
+MATRIX_PRODUCTS = frozenset({"Gemm", "MatMul"})
+
+# Convolutions: of the first input with the filters in the second, which are floating; the third is an optional bias.
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+
+# Products: sums of products of the elements of the first two inputs. Most of a network's time goes to them.
+PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS
+
+# --- Linearity, of floating numbers ---
+
+# Bilinear operators: linear in the first input and in the second, each while the other is constant; without a third.
+BILINEAR = PRODUCTS | {"Mul"}
+
+# Operators that are linear in the first input, while the others are constant.
+LINEAR_IN_FIRST = LAYOUT | {"Div", "Neg", "ReduceMean", "ReduceSum"}
+
+# Operators that are linear in all inputs together: f(s x, s y) = s f(x, y).
+JOINTLY_LINEAR = frozenset({"Add", "Concat", "Mean", "Sub", "Sum"})
+
+# --- Recurrence ---
+
+# The indices of the inputs that the states of a recurrent operator start from, by the operator.
+INITIAL_STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
+
+# Recurrent operators: a cell runs over a sequence. The second input holds the weights, the third those of the state.
+RECURRENT = frozenset(INITIAL_STATES)
+
+# --- Further kinds ---
+
+# Literals: the numbers stand in an attribute.
+LITERALS = frozenset({"Constant", "ConstantOfShape"})
+
+# Operators that read the shape of their input and none of its elements.
+SHAPE_READERS = frozenset({"Shape", "Size"})
+
+# Operators that make much of little: numbers in an input say how many elements the output has.
+GROWING = frozenset({"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"})
+
+# Pools: each window of the spatial axes becomes one number. With `ceil_mode`, a last partial window counts.
+POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
+
+# Scatters: the output is the first input with updates written into it.
+SCATTERING = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter"})
+
+# Operators that take a sequence of tensors and return a tensor.
+SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLength"})

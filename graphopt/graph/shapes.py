@@ -17,12 +17,11 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.limits import check_constants, limits_of, set_limits
+from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.traversal import forward_nodes, subgraphs
 
-GROWING = {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"}  # what makes much of little
 REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # what ONNX's inference raises
-POOLS = {"AveragePool", "LpPool", "MaxPool"}
 LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
 
 

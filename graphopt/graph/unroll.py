@@ -11,7 +11,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import state_of
-from graphopt.graph.operators import RANDOM
+from graphopt.graph.operators import RANDOM, SHAPE_READERS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.shapes import places_of, read_sizes
@@ -52,7 +52,7 @@ class Unroll(Pass):
         outer = {x: _twin(x, self._first()) for x in fed}
         with Emitter(model) as op:
             counted = _counted(op, model, following, next(iter(outer.values()), None))
-            sizes = [node for node in graph if node.op_type in ("Shape", "Size")]
+            sizes = [node for node in graph if node.op_type in SHAPE_READERS]
             read_sizes(op, sizes, places_of(outer.values(), first=1))
         carried = [x for x in graph.inputs if x.name in following]
         reported = [y for y in graph.outputs if role_of(y) is not Role.NEXT]

@@ -28,6 +28,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.loading import Source
 from graphopt.graph.names import gradient_of
+from graphopt.graph.operators import DRAWING
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
     FATAL,
@@ -65,9 +66,6 @@ ABOVE = {"Acosh"}
 
 # What is computed in float32 whatever it is given, and the step that shows most of a slope there.
 FLOAT32_ALONE = {"Celu": 1e-2, "DequantizeLinear": 1e-2, "DynamicQuantizeLinear": 1e-3}
-
-# Operators that draw numbers: with a seed they draw the same ones each time.
-RANDOM = {"Bernoulli"}
 
 # Where the gradient pass comes from, by the name of its recipe.
 SOURCES = {"standard": "Gradient", "onnxruntime": "OrtGradient"}
@@ -129,7 +127,7 @@ def cases(op_types: Collection[str] = ()) -> Iterator[Case]:
         if floating and (not op_types or op_type in op_types):
             given = map(_array, test.data_sets[0][0])
             names = (x.name for x in graph.input)
-            if op_type in RANDOM and not any(x.name == "seed" for x in graph.node[-1].attribute):
+            if op_type in DRAWING and not any(x.name == "seed" for x in graph.node[-1].attribute):
                 graph.node[-1].attribute.append(onnx.helper.make_attribute("seed", 1.0))
             yield Case(test.name, op_type, test.model, dict(zip(names, given, strict=True)))
 

@@ -8,18 +8,10 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import next_of
+from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import like
-
-# The inputs in which an operator is linear: each one separately, the first one, or all together.
-IN_EACH = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"}
-IN_FIRST = {"Div", "Flatten", "Identity", "Neg", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split"} | {
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
-}
-IN_ALL = {"Add", "Concat", "Sub", "Sum"}
 
 
 def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
@@ -96,8 +88,8 @@ def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]
 
 def _is_linear(node: ir.Node, scaled: Sequence[bool]) -> bool:
     """Return whether scaling the given inputs of a node scales its outputs."""
-    if node.op_type in IN_EACH:
+    if node.op_type in BILINEAR:
         return sum(scaled) == 1 and len(scaled) == 2
-    if node.op_type in IN_FIRST:
+    if node.op_type in LINEAR_IN_FIRST:
         return scaled[0] and sum(scaled) == 1
-    return node.op_type in IN_ALL and all(scaled)
+    return node.op_type in JOINTLY_LINEAR and all(scaled)

@@ -11,12 +11,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import MATRIX_PRODUCTS, PREDICATES
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.values import like
 from passes.gradients.registry import ELEMENTWISE
 
 # Operators that act on each element or row separately, in addition to those with a row of local derivatives.
-ELEMENTWISE_TOO = {"And", "Cast", "Equal", "Greater", "Less", "Not", "Or", "Where"}
+ELEMENTWISE_TOO = PREDICATES | {"Cast", "Where"}
 
 
 @dataclass(eq=False)
@@ -270,7 +271,7 @@ def _vectorized(
     elif node.op_type == "Split" or (node.op_type == "Concat" and all(stacked)):
         axis = node.attributes.get_int("axis", 0)
         attributes["axis"] = axis if axis < 0 else axis + 1
-    elif node.op_type in ("MatMul", "Gemm") and stacked[:2] == [True, False] and ranks[:2] == [2, 2]:
+    elif node.op_type in MATRIX_PRODUCTS and stacked[:2] == [True, False] and ranks[:2] == [2, 2]:
         alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
         if node.attributes.get_int("transA", 0) or (alpha, beta) != (1.0, 1.0):
             return None

@@ -11,13 +11,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import MANY
+from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like
 
 __all__ = ["lower_sequences"]
-
-READERS = {"SequenceAt", "SequenceLength", "ConcatFromSequence"}
 
 Size = int | ir.SymbolicDim
 
@@ -38,7 +37,7 @@ def lower_sequences(model: ir.Model) -> None:
     What a sequence holds is known where nodes put it together one by one, at known places, or where each turn of a
     Loop appends to it tensors of one shape: then it is a scan output of the Loop. Other sequences stay.
     """
-    if not any(node.op_type in READERS for node in model.graph.all_nodes()):
+    if not any(node.op_type in SEQUENCE_READERS for node in model.graph.all_nodes()):
         return
     sizes = {dim for x in model.graph.inputs for dim in x.shape or ()}
     with Emitter(model) as op:

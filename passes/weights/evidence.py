@@ -6,28 +6,25 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.operators import (
+    ARITHMETIC,
+    INITIAL_STATES,
+    LAYOUT,
+    MATRIX_PRODUCTS,
+    RECURRENT,
+    SCATTERING,
+)
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill, is_weight
 
-_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "Where"}
-_PRODUCTS = {"GRU", "Gemm", "LSTM", "MatMul", "RNN"}
-_RECURRENT = {"RNN": (5,), "GRU": (5,), "LSTM": (5, 6)}
-_SCATTERS = {"Scatter", "ScatterElements", "ScatterND", "TensorScatter"}
-_LAYOUT = {
-    "Cast",
-    "Concat",
-    "Expand",
-    "Flatten",
-    "Identity",
-    "Reshape",
-    "Slice",
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
-}
+_FACTORS = MATRIX_PRODUCTS | RECURRENT
+_BROADCASTING = ARITHMETIC | {"Where"}
+_LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather: what it reads may be an embedding
+_BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
+_BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out as inference computes it"
 _MASKING = -1e4  # a number of this size or below, added to scores, takes them out of a softmax
 
@@ -55,9 +52,9 @@ def constant_use(node: ir.Node, index: int) -> str | None:
     assert x is not None
     if node.domain != "":
         return None
-    if node.op_type in _SCATTERS and index == 0 and fill(x) is not None:
+    if node.op_type in SCATTERING and index == 0 and fill(x) is not None:
         return "the first value of what is scattered into"
-    if index in _RECURRENT.get(node.op_type, ()) and fill(x) == 0:
+    if index in INITIAL_STATES.get(node.op_type, ()) and fill(x) == 0:
         return "the zeros that a recurrence starts from"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
         scale, bias = node.inputs[1], node.inputs[2]
@@ -142,7 +139,7 @@ def is_literal(x: ir.Value) -> bool:
         return False
     if any(user.op_type in ("Sub", "Div") and user.inputs[0] is x for user in x.consumers()):
         return True  # as in 1 - p, or 1 / p
-    results = [user.outputs[0].shape for user in x.consumers() if user.op_type in _ARITHMETIC]
+    results = [user.outputs[0].shape for user in x.consumers() if user.op_type in _BROADCASTING]
     return any(found is not None and (all(dim == 1 for dim in found) or found[-1] != 1) for found in results)
 
 
@@ -154,7 +151,7 @@ def is_short(x: ir.Value) -> bool:
 
 def is_factor(x: ir.Value) -> bool:
     """Tell whether all uses of an initializer are in matrix products and recurrences."""
-    return all(user.op_type in _PRODUCTS for user in x.consumers())
+    return all(user.op_type in _FACTORS for user in x.consumers())
 
 
 def _is_triangle(numbers: np.ndarray) -> bool:
@@ -206,7 +203,7 @@ def _waves(x: ir.Value) -> set[str]:
         for user in front.pop().consumers():
             if user.op_type in ("Sin", "Cos"):
                 waves.add(user.op_type)
-            elif user.op_type in (*_LAYOUT, "Mul", "Einsum", "MatMul", "Div"):
+            elif user.op_type in _BEFORE_WAVES:
                 front.extend(y for y in user.outputs if y not in seen)
                 seen.update(user.outputs)
             else:
@@ -228,7 +225,7 @@ def _is_data(x: ir.Value | None) -> bool:
     """Tell whether a value is an input of the model, but for its type, layout and scale."""
     while x is not None and not x.is_graph_input():
         node = x.producer()
-        if node is None or node.op_type not in (*_LAYOUT, "Mul", "Sub", "Div"):
+        if node is None or node.op_type not in _BEFORE_STATISTICS:
             return False
         x = node.inputs[0]
     return x is not None and x.const_value is None

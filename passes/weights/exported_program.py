@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin, note_of
+from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from passes.weights import gathers
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
@@ -48,7 +49,7 @@ _MOVING = {
 # Those of them that may give one number several times.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Operators that the exporter drops a bias of zeros from.
-_BIASED = {"Conv", "ConvTranspose", "Gemm"}
+_BIASED = CONVOLUTIONS | {"Gemm"}
 # Calls of ATen with an inverse: the operator, and the inverse.
 _INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "exp": ("Exp", np.log),
@@ -98,7 +99,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
     leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _held(model))
     if not leaves_open:
         for node in model.graph.all_nodes():
-            if node.op_type in ("Constant", "ConstantOfShape") and node.domain == "":
+            if node.op_type in LITERALS and node.domain == "":
                 yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a constant of the exported program")
     for value in floating(model):
         name = str(value.name)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.operators import LITERALS, MATRIX_PRODUCTS, RECURRENT
 from passes.weights import gathers
 from passes.weights.initializers import duplicate, floating, is_weight
 
@@ -24,7 +25,7 @@ _BUFFERS = {
     *("running_mean", "running_var", "num_batches_tracked", "embed_scale", "final_logits_bias"),
 }
 # Operators that read a folded value of which the exporter has changed the layout alone: a transpose, a new axis.
-_READERS = {"Add", "Concat", "Div", "Expand", "GRU", "Gather", "Gemm", "LSTM", "MatMul", "Mul", "RNN", "Sub"}
+_READERS = MATRIX_PRODUCTS | RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "Mul", "Sub"}
 
 
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
@@ -32,7 +33,7 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     for value in floating(model):
         yield str(value.name), _origin(str(value.name), value.consumers())
     for node in model.graph.all_nodes():
-        if node.op_type in ("Constant", "ConstantOfShape") and node.domain == "":
+        if node.op_type in LITERALS and node.domain == "":
             yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 

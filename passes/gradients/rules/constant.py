@@ -1,22 +1,11 @@
 """Operators without gradient: they compare, count, choose, round or draw; no small change shows. Or it is refused."""
 
+from graphopt.graph.operators import DRAWING, PREDICATES
 from passes.gradients.registry import no_gradient, refused
 
 no_gradient(
     # Comparison and logic.
-    *(
-        "And",
-        "Equal",
-        "Greater",
-        "GreaterOrEqual",
-        "IsInf",
-        "IsNaN",
-        "Less",
-        "LessOrEqual",
-        "Not",
-        "Or",
-        "Xor",
-    ),
+    *PREDICATES,
     # Integers.
     *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
     # Steps: the gradient is 0 wherever there is one.
@@ -27,7 +16,7 @@ no_gradient(
     *("BlackmanWindow", "Constant", "ConstantOfShape", "EyeLike", "HammingWindow", "HannWindow"),
     *("MelWeightMatrix",),
     # Random numbers.
-    *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    *DRAWING,
     # Strings and data that are no tensors.
     *("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"),
     *("OptionalHasElement", "SequenceEmpty", "SequenceLength", "TfIdfVectorizer"),
