@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,26 +52,18 @@ def standard(
     >>> list(graphopt.standard(loss=passes.MeanSquaredError(), fuse=None))
     ['normalize', 'parameters', 'sort', 'loss', 'gradient', 'simplify']
     """
+    steps = dict(locals())
     import passes
 
-    return Pipeline(
-        normalize=_given(normalize, passes.Normalize),
-        parameters=_given(parameters, passes.Parameters),
-        sort=_given(sort, passes.SortInitializers),
-        training=training,
-        loss=loss,
-        regularizer=regularizer,
-        precision=precision,
-        gradient=_given(gradient, passes.Gradient),
-        recompute=recompute,
-        clip=clip,
-        optimizer=optimizer,
-        schedule=schedule,
-        loss_scale=loss_scale,
-        accumulate=accumulate,
-        simplify=_given(simplify, passes.Simplify),
-        fuse=_given(fuse, passes.Fuse),
-    )
+    default = {
+        "normalize": passes.Normalize,
+        "parameters": passes.Parameters,
+        "sort": passes.SortInitializers,
+        "gradient": passes.Gradient,
+        "simplify": passes.Simplify,
+        "fuse": passes.Fuse,
+    }
+    return Pipeline(**{name: default[name]() if step is DEFAULT else step for name, step in steps.items()})
 
 
 STANDARD = tuple(inspect.signature(standard).parameters)
@@ -218,18 +210,14 @@ def compile_layer(
     import passes
     from passes.vector_jacobian import split
 
-    pipeline = Pipeline(
-        normalize=_given(normalize, passes.Normalize),
-        parameters=_given(parameters, passes.Parameters),
-        sort=_given(sort, passes.SortInitializers),
+    pipeline = standard(
+        normalize=normalize,
+        parameters=parameters,
+        sort=sort,
         training=training,
-        gradient=_given(gradient, passes.VectorJacobianProduct),
-        simplify=_given(simplify, passes.Simplify),
-        fuse=_given(fuse, passes.Fuse),
+        gradient=passes.VectorJacobianProduct() if gradient is DEFAULT else gradient,
+        simplify=simplify,
+        fuse=fuse,
     )
     joint = pipeline(model)
     return LayerGraphs(joint, *split(joint))
-
-
-def _given(step: Steps | Default, default: Callable[[], Step]) -> Steps:
-    return default() if step is DEFAULT else step
