@@ -1,4 +1,4 @@
-"""Compile inference models: the standard pipeline to a training graph, gradients of outputs, and layers."""
+"""Compile inference models to training graphs, gradient models and layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphopt.pipeline import Pipeline, Step
 
 
 class Default(enum.Enum):
-    """Stands for the pass that a pipeline has at a step, where none is given."""
+    """Mark a step of the standard pipeline that keeps its default pass."""
 
     PASS = "default"
 
@@ -91,7 +91,7 @@ def compile(
 ) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline.
 
-    A step is a pass, a sequence of passes, or None, which leaves it out. Steps run in the order of the arguments.
+    A step is a pass, a sequence of passes, or None to omit it. Steps run in the order of the arguments.
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
@@ -108,7 +108,7 @@ def compile(
         regularizer: adds penalties on parameters chosen by name, as `passes.L2(1e-4)`; several add up.
         precision: computes matrix products, convolutions and what lies between them in 16 bits, as
             `passes.MixedPrecision()`; parameters, their updates and the trained model stay float32.
-        gradient: differentiates the loss by the parameters; `passes.Gradient()` by default.
+        gradient: differentiates the loss with respect to the parameters; `passes.Gradient()` by default.
             `passes.StopGradient(values)` before it holds values constant. `passes.OrtGradient()` uses the gradients
             of onnxruntime-training.
         recompute: saves memory by running parts of the forward pass again during the backward pass, as
@@ -125,7 +125,7 @@ def compile(
         fuse: replaces operators by fewer or faster ones with the same results; `passes.Fuse()` by default.
 
     Raises:
-        GraphoptError: the model cannot be read, or a pass refuses it; names the node or the value.
+        GraphoptError: the model cannot be read, or a pass rejects it.
 
     >>> import graphopt, passes
     >>> from graphopt import models
@@ -141,19 +141,19 @@ def compile(
 def grad(
     model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
 ) -> ir.Model:
-    """Return a model that computes the gradients of one of its outputs by inputs or weights, as outputs `OF.grad.X`.
+    """Return a model with outputs `OF.grad.X`: the gradients of output `OF` with respect to inputs or weights `X`.
 
-    The result is a model like any other: `grad` of it gives second derivatives.
+    The result is an ordinary model. Apply `grad` again for second derivatives.
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        wrt: the names of the inputs and weights to differentiate by.
-        of: the output to differentiate; its elements are summed. By default the only floating-point output.
-        seeded: add an input `OF.seed` that weights the output's elements: a vector-Jacobian product.
+        wrt: the names of the inputs and weights to differentiate with respect to.
+        of: the output to differentiate, summed over its elements; by default, the only floating-point output.
+        seeded: add an input `OF.seed` that weights the output's elements, for a vector-Jacobian product.
         keep: keep the model's own outputs.
 
     Raises:
-        GraphoptError: the model cannot be read, a name is unknown, or operators in between have no rule.
+        GraphoptError: the model cannot be read, a name is unknown, or an operator in between has no gradient rule.
 
     >>> from graphopt import models
     >>> model = graphopt.grad(models.linear((2,), 1), ["x"])
@@ -175,14 +175,14 @@ def grad(
 
 @dataclass(frozen=True)
 class LayerGraphs:
-    """The graphs of a layer: outputs and gradients in one, and the two that it is split into."""
+    """Hold the graphs of a layer: the joint graph of outputs and gradients, and its forward and backward parts."""
 
     joint: ir.Model
     forward: ir.Model
     backward: ir.Model
 
     def with_yield(self) -> ir.Model:
-        """Return the joint graph with a YieldOp between forward and backward, as a TrainingAgent takes it."""
+        """Return the joint graph with a YieldOp between forward and backward, in the form for a TrainingAgent."""
         from passes.vector_jacobian import yielding
 
         return yielding(self.joint)
@@ -199,13 +199,13 @@ def compile_layer(
     simplify: Steps | Default = DEFAULT,
     fuse: Steps | Default = DEFAULT,
 ) -> LayerGraphs:
-    """Compile a model to the graphs of a layer, whose loss a larger program has; see `compile` for the steps.
+    """Compile a model to the graphs of a layer in a larger program; see `compile` for the steps.
 
     Args:
         gradient: emits the gradients of weighted outputs; `passes.VectorJacobianProduct()` by default.
 
     Raises:
-        GraphoptError: the model cannot be read, or a pass refuses it.
+        GraphoptError: the model cannot be read, or a pass rejects it.
     """
     import passes
     from passes.vector_jacobian import split

@@ -1,13 +1,13 @@
-"""The error that graphopt raises for anything a user can mend."""
+"""Define the error that graphopt raises for everything that a user can correct."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 class GraphoptError(ValueError):
-    """Report what a user can correct, in one line: the thing, what was expected, what was found, what to do.
+    """Report a mistake that you can correct, in one line: the thing, what was expected and found, what to do.
 
-    Characters of file names that no terminal shows are escaped.
+    Unprintable characters, for example in file names, are escaped.
 
     >>> try:
     ...     graphopt.load("missing.onnx")
@@ -22,7 +22,7 @@ class GraphoptError(ValueError):
 
 @dataclass(frozen=True)
 class Lacking:
-    """An operator without a gradient: its nodes, the parameters that they block, and why it has none, where known."""
+    """Describe an operator without a gradient: its nodes, the parameters that they block, and the reason if known."""
 
     domain: str
     op_type: str
@@ -32,7 +32,7 @@ class Lacking:
 
     @property
     def operator(self) -> str:
-        """The operator's name, with its domain."""
+        """Return the operator's name with its domain."""
         return f"{self.domain}::{self.op_type}" if self.domain else self.op_type
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Lacking:
 
 
 class NoGradient(GraphoptError):
-    """Operators on the way from the parameters to the objective have no gradient."""
+    """Report operators between the parameters and the objective that have no gradient."""
 
     def __init__(self, lacking: Sequence[Lacking], remedy: str = "register rules") -> None:
         self.lacking = lacking
@@ -56,22 +56,22 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def line(error: BaseException) -> str:
-    """Return an error of a library as one line."""
+    """Return a library's error message as one line."""
     return " ".join(str(error).split())
 
 
 def root(error: BaseException) -> BaseException:
-    """Return what an error was caused by, first of all."""
+    """Return the first error in the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def cause(error: BaseException) -> str:
-    """Return what an error of a library was caused by, first of all, as one line."""
+    """Return the message of the first error in the chain of causes as one line."""
     return line(root(error))
 
 
 def unknown(kind: str, name: str, names: Iterable[object]) -> str:
-    """Return the line that refuses `name` and lists the `names` that exist."""
+    """Return an error message for an unknown `name` that lists the known `names`."""
     return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"

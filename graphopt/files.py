@@ -1,4 +1,4 @@
-"""Write files whole or not at all."""
+"""Write files atomically: whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphopt.errors import GraphoptError
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a temporary path beside `path` to write to, which replaces `path` when the block ends well."""
+    """Yield a temporary path in the same folder; replace `path` by it if the block succeeds."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(
             prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
         )
     except OSError as error:
-        raise GraphoptError(f"{target}: cannot write there: {error.strerror}") from error
+        raise GraphoptError(f"{target}: expected a folder to write to: {error.strerror}") from error
     os.close(handle)
     try:
         yield temporary
@@ -38,6 +38,6 @@ def _umask() -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     with replacing(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Check that numeric options of a pass lie in their intervals."""
+"""Check that the numeric options of a pass lie in their intervals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _KEY = "interval"
 
 
 def within(interval: str, default: Any, *, whole: bool | None = None, kw_only: bool = False) -> Any:
-    """Return a dataclass's field for a number in an interval, or a sequence or mapping of such; or its default.
+    """Return a dataclass field for a number in an interval, or for a sequence or mapping of such numbers.
 
     Args:
-        interval: such as `[0, 1)`: 0 or more, and less than 1. Infinity is in it if it stands with a bracket.
-        default: a number, None, or what makes a default.
-        whole: ask for whole numbers; None: where the default is one.
+        interval: the interval, such as `[0, 1)` for 0 or more and less than 1. `inf]` includes infinity; `inf)` does
+            not.
+        default: a number, None, or a default factory. The default itself is not checked.
+        whole: require whole numbers; by default, if the default is a whole number.
     """
     whole = isinstance(default, int) if whole is None else whole
     metadata = {_KEY: (interval, whole)}
@@ -28,7 +29,7 @@ def within(interval: str, default: Any, *, whole: bool | None = None, kw_only: b
 
 
 def check_intervals(options: Any) -> None:
-    """Raise an error unless each field of a dataclass that has an interval lies in it."""
+    """Raise an error unless the fields of a dataclass lie in their intervals."""
     for field in dataclasses.fields(options):
         if _KEY in field.metadata:
             value = getattr(options, field.name)

@@ -1,4 +1,4 @@
-"""Run forward and backward apart, for a model that is one layer of a larger program: the program has the loss."""
+"""Run the forward and backward passes of a model separately, as a layer of a larger program that has the loss."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ if TYPE_CHECKING:
 
 
 class ForwardBackward:
-    """Compute a model's outputs, and the gradients by its inputs and parameters, in two calls.
+    """Compute a model's outputs, and the gradients with respect to its inputs and parameters, in two calls.
 
-    Parameters lie on the device. A forward pass in training saves what its backward pass reads, so that any number
-    of them may be on their way, in any order; parameters set in between hold for later ones. NumPy arrays that the
-    backward pass reads are copied; other tensors are read where they are, and must not change until then.
+    Parameters stay on the device. A forward pass in training saves the values that its backward pass reads. Any
+    number of forward passes may be open at the same time, and their backward passes may run in any order. New
+    parameters affect later forward passes only. NumPy arrays that the backward pass reads are copied. Other tensors
+    are read in place and must not change before the backward pass.
 
-    Threads may share one: its calls run one after the other, each whole. What `backward` goes back from is the latest
-    forward pass of any thread; a thread that means its own calls `backward` of what its `forward` returned.
+    Threads may share a layer; its calls do not overlap. `ForwardBackward.backward` belongs to the latest forward pass
+    of any thread. To select a specific forward pass, call `backward` on its result.
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which has the options of a device itself.
-        threads: threads an operator may use; the runtime's choice by default.
-        engine: `graphs`, which are `forward_model` and `backward_model`, on any ONNX Runtime; `agent`, one graph run
-            in two parts by onnxruntime-training's TrainingAgent; `auto` takes the agent where there is one.
-        normalize, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, see
-            `graphopt.compiler.compile_layer`; None leaves one out.
+        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which carries its own options.
+        threads: the number of threads per operator; by default, the runtime's choice.
+        engine: `graphs` runs `forward_model` and `backward_model` on any ONNX Runtime; `agent` runs one graph in two
+            parts on onnxruntime-training's TrainingAgent; `auto` chooses the agent if it is available.
+        normalize, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, or None to omit a
+            step; see `graphopt.compiler.compile_layer`.
 
     Raises:
-        GraphoptError: a pass refuses the model, the device is not available, or the engine is unknown or not there.
+        GraphoptError: a pass rejects the model, the device is not available, or the engine is unknown or not
+            available.
 
     >>> import numpy
     >>> from graphopt import models
@@ -109,15 +111,15 @@ class ForwardBackward:
         self._lock = threading.RLock()
 
     def forward(self, *inputs: Tensor, training: bool = True, **named: Tensor) -> Forward:
-        """Return the model's outputs; in training with what its `backward` needs, and the state goes on.
+        """Return the model's outputs. In training, save values for `backward` and update the state.
 
         Args:
-            inputs: a mapping by name, or one after the other, in the order of `inputs`.
-            training: whether `backward` follows; without, the model is in its inference form and nothing is kept.
+            inputs: one mapping by name, or tensors in the order of the model's inputs.
+            training: prepare for `backward`; otherwise, run the model in its inference form and save nothing.
             named: inputs by name.
 
         Raises:
-            GraphoptError: an input is missing, unknown, or of another type or shape; nothing has run.
+            GraphoptError: an input is missing, is unknown, or has the wrong type or shape. Nothing has run.
         """
         given = by_name(inputs, named, list(self._inputs), "input")
         for name in self._inputs:
@@ -142,7 +144,9 @@ class ForwardBackward:
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
         """Return the gradients of the latest forward pass in training; see `Forward.backward`."""
         if self._last is None:
-            raise GraphoptError("backward: expected a forward pass in training before it, found none")
+            raise GraphoptError(
+                "backward: expected a forward pass in training, found none: call forward first"
+            )
         return self._last.backward(*gradients, **named)
 
     def _go_back(
@@ -160,7 +164,7 @@ class ForwardBackward:
                 seeds[seed_of(name)] = fitting(self._device, accepted, gradient, copied=False)
             elif gradient is not None:
                 raise GraphoptError(
-                    f"gradient of output {name!r}: expected none, as its type is {value.dtype}"
+                    f"gradient of output {name!r}: expected none for type {value.dtype}, found one: leave it out"
                 )
         found = self._engine.backward(saved, seeds)
         return Values({value_of(name): value for name, value in found.items()})
@@ -176,12 +180,12 @@ class ForwardBackward:
         self.set_parameters(arrays)
 
     def set_parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
-        """Replace parameters: some by name, or all in alphabetical order; nothing is set if one does not fit.
+        """Replace some parameters by name, or all in alphabetical order. If one is invalid, nothing is replaced.
 
-        NumPy arrays are copied, other tensors become the parameters where they are.
+        NumPy arrays are copied. Other tensors become the parameters in place.
 
         Raises:
-            GraphoptError: a name is unknown, there are more or fewer than all, or one is of another type or shape.
+            GraphoptError: a name is unknown, the number of tensors is wrong, or one has the wrong type or shape.
         """
         if not isinstance(arrays, Mapping):
             if len(arrays) != len(self._parameters):
@@ -194,26 +198,26 @@ class ForwardBackward:
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of all state by name: parameters, running statistics, the count of forward passes in training."""
+        """Return copies of all state by name: parameters, running statistics and the counter of training passes."""
         with self._lock:
             return self._state.arrays()
 
     def update_state(self, arrays: Mapping[str, Tensor]) -> None:
-        """Replace some of the state by name, as `set_parameters` does."""
+        """Replace part of the state by name, as `set_parameters` does."""
         self._replace(arrays, list(self._state.values))
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """The model's inputs, by name."""
+        """Return the model's inputs by name."""
         return {str(value.name): value for value in with_role(self._model, Role.DATA)}
 
     @property
     def outputs(self) -> dict[str, ir.Value]:
-        """The model's outputs, by name."""
+        """Return the model's outputs by name."""
         return dict(self._outputs)
 
     def trained(self) -> onnx.ModelProto:
-        """Return the inference model with the parameters as they are, under the names of the model."""
+        """Return the inference model with the current parameters, under the original names."""
         return inference.trained(self._model, self.state)
 
     def _replace(self, arrays: Mapping[str, Tensor], names: Collection[str]) -> None:

@@ -18,13 +18,13 @@ Step = Callable[[ir.Model], Any]
 
 
 class Pipeline(Mapping[str, tuple[Step, ...]]):
-    """Run named passes in order; a mapping of names to passes.
+    """Run named passes in order. A pipeline is a mapping of names to passes.
 
     `pipeline(model)` returns a rewritten copy of the model. `pipeline.until(name)` and `pipeline.after(name)` split
     the pipeline in two, so that you can save the model between them.
 
     Args:
-        steps: by name, a pass, a sequence of passes, or None, which leaves the step out.
+        steps: by name, a pass, a sequence of passes, or None to omit the step.
 
     >>> from graphopt import models
     >>> pipeline = graphopt.Pipeline(sort=passes.SortInitializers(), simplify=passes.Simplify())
@@ -40,7 +40,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
                 self._steps[name] = tuple(step) if isinstance(step, Sequence) else (step,)
                 for one in self._steps[name]:
                     if not callable(one):
-                        raise GraphoptError(f"pipeline.{name}: expected a pass or several, found {one!r}")
+                        raise GraphoptError(
+                            f"pipeline.{name}: expected a pass or a sequence of passes, found {one!r}"
+                        )
 
     def __getitem__(self, name: str) -> tuple[Step, ...]:
         return self._steps[name]
@@ -55,10 +57,10 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         return f"Pipeline({', '.join(f'{name}={step!r}' for name, step in self._steps.items())})"
 
     def __call__(self, source: Source, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
-        """Run the steps on a copy of a model, calling `observe(name, model)` after each.
+        """Run the steps on a copy of a model and call `observe(name, model)` after each step.
 
         Raises:
-            GraphoptError: the model cannot be read, or a pass refuses it.
+            GraphoptError: the model cannot be read, or a pass rejects it.
         """
         model = load(source)
         for name, step in self._steps.items():

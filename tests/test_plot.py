@@ -248,7 +248,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch):
         graphopt.dot(linear(), titles=["a", "b"])
     with pytest.raises(graphopt.GraphoptError, match="no such file"):
         graphopt.plot(tmp_path / "missing.onnx")
-    with pytest.raises(graphopt.GraphoptError, match="cannot write there"):
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.plot(linear(), path=tmp_path / "missing" / "graph.svg")
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
     with pytest.raises(graphopt.GraphoptError, match=r"pygraphviz, .*pip install pygraphviz, or write \.dot"):

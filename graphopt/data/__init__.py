@@ -1,4 +1,4 @@
-"""Read data to train on: named arrays from files, and the batches that a training graph takes. Imports `graph`."""
+"""Read data sets from files and cut them into batches. This package imports `graph`."""
 
 from graphopt.data.batches import Batches
 from graphopt.data.dataset import Dataset

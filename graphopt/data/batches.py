@@ -1,4 +1,4 @@
-"""The rows of a data set as the arrays that a training graph takes."""
+"""Cut a data set into batches that match the inputs of a training graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 4096
 class Batches:
     """Check a data set against a training graph's inputs, and cut it into batches of the graph's types.
 
-    Arrays in memory are checked as a whole; memory-mapped ones batch by batch, as they are read.
+    Arrays in memory are checked at once. Memory-mapped arrays are checked batch by batch.
 
     Args:
         data: a data set, or arrays by name.
@@ -28,8 +28,7 @@ class Batches:
         allow_nan: accept NaN and infinities.
 
     Raises:
-        GraphoptError: names, shapes, types, labels, NaN or infinities do not fit; says which, what was expected
-            and what was found.
+        GraphoptError: an array has the wrong name, shape, type or labels, or contains NaN or infinities.
     """
 
     def __init__(
@@ -54,22 +53,22 @@ class Batches:
 
     @property
     def fixed_size(self) -> int | None:
-        """The number of rows that the graph takes at a time, where it takes no other."""
+        """Return the batch size if the graph's batch dimension is static, otherwise None."""
         return next((column.batch for column in self._columns if column.batch is not None), None)
 
     @property
     def memory_mapped(self) -> bool:
-        """Return whether some of the arrays are read from files."""
+        """Return whether any array is memory-mapped."""
         return any(column.lazy for column in self._columns)
 
     @staticmethod
     def split(rows: Rows, size: int) -> Iterator[Rows]:
-        """Cut rows into runs of `size`; the last may be shorter."""
+        """Cut rows into runs of `size` rows; the last run may be shorter."""
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
 
     def take(self, rows: Rows) -> dict[str, np.ndarray]:
-        """Return some rows, by name, as the graph takes them; where types agree, a range without a copy."""
+        """Return rows by name in the graph's types and shapes; do not copy ranges of the right type."""
         return {column.name: column.take(rows) for column in self._columns}
 
 
@@ -80,7 +79,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
     missing = [value for value in missing if role_of(value) is Role.DATA]
     if data.features is not None and data.features not in inputs and len(missing) == 1:
         arrays = {missing[0].name if name == data.features else name: a for name, a in arrays.items()}  # type: ignore[misc]
-    for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # which a model that computes its loss has a name for
+    for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
@@ -100,7 +99,7 @@ def _index(rows: Rows) -> Any:
 
 
 class _Column:
-    """An array, and the input that it goes to."""
+    """Pair an array with the input that it feeds."""
 
     def __init__(self, value: ir.Value, array: np.ndarray, allow_nan: bool) -> None:
         assert value.dtype is not None
@@ -124,7 +123,7 @@ class _Column:
         return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
 
     def check(self, rows: Rows, part: np.ndarray) -> None:
-        """Refuse what is not finite in the graph's own type, and labels outside the classes."""
+        """Raise an error if numbers are not finite in the graph's type, or labels are outside the classes."""
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
@@ -148,7 +147,7 @@ class _Column:
             raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}")
 
     def _row_shape(self, shape: ir.Shape | None) -> tuple[int, ...]:
-        """Return the shape of a row, with a last axis of one added or dropped where only that fits."""
+        """Return the shape of a row; add or drop a last axis of size 1 if the input requires it."""
         found = self.array.shape[1:]
         if shape is None:
             return found

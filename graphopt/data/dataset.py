@@ -1,4 +1,4 @@
-"""A data set: named arrays of as many rows each."""
+"""Define a data set: named arrays with the same number of rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TARGET = "target"
 
 @dataclass(frozen=True)
 class Dataset:
-    """Hold arrays by name: the model's inputs, `target`, and `sample_weight` if there are weights.
+    """Hold arrays by name: the model's inputs, `target`, and optionally `sample_weight`.
 
     Args:
         arrays: the arrays, in memory or memory-mapped; the first axis is the rows.
-        features: the array for a model's only input, whatever the name of that input is.
+        features: the name of the array that feeds a model with a single input, regardless of that input's name.
         classes: the number of classes of the labels; the largest label + 1 by default.
 
     Raises:
-        GraphoptError: there are no rows, or the arrays differ in their number of rows.
+        GraphoptError: the arrays have no rows, or different numbers of rows.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -44,7 +44,7 @@ class Dataset:
         return len(next(iter(self.arrays.values())))
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a model reads: neither targets nor sample weights."""
+        """Return the arrays for the model's inputs, without targets and sample weights."""
         return {
             name: array
             for name, array in self.arrays.items()
@@ -52,10 +52,10 @@ class Dataset:
         }
 
     def outputs(self, task: str) -> int:
-        """Return how many numbers a model has to predict for each row, or for each position of it.
+        """Return the number of outputs that a model needs per row, or per position of a sequence.
 
         Args:
-            task: `classification`: a number a class; otherwise a number a column of the target.
+            task: `classification` for one output per class; otherwise one per column of the target.
         """
         if TARGET not in self.arrays:
             raise GraphoptError(f"data: expected an array 'target', found {', '.join(self.arrays)}")
@@ -66,5 +66,5 @@ class Dataset:
 
 
 def as_dataset(data: Dataset | Mapping[str, np.ndarray]) -> Dataset:
-    """Return a data set of named arrays."""
+    """Convert named arrays to a data set."""
     return data if isinstance(data, Dataset) else Dataset(data)

@@ -1,4 +1,4 @@
-"""Data sets from files."""
+"""Read data sets from files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from graphopt.errors import GraphoptError, line, unknown
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 NUMBER = 8  # bytes
-UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may hold
+UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 
-# What NumPy and the decompressors raise for files that are damaged, or were made to break them.
+# Exceptions of NumPy and the decompressors for damaged or malicious files.
 BROKEN = (
     ValueError,
     EOFError,
@@ -42,13 +42,14 @@ BROKEN = (
 
 
 def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
-    """Return the arrays of a NumPy archive: named like the model's inputs, and `target`.
+    """Read the arrays of a NumPy archive: the model's inputs by name, and `target`.
 
     Args:
-        expansion: how many times larger than the file the arrays may be, where they are larger than 1 GiB.
+        expansion: the maximum ratio of the arrays' size to the file's size; arrays of up to 1 GiB are always
+            accepted.
 
     Raises:
-        GraphoptError: the file is missing, or is no NumPy archive of plain arrays, or expands too far.
+        GraphoptError: the file is missing, is not a NumPy archive of plain arrays, or expands too far.
     """
     archive = _load(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
@@ -61,23 +62,23 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
             arrays = {name: archive[name] for name in archive.files}
         except OSError as error:
             raise GraphoptError(f"{path}: {reason(error)}") from error
-        except (*BROKEN, RuntimeError) as error:  # RuntimeError: it is encrypted
+        except (*BROKEN, RuntimeError) as error:  # RuntimeError: the archive is encrypted
             raise GraphoptError(f"{path}: expected arrays of numbers: {_problem(error)}") from error
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise GraphoptError(f"{path}: expected arrays of numbers, found a member {name!r} that is none")
+            raise GraphoptError(f"{path}: expected arrays of numbers, found {name!r}, which is not an array")
     return Dataset(arrays)
 
 
 def npy(path: str) -> Dataset:
-    """Return the arrays of a folder of `NAME.npy` files, memory-mapped: only the rows of a batch are read.
+    """Memory-map the arrays of a folder of `NAME.npy` files, so that each batch reads only its own rows.
 
     Raises:
-        GraphoptError: the folder is missing or has no such files, or one is no array of numbers.
+        GraphoptError: the folder is missing or has no such files, or a file is not an array of numbers.
     """
     files = sorted(Path(path).glob("*.npy"))
     if not files:
-        raise GraphoptError(f"{path}: expected a folder of arrays, a file NAME.npy an input, found none")
+        raise GraphoptError(f"{path}: expected a folder with a file NAME.npy per input, found none")
     return Dataset({file.stem: _load(file, "a NumPy array (.npy)", "r") for file in files})
 
 
@@ -91,19 +92,18 @@ def csv(
     delimiter: str = ",",
     header: bool = True,
 ) -> Dataset:
-    """Return columns of a text file.
+    """Read columns of a text file.
 
     Args:
-        target: the column to predict, or several.
-        features: the columns to predict from, all others by default; or for each of the model's inputs its
-            columns.
-        sample_weight: a column of weights.
-        labels: the classes, in order, where the target column is text.
-        delimiter: what stands between two columns.
-        header: the first line names the columns; otherwise they are called 0, 1, ...
+        target: the column or columns to predict.
+        features: the columns to predict from, all others by default; or a mapping from the model's inputs to columns.
+        sample_weight: the column of sample weights.
+        labels: the classes in order, if the target column is text.
+        delimiter: the character between two columns.
+        header: read the names of columns from the first line; otherwise the names are 0, 1, ...
 
     Raises:
-        GraphoptError: the file or a column is missing, or a field is not a number; an empty field is NaN.
+        GraphoptError: the file or a column is missing, or a field is not a number. Empty fields are NaN.
     """
     if len(delimiter) != 1 or delimiter in '\r\n"\0':
         raise GraphoptError(
@@ -138,17 +138,19 @@ def parquet(
     labels: Sequence[str] | None = None,
     expansion: int = EXPANSION,
 ) -> Dataset:
-    """Return columns of a Parquet file; the arguments are those of `csv` and `npz`.
+    """Read columns of a Parquet file; see `csv` and `npz` for the arguments.
 
     Raises:
-        GraphoptError: pyarrow is not installed, the file or a column is missing, or a column has no numbers, or the
-            file expands too far.
+        GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
+            expands too far.
     """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise GraphoptError("data=parquet needs pyarrow: pip install pyarrow") from error
+        raise GraphoptError(
+            "data=parquet: expected the package pyarrow, found none: pip install pyarrow"
+        ) from error
     check_regular(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -171,7 +173,7 @@ def parquet(
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise an error if a path is a folder, a device or a pipe, which may never end, or is not there."""
+    """Raise an error unless a path is a regular file: a device or a pipe may never end."""
     try:
         mode = Path(path).stat().st_mode
     except FileNotFoundError as error:
@@ -184,7 +186,7 @@ def check_regular(path: str | Path) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Return why a file cannot be read."""
+    """Return the reason why a file cannot be read."""
     return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
 
 
@@ -195,7 +197,7 @@ def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
     except OSError as error:
         raise GraphoptError(f"{path}: {reason(error)}") from error
     except BROKEN as error:
-        raise GraphoptError(f"{path}: expected {kind} of numbers, found a file that is none") from error
+        raise GraphoptError(f"{path}: expected {kind} of numbers, found another file") from error
 
 
 def _problem(error: Exception) -> str:
@@ -203,7 +205,7 @@ def _problem(error: Exception) -> str:
 
 
 def _check_expansion(path: str, size: int, expansion: int) -> None:
-    """Refuse a small file that holds a great deal of data."""
+    """Raise an error if a file expands to far more data than its size."""
     held = Path(path).stat().st_size
     if size > max(UNSUSPICIOUS, expansion * held):
         raise GraphoptError(
@@ -226,7 +228,7 @@ def _table(
     sample_weight: str | int | None,
     labels: Sequence[str] | None,
 ) -> Dataset:
-    """Return a data set of a table's columns."""
+    """Build a data set from a table's columns."""
     targets = _names(target)
     weights = [] if sample_weight is None else _names(sample_weight)
     if features is None:
@@ -262,7 +264,7 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str], labelled
 
 
 def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
-    """Return a column as int64 where all are whole numbers, as float64 otherwise."""
+    """Return a column as int64 if all numbers are whole, otherwise as float64."""
     array = np.asarray(column)
     if array.dtype.kind in "iufb":
         return array
@@ -270,7 +272,7 @@ def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
     for dtype in (np.int64, np.float64):
         try:
             return np.array(texts, dtype)
-        except (ValueError, OverflowError):  # also of whole numbers beyond int64
+        except (ValueError, OverflowError):  # also for whole numbers beyond int64
             continue
     row, text = next((i, text) for i, text in enumerate(texts) if not _is_number(text))
     classes = sorted({text for text in texts if not _is_number(text)})
@@ -287,7 +289,7 @@ def _is_number(text: str) -> bool:
 
 
 def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
-    """Return the place of each text among the labels."""
+    """Return the index of each text in `labels`."""
     places = {str(label): i for i, label in enumerate(labels)}
     for i, text in enumerate(column):
         if str(text) not in places:

@@ -1,4 +1,4 @@
-"""Batches of an epoch: every row once, in an order that is drawn anew each time."""
+"""Iterate over batches: each epoch visits every row once, in a new random order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw(rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Genera
     """Yield the rows of each batch of an epoch.
 
     Args:
-        shuffle: rows in random order; `consecutive`: random batches of neighbours, which are read from memory or a
-            file in one piece, the cuts between them drawn anew each epoch; or the order that rows have.
+        shuffle: True for rows in random order; `consecutive` for runs of neighbouring rows in random order, cut at
+            new places in each epoch, which can be read in one piece; False for the order of the data.
     """
     if shuffle is True:
         yield from Batches.split(random.permutation(rows), batch_size)
@@ -33,15 +33,15 @@ def draw(rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Genera
 
 
 class Loader:
-    """Iterate over the batches of an epoch, arrays by name; each iteration is another epoch.
+    """Iterate over the batches of an epoch, as arrays by name. Each iteration is a new epoch.
 
     Args:
         data: a data set, or arrays by name.
-        batch_size: the number of rows of a batch; the last may have fewer.
+        batch_size: the number of rows per batch; the last batch may have fewer.
         shuffle: as in `draw`.
 
     Raises:
-        GraphoptError: the arrays differ in their number of rows, or `batch_size` is less than 1.
+        GraphoptError: the arrays have different numbers of rows, or `batch_size` is less than 1.
     """
 
     def __init__(

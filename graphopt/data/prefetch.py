@@ -1,4 +1,4 @@
-"""Batches made ahead, by a thread of their own."""
+"""Prepare batches ahead of time in a thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def prefetched(batches: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """Yield what an iterable yields, in its order, while a thread makes up to `depth` items more.
+    """Yield the items of an iterable in order, while a thread prepares up to `depth` further items.
 
-    An exception of the iterable is raised where its item would have come. The thread ends with the last item, or when
-    the iterator is closed.
+    An exception in the iterable is raised in place of its item. The thread ends after the last item, or when the
+    iterator is closed.
 
     Args:
-        depth: how many items are made ahead; 0: none, and there is no thread.
+        depth: the number of items to prepare ahead; 0 for no thread.
 
     Raises:
         GraphoptError: `depth` is less than 0.

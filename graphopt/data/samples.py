@@ -1,4 +1,4 @@
-"""Real data that an installation carries."""
+"""Load sample data that is part of installed packages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CHARACTERS = string.printable
 
 
 def digits(*, images: bool = True) -> Dataset:
-    """Return scikit-learn's 1797 handwritten digits, gray from 0 to 1, as labels and images of 1 x 8 x 8.
+    """Return scikit-learn's 1797 handwritten digits: labels, and gray images of 1 x 8 x 8 from 0 to 1.
 
     Args:
-        images: rows are images; otherwise flat, of 64 numbers.
+        images: keep the shape of images; otherwise, flatten them to 64 numbers.
     """
     bunch = _datasets("digits").load_digits()
     x = np.asarray(bunch.data / 16, np.float32)
@@ -27,10 +27,10 @@ def digits(*, images: bool = True) -> Dataset:
 
 
 def diabetes(*, standardize: bool = True) -> Dataset:
-    """Return scikit-learn's 442 diabetes patients: ten measurements and the disease's progress in a year.
+    """Return scikit-learn's 442 diabetes patients: ten measurements, and the disease progression after a year.
 
     Args:
-        standardize: measurements have mean 0 and deviation 1; otherwise they are as measured.
+        standardize: scale the measurements to mean 0 and standard deviation 1.
     """
     x, target = _datasets("diabetes").load_diabetes(return_X_y=True, scaled=False)
     if standardize:
@@ -39,20 +39,20 @@ def diabetes(*, standardize: bool = True) -> Dataset:
 
 
 def text(path: str | None = None, *, context: int = 64, characters: int | None = 200_000) -> Dataset:
-    """Return runs of characters, and for each character the one that follows it.
+    """Return sequences of characters; the target of each character is the next one.
 
-    Characters are numbered by their place in Python's `string.printable`; others are left out.
+    Characters are numbered by their index in Python's `string.printable`. Other characters are omitted.
 
     Args:
-        path: a text file; by default the Python reference that every Python carries for `help()`.
-        context: the length of a run.
-        characters: how much of the text to take; all by default.
+        path: a text file; by default, the Python reference that Python includes for `help()`.
+        context: the length of a sequence.
+        characters: the number of characters to read; None for all.
 
     Raises:
-        GraphoptError: the file is missing, is not text, or is shorter than a run.
+        GraphoptError: the file is missing, is not text, or is shorter than a sequence.
     """
     if context < 1:
-        raise GraphoptError(f"data.context: expected runs of 1 character or more, found {context}")
+        raise GraphoptError(f"data.context: expected 1 character or more, found {context}")
     places = {character: i for i, character in enumerate(CHARACTERS)}
     tokens = np.array([places[c] for c in _read(path) if c in places][:characters], np.int64)
     runs = (len(tokens) - 1) // context
@@ -81,5 +81,7 @@ def _datasets(name: str) -> Any:
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise GraphoptError(f"data={name} needs scikit-learn: pip install scikit-learn") from error
+        raise GraphoptError(
+            f"data={name}: expected the package scikit-learn, found none: pip install scikit-learn"
+        ) from error
     return sklearn.datasets

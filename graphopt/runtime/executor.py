@@ -37,7 +37,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model.
         inputs: an array for each input, by name.
-        threads: the number of threads that an operator may use.
+        threads: the number of threads per operator.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
@@ -205,7 +205,7 @@ class Executor(ExecutorState):
         """Return the model's outputs. Targets are optional, and are checked if given.
 
         Raises:
-            GraphoptError: as `step` does, or the model has no output beside its own loss.
+            GraphoptError: as `step` does, or the model has no output other than its own loss.
         """
         outputs = self._of(Role.PREDICTION)
         if not outputs:

@@ -25,7 +25,7 @@ _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
 class ExecutorState(ExecutorOptions):
-    """Hold a training graph, its state on a device, and the number of batches that led to the state."""
+    """Hold a training graph, its state on a device, and the number of batches so far."""
 
     def __post_init__(self, step: Source) -> None:
         super().__post_init__(step)
@@ -39,7 +39,7 @@ class ExecutorState(ExecutorOptions):
 
     @abstractmethod
     def _open(self) -> None:
-        """Make the sessions that read the model's weights."""
+        """Create the sessions that read the model's weights."""
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -55,7 +55,7 @@ class ExecutorState(ExecutorOptions):
         """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
 
         Raises:
-            GraphoptError: a name is unknown, or an array is of another type or shape.
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         with self._lock:
             self._buffers.update(arrays)
