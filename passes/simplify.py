@@ -52,7 +52,7 @@ class ReciprocalOf(RewriteRuleClassBase):
 
 # Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
 # By an operator that each of them replaces: where it is missing, none of them is tried on any node.
-RULES = {
+REWRITE_RULES = {
     "Cast": [cast_cast_rule, no_op_cast_rule],
     "Div": [ReciprocalOf.rule()],  # type: ignore[no-untyped-call]
     "Expand": [no_op_expand_rule],
@@ -65,7 +65,7 @@ RULES = {
 def _rewrite(model: ir.Model) -> None:
     nodes = list(model.graph.all_nodes())
     present = {node.op_type for node in nodes}
-    rules = [rule for op_type, rules in RULES.items() if op_type in present for rule in rules]
+    rules = [rule for op_type, rules in REWRITE_RULES.items() if op_type in present for rule in rules]
     expanded = {
         f"_{user.op_type}"
         for node in nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import onnx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,26 @@ NEED_PASSES = {"graphopt/on_device/graphs.py", "graphopt/on_device/update.py"}
 
 # Where names of modules are data: a recipe's `_target_` is checked against these.
 LISTS_NAMES = {"graphopt/cli/validation.py"}
+
+# Facts about operators stand in one file. Others have tables of their own: what they do with an operator.
+FACTS = "graphopt/graph/operators.py"
+OWN_TABLES = {
+    "graphopt/graph/folding.py": "operators that evaluators agree on bit for bit",
+    "graphopt/graph/opsets.py": "operators that changed between opsets",
+    "graphopt/inspection/cuda_kernels.py": "kernels of ONNX Runtime's CUDA provider",
+    "graphopt/testing/coverage.py": "inputs of ONNX's node tests that are not moved",
+    "graphopt/testing/reference/loops.py": "activation functions in NumPy",
+    "passes/gradients/registry.py": "inputs to which no gradient flows",
+    "passes/gradients/rules/recurrent.py": "rules of recurrent operators",
+    "passes/gradients/rules/reduction.py": "rules of reductions",
+    "passes/lowering/classical.py": "operators that scale data in exported classical models",
+    "passes/mixed_precision.py": "operators that are computed in 16 bits",
+    "passes/ort_gradient/limits.py": "operators whose gradient onnxruntime-training has wrong",
+    "passes/simplify.py": "rewrite rules",
+    "passes/weights/evidence.py": "operators between constants and what tells them from weights",
+    "passes/weights/exported_program.py": "operators that calls of ATen become",
+    "passes/weights/torchscript.py": "operators that read what PyTorch's older exporter folds",
+}
 
 COMMAND = {str(path.relative_to(ROOT)) for path in SOURCES if "cli" in path.parts}
 
@@ -176,6 +197,72 @@ def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) 
         return package in found
 
     assert {name_of(path) for path in SOURCES if users(path)} <= rooms
+
+
+OPERATORS = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
+
+
+def operators_in(value: ast.AST) -> set[str]:
+    """Return the operators that literals in an expression name; a text counts if it names nothing else."""
+    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    names = [set(text.split()) for text in texts if isinstance(text, str)]
+    return {name for found in names if found <= OPERATORS for name in found}
+
+
+def constants_of(source: str) -> dict[str, ast.expr]:
+    """Return the constants of a module, and the expressions of their values."""
+    constants = {}
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            constants |= {x.id: node.value for x in targets if isinstance(x, ast.Name) and x.id != "__all__"}
+    return constants
+
+
+def tables_of(source: str) -> set[str]:
+    """Return the constants of a module whose literals name three operators or more."""
+    return {name for name, value in constants_of(source).items() if len(operators_in(value)) > 2}
+
+
+def sets_of(source: str, facts: set[str]) -> set[str]:
+    """Return the constants of a module that name operators, or are made of facts about operators."""
+    return {
+        name
+        for name, value in constants_of(source).items()
+        if operators_in(value) or facts & {x.id for x in ast.walk(value) if isinstance(x, ast.Name)}
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "tables"),
+    [
+        ('A = {"Add", "Mul", "Sub"}', {"A"}),
+        ('A: set[str] = frozenset({"Add", *("Mul", "Sub")})', {"A"}),
+        ('A = "Add Mul Sub".split()', {"A"}),
+        ('A = {"Add": 1, "Mul": 2, "Sub": 3}', {"A"}),
+        ('A = [("", "Add"), ("", "Mul"), ("", "Sub")]', {"A"}),
+        ('A = VIEWS | {"Add", "Mul"}', set()),
+        ('A = "Add and Mul If Not Loop"', set()),
+        ('A = {"add", "mul", "sub"}', set()),
+        ('def f():\n    A = {"Add", "Mul", "Sub"}', set()),
+    ],
+)
+def test_tables_of_operators_are_found(source: str, tables: set[str]) -> None:
+    assert tables_of(source) == tables
+
+
+def test_facts_about_operators_stand_in_one_file() -> None:
+    found = {name_of(path): tables_of(path.read_text()) for path in SOURCES}
+    assert {path for path, tables in found.items() if tables} == {FACTS, *OWN_TABLES}
+
+
+def test_no_two_sets_of_operators_have_one_name() -> None:
+    facts = set(constants_of((ROOT / FACTS).read_text()))
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for name in sets_of(path.read_text(), facts):
+            homes.setdefault(name, []).append(name_of(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 def test_metadata_is_read_and_written_in_one_file() -> None:

@@ -25,7 +25,7 @@ RANDOM = DRAWING | {"Dropout"}
 # Views: the output is the input in another shape, so that a runtime needs no memory for it.
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
-# Layout: the output has elements of the first input, in blocks and strides. Nothing is computed, none looked up.
+# Layout: the output has elements of the first input, in blocks and strides. Nothing is computed or gathered.
 LAYOUT = VIEWS | {"DepthToSpace", "Expand", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose"}
 
 # --- Elementwise ---

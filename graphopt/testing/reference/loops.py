@@ -63,7 +63,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-ACTIVATIONS: dict[str, Any] = {
+NUMPY_ACTIVATIONS: dict[str, Any] = {
     "Affine": lambda x, a, b: a * x + b,
     "Elu": lambda x, a, b: np.where(x < 0, a * np.expm1(x), x),
     "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
@@ -79,7 +79,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 def activation(name: str, alpha: Any, beta: Any, clip: float) -> Any:
-    return lambda x: ACTIVATIONS[name](np.clip(x, -clip, clip), alpha, beta)
+    return lambda x: NUMPY_ACTIVATIONS[name](np.clip(x, -clip, clip), alpha, beta)
 
 
 class _Recurrent(OpRun):
