@@ -551,7 +551,7 @@ def test_a_device_has_the_options_of_a_device(executor):
         layer.forward(X)["y"], graphopt.ForwardBackward(mlp(), threads=1).forward(X)["y"]
     )
     with pytest.raises(
-        graphopt.GraphoptError, match="threads: expected it in the Device that is given, found 2"
+        graphopt.GraphoptError, match="threads: expected this option in the given Device, found 2"
     ):
         graphopt.Executor(compiled(), device=device, threads=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):

@@ -485,7 +485,8 @@ def test_gradients_that_do_not_fit_leave_the_way_back_open(engine, gradients, me
     assert "w" in forward.backward(np.ones((4, 2)))
     for again in (forward, layer):
         with pytest.raises(
-            GraphoptError, match="backward: expected a forward pass in training that had no backward yet"
+            GraphoptError,
+            match="backward: expected a forward pass in training without a backward pass so far",
         ):
             again.backward(np.ones((4, 2)))
 

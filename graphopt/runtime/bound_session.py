@@ -1,4 +1,4 @@
-"""A session of a training graph with all that is the same in every step bound once."""
+"""Bind everything that is the same in every step to a session once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = 65536  # bytes
 
 
 class BoundSession:
-    """Compute a step from one set of state buffers to the other, by a binding for each direction.
+    """Compute a step from one set of state buffers to the other, with a binding for each direction.
 
     How an input is fed:
 
@@ -54,8 +54,8 @@ class BoundSession:
 
     Args:
         report: the outputs to return.
-        as_numpy: return arrays; otherwise values on the device. Numbers are Python's with both.
-        shapes: the shapes of the data, by name, where they are the same in every call.
+        as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
+        shapes: the shapes of the data by name, if they are the same in every call.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class BoundSession:
         self._options = [_captured(device, source + 1) for source in range(2)]
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read state of set `source`, write the other, and return what is reported.
+        """Read the state from set `source`, write the other set, and return the reported outputs.
 
         Args:
-            feeds: tensors that were checked.
+            feeds: tensors that have been checked.
         """
         binding = self._bindings[source]
-        alive = []  # until the run
+        alive = []  # keeps memory alive until the run
         for name, tensor in feeds.items():
             small = self._small_inputs.get(name)
             if small is not None and isinstance(tensor, np.ndarray) and small.shape == tensor.shape:
@@ -126,7 +126,7 @@ class BoundSession:
         return reported
 
     def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
-        """Bind an input to a tensor, or to a small one's copy for the calls to come; return what has to live."""
+        """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
         self._small_inputs.pop(name, None)
         if self._device.kind != "cpu" or not isinstance(tensor, np.ndarray) or tensor.nbytes > SMALL:
             return bind(self._device, binding, name, tensor, self._types[name])
@@ -137,7 +137,7 @@ class BoundSession:
         return value
 
     def _make_outputs(self, outputs: Mapping[str, ir.Value]) -> None:
-        """Make memory for the reported outputs whose shapes are known: numbers, and all of a CUDA graph."""
+        """Allocate the reported outputs whose shapes are known: scalars, and all outputs of a CUDA graph."""
         for name in self._report:
             y = outputs[name]
             assert y.dtype is not None
@@ -148,7 +148,7 @@ class BoundSession:
                 self._own_outputs[name] = share(self._device, self._numbers[name])
 
     def _binding(self, inputs: Values, outputs: Values) -> onnxruntime.IOBinding:
-        """Return a binding to what is the same in every call."""
+        """Return a binding of the inputs and outputs that are the same in every call."""
         binding = self.session.ort.io_binding()
         for name in self._report:
             if name in self._own_outputs:
@@ -163,7 +163,7 @@ class BoundSession:
 
 
 def _with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
-    """Return a training graph for data of some shapes, and what follows from them folded."""
+    """Return a training graph for fixed data shapes, with the constants that follow folded."""
     model = model.clone()
     sizes = {}
     for value in with_role(model, *FED):
@@ -181,7 +181,7 @@ def _with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Mod
 
 
 def _static_shape(value: ir.Value) -> tuple[int, ...]:
-    """Return an output's shape, which a CUDA graph has to know."""
+    """Return an output's static shape, which a CUDA graph requires."""
     if value.shape is None or not value.shape.is_static():
         raise GraphoptError(
             f"output {value.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
@@ -191,7 +191,7 @@ def _static_shape(value: ir.Value) -> tuple[int, ...]:
 
 
 def _captured(device: Device, graph: int) -> onnxruntime.RunOptions | None:
-    """Return the options of a run that is captured as a session's CUDA graph of a number, or replays it."""
+    """Return the run options that capture or replay the session's CUDA graph number `graph`."""
     if not device.cuda_graph:
         return None
     options = device.ort.RunOptions()

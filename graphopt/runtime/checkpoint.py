@@ -1,4 +1,4 @@
-"""The state of a training run in a file: safetensors, with a checksum that finds a flipped bit."""
+"""Save and load the state of a training run in safetensors files with a checksum."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def save_state(
     path: str | os.PathLike[str],
     properties: Mapping[str, Property] | None = None,
 ) -> None:
-    """Write arrays by name, and properties, to one file, whole or not at all.
+    """Write arrays by name, and properties, to one file atomically.
 
     Raises:
-        GraphoptError: a property is no number and no string.
+        GraphoptError: a property is neither a number nor a string.
     """
     for name, value in (properties or {}).items():
         if not isinstance(value, int | float | str):
@@ -46,11 +46,11 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
     """Return the arrays and the properties of a file that `save_state` wrote.
 
     Raises:
-        GraphoptError: the file is missing, is no checkpoint, or has changed since it was written.
+        GraphoptError: the file is missing, is not a checkpoint, or is damaged.
     """
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
             metadata = file.metadata() or {}
     except FileNotFoundError as error:
         raise GraphoptError(f"{path}: no such file") from error

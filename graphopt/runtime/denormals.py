@@ -1,4 +1,4 @@
-"""Denormal numbers, those next to 0, for which a processor takes up to a hundred times as long as for others."""
+"""Flush denormal numbers, which are close to 0 and can slow a processor down a hundred times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FLUSH = 0x8040  # its bits FTZ and DAZ: denormal results are 0, and denormal ope
 
 
 class Flushing(threading.local):
-    """A context in which the calling thread computes with 0 in place of denormal numbers, and as before after it.
+    """Compute with 0 in place of denormal numbers in the calling thread, inside a `with` block.
 
-    ONNX Runtime's `session.set_denormal_as_zero` is about the threads of its own pools, and about the thread that made
-    the process's first session, for good: NumPy's numbers there would be flushed as well.
+    ONNX Runtime's `session.set_denormal_as_zero` affects the threads of its pools and, permanently, the thread that
+    created the first session of the process. NumPy would flush denormal numbers in that thread, too.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where memory is and what computes: a device, its execution provider and its options; imports onnxruntime."""
+"""Choose a device, its execution provider and its options. This module imports onnxruntime."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ SESSION_OPTIONS = (
     *("log_verbosity_level", "use_deterministic_compute", "use_per_session_threads"),
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
-DENORMALS = "session.set_denormal_as_zero"  # in the threads of the session's pool
+DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)  # an executor inherits them
 class DeviceOptions:
-    """Declare the options of a device: the one place of an option of the runtime, beside its line in a recipe.
+    """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
     Args:
-        threads: threads an operator may use; the runtime's choice by default.
-        deterministic: ask the runtime for kernels that give the same numbers each run.
-        provider: an execution provider of the installed ONNX Runtime, its whole name or as in `openvino`; the device's
-            by default. What it has no kernel for runs on the CPU.
-        provider_options: the provider's own options.
-        cuda_graph: capture what a step does on the GPU once, and replay it. Every shape of the batch has a graph of its
-            own; a step with If, Loop or Scan has none.
-        low_memory: give each buffer back after its last reader: no plan of a step's memory, and no buffers kept for
-            others to come. Small graphs are slower for it.
-        flush_denormals: compute with 0 in place of denormal numbers, those below 1e-38 in float32, which processors are
-            slow with; on the CPU, on Linux and x86-64. Other code of the calling thread is as before.
-        session_options: of ONNX Runtime's sessions, by name: attributes of its SessionOptions, such as
-            `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`; none that
-            reads or writes files, as recipes may set them.
+        threads: the number of threads per operator; by default, the runtime's choice.
+        deterministic: use kernels that return the same numbers in each run.
+        provider: an execution provider of the installed ONNX Runtime, by its full or short name, such as `openvino`;
+            by default, the device's own. Operators without a kernel run on the CPU.
+        provider_options: the options of the provider.
+        cuda_graph: capture each step as a CUDA graph, one per batch shape, and replay it. Steps with If, Loop or Scan
+            are not supported.
+        low_memory: free each buffer after its last reader, without a memory plan or buffers for reuse. Small graphs
+            become slower.
+        flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
+            with Linux and x86-64 only. Other code in the calling thread is not affected.
+        session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
+            `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
+            read or write files are not supported, because recipes may set them.
     """
 
     threads: int | None = None
@@ -69,7 +69,7 @@ class Device(DeviceOptions):
         name: `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, it lacks the device or the provider, or an option does not fit.
+        GraphoptError: no ONNX Runtime is installed, it lacks the device or the provider, or an option is invalid.
     """
 
     name: str = "cpu"
@@ -85,7 +85,7 @@ class Device(DeviceOptions):
         self.index = int(index or 0)
         self.ort = _runtime()
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
-        self.new_session_options()  # which refuses unknown ones
+        self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
         if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
             raise GraphoptError(
@@ -95,10 +95,10 @@ class Device(DeviceOptions):
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
-        """Return a device by its name with options, or a device that has options of its own.
+        """Return a device by name with options, or a given `Device` with its own options.
 
         Raises:
-            GraphoptError: as the class says, or a device is given and options beside it.
+            GraphoptError: the device is invalid, or both a `Device` and options are given.
         """
         fields = dataclasses.fields(DeviceOptions)
         if not isinstance(device, Device):
@@ -107,7 +107,7 @@ class Device(DeviceOptions):
             found = getattr(options, field.name)
             if found != field.default:
                 raise GraphoptError(
-                    f"{field.name}: expected it in the Device that is given, found {found!r} beside it"
+                    f"{field.name}: expected this option in the given Device, found {found!r} outside: move it there"
                 )
         return device
 
@@ -123,7 +123,7 @@ class Device(DeviceOptions):
 
     @property
     def providers(self) -> list[Any]:
-        """The provider with its options, and the CPU's behind it, as sessions take them."""
+        """Return the provider with its options, followed by the CPU provider, in the form for sessions."""
         chosen: dict[str, Any] = {}
         if self.kind == "cuda":
             chosen["device_id"] = self.index
@@ -139,10 +139,10 @@ class Device(DeviceOptions):
         """Return options for one session.
 
         Raises:
-            GraphoptError: an option of `session_options` is unknown, or of another type.
+            GraphoptError: an option in `session_options` is unknown or has the wrong type.
         """
         options = self.ort.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
+        options.log_severity_level = 4  # errors are raised, not logged
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not self.low_memory
@@ -161,13 +161,13 @@ class Device(DeviceOptions):
         return options
 
     def not_started(self) -> GraphoptError:
-        """Return the error of a provider that does not start."""
+        """Return the error for a provider that does not start."""
         return GraphoptError(
             f"device {self.name!r}: {self.execution_provider} did not start: look for its libraries and a device"
         )
 
     def _found_provider(self) -> str:
-        """Return the whole name of the provider."""
+        """Return the full name of the provider."""
         available = self.ort.get_available_providers()
         if self.provider is None and self.kind == "cuda" and CUDA not in available:
             raise GraphoptError(
@@ -198,7 +198,7 @@ def _runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise GraphoptError(
-            "executing needs an ONNX Runtime, found none: pip install onnxruntime, onnxruntime-gpu or "
+            "runtime: expected an ONNX Runtime, found none: pip install onnxruntime, onnxruntime-gpu or "
             "onnxruntime-training==1.19.2, exactly one of them in an environment"
         ) from error
     return onnxruntime

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: parts of a training graph in their inference form."""
+"""Run parts of a training graph in inference form, for evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphopt.runtime.tensors import Tensor, bind, bind_output, number_or_array
 
 
 class ForwardRunner:
-    """Compute some outputs of a training graph from the state as it is, which no call changes.
+    """Compute outputs of a training graph without changing the state.
 
     Args:
-        signature: of all inputs of a step, which tensors are checked by.
-        as_numpy: return arrays; otherwise values on the device.
+        signature: the signature of all inputs of a step, to check tensors.
+        as_numpy: return NumPy arrays; otherwise values on the device.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class ForwardRunner:
         self._parts: dict[tuple[str, ...], _Part] = {}
 
     def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Check tensors as a step does, but that inputs which outputs `names` do not need may be missing.
+        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing.
 
         Raises:
-            GraphoptError: a tensor is unknown, missing, or of another type or shape, or a label is none of the loss's.
+            GraphoptError: a tensor is missing, is unknown, or has the wrong type, shape or labels.
         """
         part = self._part(names)
         found = description(tensors)
@@ -48,7 +48,7 @@ class ForwardRunner:
         """Return outputs by name.
 
         Args:
-            tensors: what `check` has just let through.
+            tensors: tensors that `check` has accepted.
         """
         part = self._part(names)
         binding, kept = part.session.ort.io_binding(), []
@@ -67,7 +67,7 @@ class ForwardRunner:
         return {name: number_or_array(value.numpy()) if here else value for name, here, value in values}
 
     def _part(self, names: Sequence[str]) -> _Part:
-        """Return the part of the graph that computes outputs, compiled when it is first asked for."""
+        """Return the part of the graph that computes outputs; compile it on first use."""
         key = tuple(names)
         if key not in self._parts:
             self._parts[key] = _Part(self._device, self._model, key, self._buffers.read())
@@ -75,7 +75,7 @@ class ForwardRunner:
 
 
 class _Part:
-    """A part of a graph with its session: the names of the state and of the tensors that it reads."""
+    """Hold a part of a graph with its session, and the names of the state and tensors that it reads."""
 
     def __init__(
         self, device: Device, model: ir.Model, names: Sequence[str], state: Mapping[str, Any]

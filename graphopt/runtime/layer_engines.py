@@ -1,4 +1,4 @@
-"""The engines of `graphopt.ForwardBackward`: how a pass forward and its pass backward run."""
+"""Run the forward and backward passes of `graphopt.ForwardBackward` with different engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """Run a pass forward and its pass backward."""
+    """Run a forward pass and its backward pass."""
 
     def forward(
         self, feeds: Mapping[str, onnxruntime.OrtValue]
     ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        """Return the forward pass's results, and what `backward` goes on from."""
+        """Return the results of the forward pass, and the saved values for `backward`."""
 
     def backward(
         self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 
 class Graphs:
-    """Run two graphs, on any ONNX Runtime; between them the saved values stay on the device."""
+    """Run two graphs on any ONNX Runtime. The saved values stay on the device between them."""
 
     def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
         self._forward, self._backward = Session(device, forward), Session(device, backward)
@@ -56,13 +56,13 @@ class Agent:
     """Run one graph with a YieldOp between forward and backward, on onnxruntime-training's TrainingAgent.
 
     Args:
-        device: where it runs.
+        device: the device to run on.
         model: the graph; its inputs are those of the forward part, its outputs those of the backward part.
-        results: the names of what the YieldOp reads, in order.
-        seeds: the names of what it gives.
+        results: the names of the YieldOp's inputs, in order.
+        seeds: the names of the YieldOp's outputs.
 
     Raises:
-        GraphoptError: this ONNX Runtime has no TrainingAgent, or refuses the graph.
+        GraphoptError: this ONNX Runtime has no TrainingAgent, or rejects the graph.
     """
 
     def __init__(self, device: Device, model: ir.Model, results: Sequence[str], seeds: Sequence[str]) -> None:
@@ -76,10 +76,12 @@ class Agent:
         self._ort, c = device.ort, device.ort.capi._pybind_state
         self._c = c
         options = device.new_session_options()
-        options.enable_mem_pattern = options.enable_mem_reuse = False  # values live on between the two runs
+        options.enable_mem_pattern = options.enable_mem_reuse = (
+            False  # values must survive between the two runs
+        )
         options.execution_order = (
             self._ort.ExecutionOrder.PRIORITY_BASED
-        )  # what only backward needs runs there
+        )  # nodes that only backward needs run there
         self._session = Session(device, model, options)
         kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
         place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
@@ -120,7 +122,7 @@ class Agent:
 
 
 def refuses_agent(device: Device, model: ir.Model) -> str | None:
-    """Return why no TrainingAgent runs a graph, or None.
+    """Return the reason why no TrainingAgent can run a graph, or None.
 
     onnxruntime-training 1.19.2 aborts the process where, beside a YieldOp, a body of If, Loop or Scan uses what a
     node computes.

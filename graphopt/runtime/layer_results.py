@@ -1,4 +1,4 @@
-"""What a layer's forward and backward passes return, by name."""
+"""Hold the results of a layer's forward and backward passes by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Values(Mapping[str, np.ndarray]):
-    """Hold arrays by name; each is taken from the device when it is asked for, on the CPU without a copy."""
+    """Hold arrays by name. Each is fetched from the device on access; on the CPU, without a copy."""
 
     def __init__(self, values: Mapping[str, onnxruntime.OrtValue], copied: Collection[str] = ()) -> None:
         self._values, self._copied = values, copied
@@ -33,12 +33,12 @@ class Values(Mapping[str, np.ndarray]):
 
     @property
     def on_device(self) -> dict[str, Any]:
-        """The values where they lie: ONNX Runtime's own, which PyTorch, NumPy and JAX take by `from_dlpack`."""
+        """Return ONNX Runtime's own values on the device, for `from_dlpack` of PyTorch, NumPy and JAX."""
         return {name: value._get_c_value() for name, value in self._values.items()}
 
 
 class Forward(Values):
-    """Hold a model's outputs by name, and, of a forward pass in training, the way back."""
+    """Hold a model's outputs by name; after a forward pass in training, run its backward pass."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class Forward(Values):
         self._back, self._lock = back, lock or threading.RLock()
 
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
-        """Return the gradients by the inputs and the parameters, by name, and let go of what was saved for them.
+        """Return the gradients with respect to inputs and parameters by name, and release the saved values.
 
         Args:
-            gradients: of the objective by the outputs: a mapping by name, or one after the other; those that are left
-                out or None are zero.
-            named: the same by name.
+            gradients: the objective's gradients with respect to the outputs: one mapping by name, or tensors in
+                order. Omitted gradients and None count as zero.
+            named: these gradients by name.
 
         Raises:
-            GraphoptError: a gradient is unknown, or of another type or shape than its output, and the way back stays
-                open; or there is none: this was no forward pass in training, or had its backward.
+            GraphoptError: a gradient is unknown or has the wrong type or shape, and you can call `backward` again; or
+                nothing was saved, because the forward pass was not in training or already had its backward pass.
         """
         with self._lock:
             if self._back is None:
                 raise GraphoptError(
-                    "backward: expected a forward pass in training that had no backward yet, found nothing saved: "
-                    "run forward again"
+                    "backward: expected a forward pass in training without a backward pass so far, found nothing "
+                    "saved: run forward again"
                 )
             found = self._back(by_name(gradients, named, list(self), "gradient of output"))
             self._back = None
@@ -76,7 +76,7 @@ class Forward(Values):
 def by_name(
     given: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
 ) -> dict[str, Tensor]:
-    """Return tensors by name, which are given by name or one after the other."""
+    """Return tensors by name; the caller may give them by name or in order."""
     if len(given) == 1 and isinstance(given[0], Mapping):
         found = dict(given[0])
     elif len(given) <= len(names):

@@ -1,4 +1,4 @@
-"""The state of a layer on a device: parameters, running statistics and counters, replaced as a whole."""
+"""Hold the state of a layer on a device: parameters, running statistics and counters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LayerState:
-    """Hold values by name; a value that was read is never written to, so that passes on their way keep theirs.
+    """Hold values by name. Values are replaced, never overwritten, so that open forward passes keep theirs.
 
     Args:
-        model: a graph, out of which the initial values are taken.
+        model: a graph, from which the initial values are removed.
     """
 
     def __init__(self, device: Device, model: ir.Model) -> None:
@@ -33,7 +33,7 @@ class LayerState:
         self.values = {name: buffer(device, array) for name, array in take_initial(model).items()}
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of some of it, by name."""
+        """Return copies of the state, or of part of it, by name."""
         return {
             name: np.array(self.values[name].numpy()) for name in (self.values if names is None else names)
         }
@@ -41,10 +41,10 @@ class LayerState:
     def checked(
         self, arrays: Mapping[str, Tensor], names: Collection[str]
     ) -> dict[str, onnxruntime.OrtValue]:
-        """Return values for states `names`: arrays are copied, other tensors stay where they are.
+        """Return values for the states `names`. Arrays are copied; other tensors are used in place.
 
         Raises:
-            GraphoptError: a name is unknown, or a tensor is of another type or shape.
+            GraphoptError: a name is unknown, or a tensor has the wrong type or shape.
         """
         for name in arrays:
             if name not in names:
@@ -54,15 +54,15 @@ class LayerState:
         }
 
     def go_on(self, results: Mapping[str, onnxruntime.OrtValue]) -> None:
-        """Take the new state out of a forward pass's results."""
+        """Remove the new state from the results of a forward pass and store it."""
         self.values |= {name: results[next_of(name)] for name in self.values if next_of(name) in results}
 
 
 def fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:
-    """Return a tensor on a device; an array is copied if it is to outlive the call.
+    """Return a tensor on a device; copy an array if it must outlive the call.
 
     Raises:
-        GraphoptError: it is of another type or shape than is accepted.
+        GraphoptError: the tensor has the wrong type or shape.
     """
     if accepted.shape == () and isinstance(tensor, (int, float, np.number, np.ndarray)):
         tensor = np.asarray(tensor, accepted.dtype)

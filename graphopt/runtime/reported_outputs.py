@@ -1,4 +1,4 @@
-"""The outputs that a step reports: those there are, those chosen, and the graph that computes no others."""
+"""Choose the outputs that a step reports, and remove all others from the graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
     """Return the names of the outputs to report: all, or those of `report` and the loss.
 
     Raises:
-        GraphoptError: the graph trains nothing, or has no output of such a name.
+        GraphoptError: the graph has no state to update, or no output with one of the names.
     """
     if not with_role(model, Role.NEXT):
         raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
@@ -34,7 +34,7 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
 
 
 def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """Return a training graph without what computes outputs that are not reported."""
+    """Return a training graph without the nodes that only compute unreported outputs."""
     if names == reportable(model):
         return model
     model = model.clone()

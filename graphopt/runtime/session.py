@@ -1,4 +1,4 @@
-"""A graph that ONNX Runtime has taken: made, run, and its refusals in one line."""
+"""Create and run sessions of ONNX Runtime, and report its errors in one line."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from graphopt.runtime.device import Device
 if TYPE_CHECKING:
     import onnxruntime
 
-# It makes a / b of 1 / b * a, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
+# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
 UNSAFE = ["DivMulFusion"]
-# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that it lacks in double.
+# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
 class Session:
-    """A session of a graph on a device.
+    """Run a graph on a device.
 
     Args:
-        options: `Device.new_session_options`, changed; those by default.
+        options: modified options of the session; `Device.new_session_options()` by default.
 
     Raises:
-        GraphoptError: the runtime refuses the graph, or the provider does not start.
+        GraphoptError: the runtime rejects the graph, or the provider does not start.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Session:
         try:
             options = options or device.new_session_options()
             content, self._weights = _serialized(device, model, options)
-            # The first session would change the denormals of this thread for good.
+            # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
                 self.ort: onnxruntime.InferenceSession = device.ort.InferenceSession(
                     content,
                     sess_options=options,
                     providers=device.providers,
                     disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if _is_double(model) else []),
-                    enable_fallback=0,  # to another provider, with a line on the terminal
+                    enable_fallback=0,  # do not fall back to another provider and print a line
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error
@@ -57,10 +57,10 @@ class Session:
             raise device.not_started()
 
     def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
-        """Run once on what is bound.
+        """Run once on a binding.
 
         Raises:
-            GraphoptError: the runtime stops.
+            GraphoptError: the runtime fails.
         """
         try:
             if self.device.flushing is None:
@@ -84,7 +84,7 @@ class Session:
         return dict(zip(names, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run once on arrays, others than the graph's inputs among them, and return all outputs by name."""
+        """Run once on arrays and return all outputs by name. Arrays that are not inputs are ignored."""
         taken = {x.name: feeds[x.name] for x in self.ort.get_inputs()}
         names = [y.name for y in self.ort.get_outputs()]
         return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
@@ -93,7 +93,7 @@ class Session:
         """Return for each execution provider the operators that it runs, and how many nodes of each.
 
         Raises:
-            GraphoptError: the runtime does not tell; onnxruntime 1.24 and later do.
+            GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
         if not hasattr(self.ort, "get_provider_graph_assignment_info"):
             raise GraphoptError(
@@ -108,9 +108,9 @@ class Session:
 def _serialized(
     device: Device, model: ir.Model, options: onnxruntime.SessionOptions
 ) -> tuple[bytes, list[Any]]:
-    """Return a graph as bytes, and its weights where they are too large for bytes: `options` refers to them then.
+    """Return a graph as bytes; if its weights are too large, register them in `options` and return them, too.
 
-    The weights are memory of ours, which has to live as long as the session reads it.
+    The caller must keep the returned weights alive as long as the session reads them.
     """
     if not is_large(model):
         return ir.to_proto(model).SerializeToString(), []
@@ -122,7 +122,7 @@ def _serialized(
 
 
 def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError:
-    """Return the error of a graph that the runtime does not take."""
+    """Return the error for a graph that the runtime rejects."""
     version = device.ort.__version__
     if RUNTIME.read(model) == TRAINING_RUNTIME and not device.trains:
         return GraphoptError(

@@ -1,4 +1,4 @@
-"""Several steps in one call of the runtime: batches stacked, and as many as are measured to be faster."""
+"""Run several steps in one call of the runtime on stacked batches, if a measurement shows that it is faster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Batch = Mapping[str, Tensor]
 
 
 class SeveralSteps:
-    """Run several steps in one call, of a graph in which a Scan goes through stacked batches.
+    """Run several steps in one call, by a graph whose Scan iterates over stacked batches.
 
     Args:
         model: the graph of one step.
-        runner_of: makes a runner of a graph.
-        stacks: whether what steps report can be stacked, which values on a device cannot.
+        runner_of: creates a runner for a graph.
+        stacks: whether reported values can be stacked; values on a device cannot.
     """
 
     def __init__(self, model: ir.Model, runner_of: Callable[[ir.Model], StepRunner], *, stacks: bool) -> None:
@@ -48,10 +48,10 @@ class SeveralSteps:
         )
 
     def step_stacked(self, source: int, batches: Sequence[Batch]) -> Reported:
-        """Run a step on each batch from state of set `source`; return what they report, stacked.
+        """Run a step on each batch, from the state in set `source`; return the stacked reports.
 
         Raises:
-            GraphoptError: an array does not fit; no step has run.
+            GraphoptError: an array has the wrong type or shape. No step has run.
         """
         if self._runner is None:
             model = self._model.clone()
@@ -63,12 +63,12 @@ class SeveralSteps:
         return self._runner.step(source, stacked)
 
     def close(self) -> None:
-        """Give the session's memory back."""
+        """Release the session."""
         self._runner = None
 
 
 def unstacked(reported: Reported, steps: int) -> list[Reported]:
-    """Return what each of some steps reports."""
+    """Split stacked reports into one report per step."""
     if not reported:
         return [{} for _ in range(steps)]
     columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
@@ -76,11 +76,11 @@ def unstacked(reported: Reported, steps: int) -> list[Reported]:
 
 
 def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
-    """Yield batches in a row whose tensors have the same names and shapes."""
+    """Group consecutive batches whose tensors have the same names and shapes."""
     try:
         sizes = [{*map(SHAPE, map(itemgetter(name), batches))} for name in batches[0]]
         sizes.append({*map(len, batches)})
-    except (AttributeError, KeyError):  # of what is no array, or has no such tensor
+    except (AttributeError, KeyError):  # not an array, or no tensor of this name
         sizes = []
     if sizes and all(len(found) == 1 for found in sizes):
         yield batches
@@ -94,16 +94,16 @@ def _shapes(batch: Batch) -> list[tuple[str, Any]]:
 
 
 class Pace:
-    """Choose how many steps a call does, by the time of a step alone and of a step among several.
+    """Choose the number of steps per call by measuring single steps and calls of several steps.
 
-    At first steps run alone, then in calls of as many as take `CALL` seconds; they go on alone unless calls were
-    faster by a `MARGIN`.
+    The first steps run alone, and the next ones in calls of about `CALL` seconds. Later steps run alone unless the
+    calls were faster by `MARGIN`.
     """
 
     CALL = 4e-3
     MOST = 256
     MARGIN = 0.9
-    TRIED = 5  # steps alone, and calls of several
+    TRIED = 5  # single steps to measure, and calls of several steps
 
     def __init__(self) -> None:
         self._alone: list[float] = []
@@ -113,7 +113,7 @@ class Pace:
     def steps(self) -> int:
         if len(self._alone) < self.TRIED:
             return 1
-        alone = min(self._alone)  # the first ones take longer, and others may run beside
+        alone = min(self._alone)  # the minimum: first steps take longer, and other programs may run
         together = min(self._together) if len(self._together) == self.TRIED else 0.0
         if together > self.MARGIN * alone:
             return 1
@@ -121,12 +121,12 @@ class Pace:
 
     @property
     def alone(self) -> bool:
-        """Return whether steps stay alone."""
+        """Return whether single steps turned out to be faster."""
         return self.steps == 1 and len(self._alone) == self.TRIED
 
     @contextlib.contextmanager
     def timed(self, steps: int = 1) -> Iterator[None]:
-        """Take the time of a call of some steps."""
+        """Measure the time of a call of `steps` steps."""
         taken = self._alone if steps == 1 else self._together
         start = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""What a graph's inputs accept, and the one check of what is fed."""
+"""Check fed tensors against the inputs of a graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphopt.graph.labels import labels_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
-Dimension = tuple[str, list[tuple[str, int]]]  # its name, and the inputs and axes that share it
+Dimension = tuple[str, list[tuple[str, int]]]  # a name, and the inputs and axes that share the dimension
 
 
 def shared_dimensions(values: Iterable[ir.Value]) -> list[Dimension]:
-    """Return the symbolic dimensions that several inputs share, and where each stands."""
+    """Return the symbolic dimensions that several inputs share, each with its inputs and axes."""
     places: dict[str, list[tuple[str, int]]] = {}
     for value in values:
         for axis, dim in enumerate(value.shape or ()):
@@ -27,7 +27,7 @@ def shared_dimensions(values: Iterable[ir.Value]) -> list[Dimension]:
 
 
 def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise an error unless each of some shared dimensions has one size in the inputs that `shapes` holds."""
+    """Raise an error unless each shared dimension has the same size in all inputs in `shapes`."""
     for dimension, places in dimensions:
         sizes = {name: shapes[name][axis] for name, axis in places if name in shapes}
         if len(set(sizes.values())) > 1:
@@ -36,7 +36,7 @@ def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[
 
 
 class InputSpec:
-    """Hold the element type and shape that an input accepts; errors call it by `kind` and name."""
+    """Hold the element type and shape that an input accepts; errors name the input by `kind` and name."""
 
     def __init__(self, value: ir.Value, kind: str = "input") -> None:
         assert value.dtype is not None
@@ -52,13 +52,13 @@ class InputSpec:
         return f"{self._kind} {self.name!r}"
 
     def check(self, array: np.ndarray) -> None:
-        """Raise an error unless `array` fits."""
+        """Raise an error unless `array` has the right type and shape."""
         if not isinstance(array, np.ndarray):
             raise GraphoptError(f"{self}: expected a NumPy array, found {type(array).__name__}")
         self.check_type(array.dtype, array.shape)
 
     def check_type(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Raise an error unless an element type and a shape fit; a scalar may be of any type."""
+        """Raise an error unless an element type and a shape are right; a scalar may have any type."""
         if dtype != self.dtype and self.shape != ():
             raise GraphoptError(f"{self}: expected {self.dtype}, found {dtype}: convert it with .astype")
         if self.shape is not None and (
@@ -69,7 +69,7 @@ class InputSpec:
 
 
 class Signature:
-    """Check what a graph takes by name: element types, shapes, dimensions that inputs share, and labels.
+    """Check tensors by name: element types, shapes, shared dimensions and labels.
 
     Args:
         values: the inputs.
@@ -91,7 +91,7 @@ class Signature:
             needed: the inputs that must be there; all by default.
 
         Raises:
-            GraphoptError: a tensor is unknown, missing, or of another type or shape than its input.
+            GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape.
         """
         for name in tensors:
             if name not in self.accepted:
@@ -104,7 +104,7 @@ class Signature:
         return shapes
 
     def check_labels(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise an error unless labels are the loss's, as far as they lie in the host's memory."""
+        """Raise an error if labels in host memory are invalid for the loss."""
         for name, labels in self._labels.items():
             array = on_host(self._device, tensors[name]) if name in tensors else None
             if array is not None and not labels.fit(array):
@@ -112,7 +112,7 @@ class Signature:
                 raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
 
     def _shape(self, accepted: InputSpec, tensor: Tensor) -> Sequence[int]:
-        """Return the shape of a tensor that fits an input."""
+        """Check the type and shape of a tensor and return its shape."""
         if isinstance(tensor, np.ndarray):
             accepted.check(tensor)
             return tensor.shape
@@ -126,5 +126,5 @@ class Signature:
 
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:
-    """Return the names, shapes and types of tensors, which tell whether they were checked before."""
+    """Return the names, shapes and types of tensors, to recognize tensors that were checked before."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]

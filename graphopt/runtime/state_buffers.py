@@ -1,4 +1,4 @@
-"""State and hyperparameters of a training graph, in buffers on a device."""
+"""Hold the state and hyperparameters of a training graph in buffers on a device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class StateBuffers:
-    """Hold the state in two sets, of which a step reads the `current` one and writes the other, and hyperparameters.
+    """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
     Args:
-        model: a training graph, out of which the initial values are taken.
+        model: a training graph, from which the initial values are removed.
     """
 
     def __init__(self, device: Device, model: ir.Model) -> None:
@@ -42,7 +42,7 @@ class StateBuffers:
         second, other = buffers(device, {name: initial[name] for name in first if name in updated})
         self.sets = (first, first | second)
         self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
-        scaled = LOSS_SCALE in kept  # then a sum that overflows is thrown away, and not what is made of it
+        scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {name for name in kept if scaled and name.endswith(f".{ACCUMULATED}")}
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
@@ -50,13 +50,13 @@ class StateBuffers:
         self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
 
     def swap(self) -> None:
-        """Let the next step read what the last one wrote."""
+        """Make the next step read the set that the last one wrote."""
         self.current ^= 1
 
     def not_finite(self, reported: Mapping[str, Any]) -> str | None:
-        """Return what is not finite after a step, its loss or a number of the state, or None.
+        """Describe a non-finite loss or state after a step, or return None.
 
-        Nothing is looked at where no loss is reported.
+        Nothing is checked if the loss is not reported.
         """
         if "loss" not in reported:
             return None
@@ -69,9 +69,9 @@ class StateBuffers:
         return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
 
     def spoiled(self) -> str | None:
-        """Return the name of a state that the last step has made infinite or not a number, or None.
+        """Return the name of a state that the last step has made infinite or NaN, or None.
 
-        A number of that kind that was there before does not count.
+        A state that was already non-finite before the step does not count.
         """
         if self._totals[1 - self.current].finite():
             return None
@@ -85,24 +85,24 @@ class StateBuffers:
         return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
-        """Return the buffers that the next step reads."""
+        """Return the buffers for the next step to read."""
         return {**self.sets[self.current], **self.fed}
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of some of it, by name."""
+        """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
     def counter(self, name: str, default: int) -> int:
-        """Return a counter of the state, or a default where there is none of the name."""
+        """Return a counter of the state, or a default if the state has no such counter."""
         buffer = self.sets[self.current].get(name)
         return default if buffer is None else int(buffer.numpy())
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace some of the state by name; nothing is written if one of the arrays does not fit.
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
 
         Raises:
-            GraphoptError: a name is unknown, or an array is of another type or shape.
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         buffers = self.sets[self.current]
         for name, array in arrays.items():
@@ -113,11 +113,11 @@ class StateBuffers:
             buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
 
     def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Check values for hyperparameters; nothing is replaced.
+        """Check values for hyperparameters without replacing any.
 
         Raises:
-            GraphoptError: there is no hyperparameter of that name, or the value does not fit, is not finite, or is a
-                negative rate.
+            GraphoptError: a hyperparameter is unknown, or its value has the wrong type or shape, is not finite, or is
+                a negative rate.
         """
         for name, value in values.items():
             if name not in self.hyperparameters:
@@ -131,10 +131,10 @@ class StateBuffers:
                 )
 
     def feed(self, values: Mapping[str, Any]) -> None:
-        """Replace hyperparameters; nothing is replaced if one of the values does not fit.
+        """Replace hyperparameters. If a value is invalid, nothing is replaced.
 
         Raises:
-            GraphoptError: as `check_hyperparameters` says.
+            GraphoptError: as `check_hyperparameters`.
         """
         self.check_hyperparameters(values)
         for name, value in values.items():
@@ -147,7 +147,7 @@ class StateBuffers:
         """Return the state and the properties in a checkpoint.
 
         Raises:
-            GraphoptError: the file is no checkpoint, is damaged, or is one of another training graph.
+            GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph.
         """
         arrays, properties = load_state(path)
         unlike = sorted(set(arrays) ^ set(self.sets[0]))
@@ -160,9 +160,10 @@ class StateBuffers:
 
 
 class Total:
-    """Return whether the numbers in some buffers are all finite, by one sum that is not finite unless they are.
+    """Check that all numbers in buffers are finite by computing one sum.
 
-    On the CPU it is the product of the buffers' memory with itself. It may overflow although all are finite.
+    The sum is finite only if all numbers are, but it may also overflow. On the CPU, it is the dot product of the
+    buffers' memory with itself.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Total:
 def _summed(
     values: Mapping[str, onnxruntime.OrtValue],
 ) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
-    """Return a graph whose output `total` is the sum of all floating numbers in buffers, and those buffers."""
+    """Return a graph whose output `total` is the sum of all floating-point buffers, and these buffers."""
     typed = {name: ir.DataType(value.element_type()) for name, value in values.items()}
     floating = {name: values[name] for name, dtype in typed.items() if dtype.is_floating_point()}
     inputs = [

@@ -1,4 +1,4 @@
-"""Steps of a training graph: tensors are checked once, and a session is chosen by their shapes."""
+"""Run steps of a training graph: check tensors once, and choose a session by their shapes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StepRunner:
     """Run a training graph from one set of state buffers to the other.
 
     Args:
-        buffers: of the state; a step reads one set and writes the other.
+        buffers: the buffers of the state; a step reads one set and writes the other.
         report: the outputs to return.
-        static_shapes: a session for each set of shapes that is fed, which the runtime knows beforehand.
-        as_numpy: return arrays; otherwise values on the device.
+        static_shapes: create a session for each set of shapes, so that the runtime knows them in advance.
+        as_numpy: return NumPy arrays; otherwise values on the device.
     """
 
     def __init__(
@@ -43,16 +43,18 @@ class StepRunner:
         self._bind = functools.partial(BoundSession, device, model, buffers, report, as_numpy)
         self._by_shapes: dict[Any, BoundSession] = {}
         self._bound = None if static_shapes else self._bind({})
-        self._checked: list[Any] | None = None  # the names, shapes and types that were last found to fit
+        self._checked: list[Any] | None = (
+            None  # names, shapes and types of the tensors that were checked last
+        )
 
     def fits(self, feeds: Mapping[str, Any]) -> bool:
-        """Return whether tensors have the names, shapes and types of those that were checked last, by `description`."""
+        """Return whether tensors have the same names, shapes and types as those checked last."""
         return self._checked == [
             (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
         ]
 
     def check(self, feeds: Mapping[str, Any]) -> None:
-        """Raise an error unless tensors fit, and choose the session of their shapes."""
+        """Check tensors and choose the session for their shapes."""
         if self.fits(feeds):
             return
         shapes = self.signature.check(feeds)
@@ -64,17 +66,19 @@ class StepRunner:
         self._checked = description(feeds)
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read state of set `source`, write the other, and return what is reported.
+        """Read the state from set `source`, write the other set, and return the reported outputs.
 
         Args:
-            feeds: tensors that `check` has just let through.
+            feeds: tensors that `check` has accepted.
         """
         assert self._bound is not None
         return self._bound.call(source, feeds)
 
     @property
     def session(self) -> Session:
-        """The session of the latest step."""
+        """Return the session of the latest step."""
         if self._bound is None:
-            raise GraphoptError("placement: expected a step before, since shapes are static, found none")
+            raise GraphoptError(
+                "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
+            )
         return self._bound.session

@@ -1,4 +1,4 @@
-"""Tensors of NumPy, of ONNX Runtime and of packages that speak DLPack: taken, copied to a device, and bound."""
+"""Convert, copy and bind tensors of NumPy, ONNX Runtime and packages that support DLPack."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphopt.runtime.device import Device
 if TYPE_CHECKING:
     import onnxruntime
 
-Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or what speaks DLPack
-HOST = 1  # DLPack's number of the host's memory
-ALIGNED = 64  # bytes, as the runtime's own buffers are
+Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or an object that supports DLPack
+HOST = 1  # DLPack's device type for host memory
+ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 
 
 def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
-    """Copy an array to a buffer on a device; on the CPU, too, the buffer has memory of its own.
+    """Copy an array to a new buffer on a device; on the CPU, too, the buffer does not share the array's memory.
 
     Raises:
         GraphoptError: the device does not start.
@@ -38,9 +38,9 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
 def buffers(
     device: Device, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, onnxruntime.OrtValue], list[np.ndarray]]:
-    """Copy arrays to buffers; on the CPU also return the memory, in which arrays of one type lie in a row.
+    """Copy arrays to buffers; on the CPU, place arrays of one type contiguously and also return this memory.
 
-    Zeros between them let each start at a multiple of `ALIGNED` bytes.
+    Zeros between the arrays align each to `ALIGNED` bytes.
     """
     values, memory = {}, []
     for dtype in SUMMED if device.kind == "cpu" else ():
@@ -60,10 +60,10 @@ def buffers(
 
 
 def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
-    """Return a value in the host's memory that is the array's memory.
+    """Return a value that shares the memory of an array.
 
     Raises:
-        GraphoptError: the runtime takes no arrays of its element type.
+        GraphoptError: the runtime does not support the array's element type.
     """
     try:
         return device.ort.OrtValue.ortvalue_from_numpy(array)
@@ -74,10 +74,11 @@ def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
 
 
 def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
-    """Return a tensor as a value of ONNX Runtime; an array is copied if the device is a GPU, nothing else is.
+    """Return a tensor as a value of ONNX Runtime. Only arrays are copied, and only to a GPU.
 
     Raises:
-        GraphoptError: it is no tensor, or its memory cannot be shared: it is not contiguous, say.
+        GraphoptError: the object is not a tensor, or its memory cannot be shared, for example if it is not
+            contiguous.
     """
     c = device.ort.capi._pybind_state
     if isinstance(tensor, device.ort.OrtValue):
@@ -94,7 +95,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
             f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}"
         )
     try:
-        if dtype == np.bool_:  # which ONNX Runtime does not take by DLPack
+        if dtype == np.bool_:  # ONNX Runtime does not accept bool through DLPack
             return to_ort(device, np.from_dlpack(tensor), dtype)
         return device.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
     except (BufferError, RuntimeError) as error:
@@ -102,7 +103,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
 
 
 def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
-    """Return a tensor as an array without a copy, or None if it lies on a GPU."""
+    """Return a tensor as an array without a copy, or None if it is on a GPU."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if isinstance(tensor, device.ort.OrtValue):
@@ -113,14 +114,14 @@ def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
 
 
 def on_device(device: Device, tensor: Tensor) -> Tensor:
-    """Copy an array to a GPU; on the CPU it stays as it is, as other tensors do."""
+    """Copy an array to a GPU; return other tensors, and arrays on the CPU, unchanged."""
     if device.kind == "cpu" or device.cuda_graph or not isinstance(tensor, np.ndarray):
         return tensor
     return to_ort(device, tensor, tensor.dtype)
 
 
 def fill(device: Device, target: onnxruntime.OrtValue, tensor: Tensor, dtype: np.dtype[Any]) -> None:
-    """Copy a tensor into a buffer of its shape, by way of the host."""
+    """Copy a tensor into a buffer of the same shape, through host memory."""
     array = tensor if isinstance(tensor, np.ndarray) else to_ort(device, tensor, dtype).numpy()
     target.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
 
@@ -128,7 +129,7 @@ def fill(device: Device, target: onnxruntime.OrtValue, tensor: Tensor, dtype: np
 def bind(
     device: Device, binding: onnxruntime.IOBinding, name: str, tensor: Tensor, dtype: np.dtype[Any]
 ) -> Any:
-    """Bind an input to a tensor; return what has to live until the run."""
+    """Bind an input to a tensor; return the object to keep alive until the run."""
     if isinstance(tensor, np.ndarray):
         array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
         binding.bind_cpu_input(name, array)
@@ -139,22 +140,22 @@ def bind(
 
 
 def bind_output(device: Device, binding: onnxruntime.IOBinding, name: str, *, on_host: bool) -> None:
-    """Let the next run allocate an output, in the host's memory or on the device."""
+    """Let the next run allocate an output in host memory or on the device."""
     binding.bind_output(name, *(("cpu",) if on_host else (device.kind, device.index)))
 
 
 def keep(device: Device, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
-    """Return a binding's output that the next run leaves as it is; in ONNX Runtime 1.19 a run replaces it."""
+    """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
     vector = device.ort.capi._pybind_state.OrtValueVector()
     vector.push_back(value._ortvalue)
     return device.ort.OrtValue(vector[0])
 
 
 def number_or_array(array: np.ndarray) -> Any:
-    """Return an array, or the Python number that an array of rank 0 holds."""
+    """Return an array, or a Python number for an array of rank 0."""
     return array if array.ndim else array.item()
 
 
 def _cut(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Return parts of some bytes each of a vector."""
+    """Cut a byte vector into parts of the given sizes."""
     return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)

@@ -1,4 +1,4 @@
-"""Parameters as one contiguous vector, as MPI and optimizers of other packages take them."""
+"""Convert parameters to one contiguous vector, for MPI and for optimizers of other packages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graphopt.graph.metadata import UNTRAINED
 
 
 def join(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Put arrays end to end in one vector.
+    """Concatenate arrays into one vector.
 
     Raises:
-        GraphoptError: they are not of one type.
+        GraphoptError: the arrays have different types.
     """
     types = {array.dtype for array in arrays.values()}
     if len(types) > 1:
@@ -26,10 +26,10 @@ def join(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def split(vector: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Cut a vector that `join` made into parts with the names and shapes of arrays.
+    """Cut a vector from `join` into parts with the names and shapes of arrays.
 
     Raises:
-        GraphoptError: the vector is of another type or size.
+        GraphoptError: the vector has the wrong type or size.
     """
     expected = join(arrays)
     if vector.shape != expected.shape or vector.dtype != expected.dtype:
