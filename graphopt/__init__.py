@@ -8,6 +8,7 @@ from graphopt.compiler import compile, grad, standard
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load, save
+from graphopt.hosts.export import export_hosts
 from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.layer import ForwardBackward
 from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
@@ -29,6 +30,7 @@ __all__ = [
     "dot",
     "evaluate",
     "export_artifacts",
+    "export_hosts",
     "from_checkpoint",
     "fit",
     "grad",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
@@ -41,3 +41,19 @@ def write(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
+
+
+def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
+    """Write files by name to a folder, all or none; the folder is made where it is missing.
+
+    Raises:
+        GraphoptError: the folder cannot be made or written to.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        temporary = {name: stack.enter_context(replacing(Path(folder, name))) for name in contents}
+        for name, content in contents.items():
+            Path(temporary[name]).write_bytes(content)

@@ -6,7 +6,6 @@ onnxruntime/core/flatbuffers/schema/ort_training_checkpoint.fbs.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import struct
@@ -19,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import replacing
+from graphopt.files import write_folder
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import original_name
@@ -70,14 +69,7 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
         OPTIMIZER: made.optimizer.SerializeToString(),
         CHECKPOINT: _written(made.trained, made.untrained, made.learning_rate),
     }
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
-    with contextlib.ExitStack() as stack:
-        temporary = {name: stack.enter_context(replacing(Path(folder, name))) for name in contents}
-        for name, content in contents.items():
-            Path(temporary[name]).write_bytes(content)
+    write_folder(folder, contents)
 
 
 def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:

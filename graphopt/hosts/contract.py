@@ -1,0 +1,85 @@
+"""Describe a training graph to hosts in JSON: what they feed, carry from step to step, and read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.labels import labels_of
+from graphopt.graph.names import next_of
+from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.hosts.portable_model import ONNXRUNTIME
+from graphopt.hosts.state_file import Place
+
+FORMAT, VERSION = "graphopt.host", 1
+
+Entry = dict[str, Any]
+
+
+def contract(
+    step: ir.Model,
+    initial: Mapping[str, np.ndarray],
+    places: Mapping[str, Place],
+    models: Mapping[str, ir.Model],
+) -> Entry:
+    """Return the contract as JSON has it; `SCHEMA` says what each field means.
+
+    Args:
+        step: the training graph.
+        initial: what its state and hyperparameters start with, by name.
+        places: where the state stands in its file.
+        models: the graphs that hosts run, by name.
+    """
+    opset = max(model.opset_imports.get("", 1) for model in models.values())
+    domains = {name: v for model in models.values() for name, v in model.opset_imports.items() if name}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "producer": f"graphopt {metadata.version('graphopt')}",
+        "runtime": {
+            "onnxruntime": ONNXRUNTIME.get(opset, "the newest"),
+            "opset": opset,
+            "ir_version": max(model.ir_version for model in models.values()),
+            "domains": domains,
+        },
+        "feeds": [_feed(x) for x in with_role(step, *FED)],
+        "state": [_state(x, places[str(x.name)]) for x in with_role(step, *STATE)],
+        "hyperparameters": [
+            {**_described(x), "default": initial[str(x.name)].tolist()}
+            for x in with_role(step, Role.HYPERPARAMETER)
+        ],
+        "reports": [_described(y) for y in step.graph.outputs if role_of(y) is not Role.NEXT],
+        "graphs": {name: _interface(model) for name, model in models.items()},
+    }
+
+
+def _interface(model: ir.Model) -> Entry:
+    return {
+        "feeds": [str(x.name) for x in with_role(model, *FED)],
+        "state": [str(x.name) for x in with_role(model, *STATE)],
+        "hyperparameters": [str(x.name) for x in with_role(model, Role.HYPERPARAMETER)],
+        "reports": [str(y.name) for y in model.graph.outputs if role_of(y) is not Role.NEXT],
+    }
+
+
+def _state(x: ir.Value, place: Place) -> Entry:
+    return {**_described(x), "next": next_of(x), "offset": place.offset, "bytes": place.size}
+
+
+def _feed(x: ir.Value) -> Entry:
+    labels = labels_of(x)
+    if labels is None or math.isinf(labels.high):
+        return _described(x)
+    return {**_described(x), "labels": [labels.low, labels.high]}
+
+
+def _described(value: ir.Value) -> Entry:
+    role = role_of(value)
+    assert role is not None and value.dtype is not None
+    dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
+    return {"name": str(value.name), "role": role.value, "type": value.dtype.numpy().name, "shape": dims}

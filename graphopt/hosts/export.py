@@ -1,0 +1,156 @@
+"""Write a training graph as the folder of files that a host in any language trains from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.files import write_folder
+from graphopt.graph import inference
+from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import original_name
+from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.state import detached
+from graphopt.graph.unroll import Unroll
+from graphopt.hosts.contract import contract
+from graphopt.hosts.portable_model import lower, plain_proto
+from graphopt.hosts.state_file import Place, places
+from graphopt.runtime.checkpoint import state_bytes
+
+STATE_FILE, CONTRACT = "state.safetensors", "host.json"
+INFERENCE = "inference.onnx"
+REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
+
+PathLike = str | os.PathLike[str]
+
+
+def export_hosts(
+    step: Source,
+    folder: PathLike,
+    *,
+    batch: int | None = None,
+    unroll: bool = False,
+    target: str | None = None,
+) -> None:
+    """Write a training graph for hosts in any language, on any ONNX Runtime and other runtimes of ONNX.
+
+    The folder gets, all or none:
+
+    - `train.onnx`: a step, whose state and hyperparameters are plain inputs; `train_steps.onnx`: several in one call.
+    - `evaluate.onnx` and `predict.onnx`: the inference form, with the same names.
+    - `state.safetensors`: the initial state. A checkpoint is the same file with other numbers.
+    - `inference.onnx`: the trained model, whose weights are those in `state.safetensors`.
+    - `host.json`: the names, types and shapes of all these, and which output replaces which state.
+
+    Args:
+        step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        folder: the folder to write to.
+        batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
+        unroll: write the turns of Scan and Loop one after the other, for runtimes without loops.
+        target: avoid what a runtime is known to compute wrongly or not at all; see `passes.Portable`.
+
+    Raises:
+        GraphoptError: the model trains nothing, or cannot be written in this form.
+
+    >>> import os
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> graphopt.export_hosts(step, "host")
+    >>> sorted(os.listdir("host"))  # doctest: +NORMALIZE_WHITESPACE
+    ['evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'state.safetensors', 'train.onnx',
+     'train_steps.onnx']
+    """
+    model = load(step)
+    if not with_role(model, Role.NEXT):
+        raise GraphoptError(
+            "export_hosts: expected a training graph, found one without state to update: add an optimizer"
+        )
+    if batch is not None:
+        _fix_batch(model, batch)
+    initial = _initial(model)
+    trained = inference.trained(model, initial)
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
+    models = _graphs(model, unroll)
+    content = state_bytes({str(x.name): initial[str(x.name)] for x in with_role(model, *STATE)})
+    where = places(content)
+    for graph in models.values():
+        _make_portable(graph, target, unroll)
+    lower([*models.values()])
+    described = {
+        **contract(model, initial, where, models),
+        "files": {**{name: f"{name}.onnx" for name in models}, "inference": INFERENCE, "state": STATE_FILE},
+        "batch": batch,
+        "target": target,
+    }
+    protos = {f"{name}.onnx": plain_proto(graph) for name, graph in models.items()}
+    onnx.helper.set_model_props(protos["train.onnx"], {"graphopt.host": json.dumps(described)})
+    protos[INFERENCE] = _with_weights_in_state(trained, model, where)
+    write_folder(
+        folder,
+        {
+            **{name: proto.SerializeToString() for name, proto in protos.items()},
+            STATE_FILE: content,
+            CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
+        },
+    )
+
+
+def _graphs(model: ir.Model, unroll: bool) -> dict[str, ir.Model]:
+    """Return the graphs that hosts run, by name."""
+    evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
+    graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
+    if not unroll:
+        graphs["train_steps"] = model.clone()
+        Unroll()(graphs["train_steps"])
+    if predicted:
+        graphs["predict"] = inference.extract(model, predicted)
+    return graphs
+
+
+def _make_portable(graph: ir.Model, target: str | None, unroll: bool) -> None:
+    import passes
+
+    passes.Simplify()(graph)
+
+
+def _fix_batch(model: ir.Model, batch: int) -> None:
+    """Give the first dimension of what is fed, and all dimensions of its name, one size."""
+    if batch < 1:
+        raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
+    first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
+    fixed = {dim.value for dim in first if isinstance(dim, ir.SymbolicDim)} - {None}
+    with detached(model):
+        for x in [*model.graph.inputs, *(y for node in model.graph.all_nodes() for y in node.outputs)]:
+            if x.shape is not None:
+                dims = [batch if isinstance(d, ir.SymbolicDim) and d.value in fixed else d for d in x.shape]
+                x.shape = ir.Shape(dims)
+        infer(model)
+        fold_shapes(model)
+
+
+def _initial(model: ir.Model) -> dict[str, np.ndarray]:
+    """Return what state and hyperparameters start with, by name."""
+    values = with_role(model, *STATE, Role.HYPERPARAMETER)
+    return {str(x.name): x.const_value.numpy() for x in values if x.const_value is not None}
+
+
+def _with_weights_in_state(
+    trained: onnx.ModelProto, model: ir.Model, where: Mapping[str, Place]
+) -> onnx.ModelProto:
+    """Return the trained model whose weights are read from the file of the state."""
+    owners = {original_name(x): str(x.name) for x in with_role(model, *STATE)}
+    for tensor in trained.graph.initializer:
+        if tensor.name in owners:
+            place = where[owners[tensor.name]]
+            onnx.external_data_helper.set_external_data(
+                tensor, STATE_FILE, offset=place.offset, length=place.size
+            )
+            tensor.ClearField("raw_data")
+    return trained
