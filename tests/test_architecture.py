@@ -20,7 +20,7 @@ FLOORS = [
     {"graph"},
     {"passes", "runtime", "pipeline", "data", "models"},
     {"compiler"},
-    {"inspection", "testing", "on_device", "layer"},
+    {"inspection", "testing", "on_device", "hosts", "layer"},
     {"training"},
     {"cli"},
     {"__init__", "__main__"},
@@ -30,6 +30,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Files that import `passes` inside functions, so that an executor runs a training graph without the library of passes.
 NEED_PASSES_LATE = {
     "graphopt/compiler.py",
+    "graphopt/hosts/export.py",
     "graphopt/testing/coverage.py",
     "graphopt/testing/gradients.py",
     "graphopt/training/trainer_options.py",

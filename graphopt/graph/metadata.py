@@ -65,6 +65,7 @@ ROLE = Text("graphopt.role")  # of an input or output: see `Role`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a value that was renamed, in the model that came in
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that has its operators
+HOST = Text("graphopt.host")  # of a model: what hosts feed and read, in JSON; see graphopt.hosts.contract
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only when it is asked for by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train, and does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization of the inference form with its input's statistics

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -35,7 +36,7 @@ RENAMED = {
     ("Pad", "constant_value"): "value",
     ("TopK", "K"): "k",
 }  # inputs that were attributes with other names
-DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False}
+DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("AveragePool", "dilations"): 1}
 MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
 Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
@@ -150,6 +151,9 @@ def _form(node: ir.Node, now: int, version: int) -> Form | None:
         return None
     for name, default in defaults("", node.op_type, now).items():
         if name not in old.attributes and attributes.get(name) == default:
+            del attributes[name]
+    for name in attributes.keys() - old.attributes.keys():
+        if _does_nothing(node.op_type, name, np.asarray(attributes[name])):
             del attributes[name]
     fits = (
         attributes.keys() <= old.attributes.keys()

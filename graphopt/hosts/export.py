@@ -14,13 +14,13 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write_folder
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import original_name
+from graphopt.graph.metadata import HOST, original_name
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.state import detached
 from graphopt.graph.unroll import Unroll
 from graphopt.hosts.contract import contract
-from graphopt.hosts.portable_model import lower, plain_proto
+from graphopt.hosts.portable_model import lower, strip, untyped_proto
 from graphopt.hosts.state_file import Place, places
 from graphopt.runtime.checkpoint import state_bytes
 
@@ -54,7 +54,7 @@ def export_hosts(
         folder: the folder to write to.
         batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
         unroll: write the turns of Scan and Loop one after the other, for runtimes without loops.
-        target: avoid what a runtime is known to compute wrongly or not at all; see `passes.Portable`.
+        target: avoid what a runtime is known to compute wrongly or not at all.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.
@@ -89,8 +89,10 @@ def export_hosts(
         "batch": batch,
         "target": target,
     }
-    protos = {f"{name}.onnx": plain_proto(graph) for name, graph in models.items()}
-    onnx.helper.set_model_props(protos["train.onnx"], {"graphopt.host": json.dumps(described)})
+    for graph in models.values():
+        strip(graph)
+    HOST.write(models["train"], json.dumps(described))
+    protos = {f"{name}.onnx": untyped_proto(graph) for name, graph in models.items()}
     protos[INFERENCE] = _with_weights_in_state(trained, model, where)
     write_folder(
         folder,

@@ -8,8 +8,10 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
+from graphopt.graph import metadata
 from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.state import take_initial
+from graphopt.graph.traversal import subgraphs
 
 LOWEST_OPSET = 13  # before, operators that graphs of opset 21 have mean something else
 
@@ -38,24 +40,24 @@ def lower(models: Sequence[ir.Model]) -> None:
         model.ir_version = ir_version_of(opset)
 
 
-def plain_proto(model: ir.Model) -> onnx.ModelProto:
-    """Return a model without types of inner values, documentation and metadata."""
+def strip(model: ir.Model) -> None:
+    """Remove the documentation and the metadata of a model, its nodes and its values."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    nodes = [*model.graph.all_nodes()]
+    bodies = [body for node in nodes for body in subgraphs(node)]
+    outputs = [y for node in nodes for y in node.outputs]
+    holders: list[metadata.Holder] = [model, model.graph, *bodies, *nodes, *values, *outputs]
+    for holder in holders:
+        metadata.replace({}, holder)
+        holder.doc_string = None
+
+
+def untyped_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return a model without the types of inner values, which every runtime infers."""
     proto = ir.to_proto(model)
-    proto.ClearField("doc_string")
-    del proto.metadata_props[:]
-    _strip(proto.graph)
+    graphs = [proto.graph]
+    for graph in graphs:
+        del graph.value_info[:]
+        attributes = [attribute for node in graph.node for attribute in node.attribute]
+        graphs += [body for x in attributes for body in ([x.g] if x.HasField("g") else x.graphs)]
     return proto
-
-
-def _strip(graph: onnx.GraphProto) -> None:
-    graph.ClearField("doc_string")
-    del graph.value_info[:], graph.metadata_props[:]
-    for value in [*graph.input, *graph.output, *graph.initializer]:
-        value.ClearField("doc_string")
-        del value.metadata_props[:]
-    for node in graph.node:
-        node.ClearField("doc_string")
-        del node.metadata_props[:]
-        for attribute in node.attribute:
-            for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                _strip(body)
