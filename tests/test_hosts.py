@@ -1,21 +1,177 @@
-"""What `export_hosts` writes trains on a bare ONNX Runtime as graphopt's executor does, by the loop of `host.json`."""
+"""A bare ONNX Runtime, by the loop of `host.json`, trains as graphopt's executor does."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 import safetensors.numpy
-from builders import fed
+from builders import linear
+from host_graphs import GRAPHS, batches
 
 import graphopt
 import passes
-from graphopt import models
 
 STEPS = 12
+SCHEMA = json.loads((Path(graphopt.__file__).parent / "hosts" / "host.schema.json").read_text())
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+class Host:
+    """The loop of `host.json`, on ONNX Runtime alone."""
+
+    def __init__(self, folder: Path, state: Mapping[str, np.ndarray] | None = None) -> None:
+        self.folder = folder
+        self.contract: dict[str, Any] = json.loads((folder / "host.json").read_text())
+        self.state = dict(state or safetensors.numpy.load_file(folder / "state.safetensors"))
+        self.hyperparameters = {
+            x["name"]: np.array(x["default"], x["type"]) for x in self.contract["hyperparameters"]
+        }
+
+    def run(self, graph: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a graph; a step replaces the state."""
+        reads = self.contract["graphs"][graph]
+        runner = session(self.folder / self.contract["files"][graph])
+        inputs = {name: feeds[name] for name in reads["feeds"]}
+        inputs |= {name: self.state[name] for name in reads["state"]}
+        inputs |= {name: self.hyperparameters[name] for name in reads["hyperparameters"]}
+        found = dict(zip([y.name for y in runner.get_outputs()], runner.run(None, inputs), strict=True))
+        if graph.startswith("train"):
+            self.state = {x["name"]: found[x["next"]] for x in self.contract["state"]}
+        return {name: found[name] for name in reads["reports"]}
+
+    def checkpoint(self) -> bytes:
+        """Return the file of the state with the numbers of now, at the same offsets."""
+        content = bytearray((self.folder / "state.safetensors").read_bytes())
+        for x in self.contract["state"]:
+            content[x["offset"] : x["offset"] + x["bytes"]] = self.state[x["name"]].tobytes()
+        return bytes(content)
+
+
+@pytest.fixture(scope="module", params=GRAPHS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name: str = request.param
+    step, folder = GRAPHS[name][0](), tmp_path_factory.mktemp(name)
+    graphopt.export_hosts(step, folder)
+    return step, folder, batches(name, STEPS)
+
+
+def close(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-6, err_msg=name)
+
+
+def test_a_host_trains_as_the_executor_does(exported: Any) -> None:
+    step, folder, fed = exported
+    executor, host = graphopt.Executor(step, threads=1), Host(folder)
+    for batch in fed:
+        close(host.run("train", batch), executor.step(batch))
+    close(host.state, executor.state, rtol=1e-4)
+
+
+def test_several_steps_in_one_call_are_single_steps(exported: Any) -> None:
+    _, folder, fed = exported
+    single, several = Host(folder), Host(folder)
+    losses = [single.run("train", batch)["loss"] for batch in fed]
+    stacked = several.run("train_steps", {name: np.stack([batch[name] for batch in fed]) for name in fed[0]})
+    np.testing.assert_allclose(stacked["loss"], losses, rtol=1e-5)
+    close(several.state, single.state, rtol=1e-4)
+
+
+@pytest.mark.parametrize("graph", ["evaluate", "predict"])
+def test_a_host_evaluates_and_predicts_as_the_executor_does(exported: Any, graph: str) -> None:
+    step, folder, fed = exported
+    executor = graphopt.Executor(step, threads=1)
+    executor.run(fed)
+    data = fed[0] if graph == "evaluate" else {"x": fed[0]["x"]}
+    close(Host(folder, executor.state).run(graph, fed[0]), getattr(executor, graph)(data))
+
+
+def test_checkpoints_cross_and_are_the_model(exported: Any, tmp_path: Path) -> None:
+    step, folder, fed = exported
+    whole, executor, host = graphopt.Executor(step), graphopt.Executor(step), Host(folder)
+    whole.run(fed)
+    for batch in fed[:4]:
+        host.run("train", batch)
+    (tmp_path / "state.safetensors").write_bytes(host.checkpoint())
+    executor.load(tmp_path / "state.safetensors")  # on from the host's
+    executor.run(fed[4:8])
+    executor.save(tmp_path / "state.safetensors", checksum=False)
+    assert (tmp_path / "state.safetensors").stat().st_size == (folder / "state.safetensors").stat().st_size
+    back = Host(folder, safetensors.numpy.load_file(tmp_path / "state.safetensors"))  # and on from Python's
+    for batch in fed[8:]:
+        back.run("train", batch)
+    close(back.state, whole.state, rtol=1e-4)
+
+    (tmp_path / "inference.onnx").write_bytes((folder / "inference.onnx").read_bytes())
+    (tmp_path / "state.safetensors").write_bytes(back.checkpoint())
+    x = fed[0]["x"]
+    expected = graphopt.run(whole.trained(), {"x": x})["y"]
+    found = session(tmp_path / "inference.onnx").run(["y"], {"x": x})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_have_plain_inputs_an_old_opset_and_nothing_else(exported: Any) -> None:
+    _, folder, _ = exported
+    contract = json.loads((folder / "host.json").read_text())
+    jsonschema.validate(contract, SCHEMA)
+    for name in contract["graphs"]:
+        proto = onnx.load(folder / contract["files"][name])
+        onnx.checker.check_model(proto, full_check=True)
+        inputs = {x.name for x in proto.graph.input}
+        reads = contract["graphs"][name]
+        assert inputs == {*reads["feeds"], *reads["state"], *reads["hyperparameters"]}
+        assert not inputs & {x.name for x in proto.graph.initializer}
+        assert not proto.graph.value_info
+        assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
+        assert proto.opset_import[0].version <= 18
+        assert proto.ir_version <= 8
+        notes = {entry.key: entry.value for entry in proto.metadata_props}
+        assert notes.keys() == ({"graphopt.host"} if name == "train" else set())
+        assert all(json.loads(note) == contract for note in notes.values())
+
+
+def test_state_stands_where_the_contract_says(exported: Any) -> None:
+    _, folder, _ = exported
+    content = (folder / "state.safetensors").read_bytes()
+    arrays = safetensors.numpy.load(content)
+    contract = json.loads((folder / "host.json").read_text())
+    assert {x["name"] for x in contract["state"]} == arrays.keys()
+    for x in contract["state"]:
+        part = content[x["offset"] : x["offset"] + x["bytes"]]
+        np.testing.assert_array_equal(np.frombuffer(part, x["type"]).reshape(x["shape"]), arrays[x["name"]])
+
+
+def test_a_fixed_batch_leaves_no_dynamic_dimension(tmp_path: Path) -> None:
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path, batch=4)
+    proto = onnx.load(tmp_path / "train.onnx")
+    for value in [*proto.graph.input, *proto.graph.output]:
+        assert all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim), value.name
+    assert not {"Shape", "Size"} & {node.op_type for node in proto.graph.node}
+    assert json.loads((tmp_path / "host.json").read_text())["batch"] == 4
+
+
+def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(graphopt.GraphoptError, match="expected a training graph, found one without state"):
+        graphopt.export_hosts(linear(), tmp_path / "out")
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):
+        graphopt.export_hosts(step, tmp_path / "out", batch=0)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
+        graphopt.export_hosts(step, tmp_path / "file")

@@ -27,7 +27,7 @@ def contract(
     places: Mapping[str, Place],
     models: Mapping[str, ir.Model],
 ) -> Entry:
-    """Return the contract as JSON has it; `SCHEMA` says what each field means.
+    """Return the contract as `host.schema.json` describes it, without the files.
 
     Args:
         step: the training graph.

@@ -6,16 +6,18 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.files import replacing
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import ACCUMULATED, STEP
-from graphopt.runtime.checkpoint import Property, save_state
+from graphopt.runtime.checkpoint import Property, save_state, state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.state_buffers import StateBuffers
@@ -141,11 +143,21 @@ class ExecutorState(ExecutorOptions):
         with self._lock:
             self._buffers.feed(values)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all state and `properties` to a checkpoint. `load` resumes from it bit for bit."""
+    def save(self, path: str | os.PathLike[str], *, checksum: bool = True) -> None:
+        """Write all state and `properties` to a checkpoint, from which `load` continues bit for bit.
+
+        Args:
+            path: the file to write.
+            checksum: write a checksum, which finds a damaged file. Without it and `properties`, the file has the
+                layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
+        """
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
-        save_state(arrays, path, properties)
+        if checksum:
+            save_state(arrays, path, properties)
+        else:
+            with replacing(path) as temporary:
+                Path(temporary).write_bytes(state_bytes(arrays))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.

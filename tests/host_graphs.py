@@ -1,0 +1,142 @@
+"""Six training graphs and their batches, on which hosts are compared with Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from builders import linear, model
+
+import graphopt
+import graphopt.models
+import passes
+
+STEPS = 50
+Batch = Mapping[str, np.ndarray]
+
+
+def linear_regression() -> ir.Model:
+    return graphopt.compile(
+        linear(features=3, outputs=2),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.05, momentum=0.9),
+    )
+
+
+def mlp() -> ir.Model:
+    return graphopt.compile(
+        graphopt.models.mlp((8,), 4, hidden=(16, 16)),
+        loss=passes.CrossEntropy(),
+        clip=passes.ClipGlobalNorm(1.0),
+        optimizer=passes.AdamW(learning_rate=1e-2),
+        schedule=passes.Cosine(steps=STEPS, warmup=5),
+    )
+
+
+def cnn() -> ir.Model:
+    return graphopt.compile(
+        normalized_images(),
+        training=passes.TrainingMode(seed=3),
+        loss=passes.CrossEntropy(),
+        optimizer=passes.AdamW(learning_rate=1e-3),
+    )
+
+
+def normalized_images() -> onnx.ModelProto:
+    random = np.random.default_rng(2)
+    return model(
+        """g (float[N,1,8,8] x) => (float[N,4] y) {
+            ratio = Constant<value = float {0.25}>()
+            c = Conv<pads=[1,1,1,1]>(x, kernel, bias)
+            b = BatchNormalization<momentum=0.9>(c, scale, shift, mean, variance)
+            r = Relu(b)
+            p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(r)
+            f = Flatten(p)
+            d = Dropout(f, ratio)
+            y = Gemm(d, weight, end)
+        }""",
+        kernel=random.standard_normal((4, 1, 3, 3)) / 3,
+        bias=np.zeros(4),
+        scale=np.ones(4),
+        shift=np.zeros(4),
+        mean=np.zeros(4),
+        variance=np.ones(4),
+        weight=random.standard_normal((64, 4)) / 8,
+        end=np.zeros(4),
+    )
+
+
+def lstm() -> ir.Model:
+    random, hidden = np.random.default_rng(3), 6
+    recurrent = model(
+        f"""g (float[5,N,3] x) => (float[N,2] y) {{
+            axes = Constant<value_ints = [0]>()
+            all, last, cell = LSTM<hidden_size={hidden}>(x, w, r, b)
+            h = Squeeze(last, axes)
+            y = MatMul(h, out)
+        }}""",
+        w=random.standard_normal((1, 4 * hidden, 3)) / 2,
+        r=random.standard_normal((1, 4 * hidden, hidden)) / 3,
+        b=random.standard_normal((1, 8 * hidden)) / 4,
+        out=random.standard_normal((hidden, 2)) / 2,
+    )
+    return graphopt.compile(
+        recurrent, loss=passes.MeanSquaredError(), optimizer=passes.Adam(learning_rate=1e-2)
+    )
+
+
+def transformer() -> ir.Model:
+    return graphopt.compile(
+        graphopt.models.transformer((6,), 9, width=16, heads=2, layers=1),
+        loss=passes.CrossEntropy(axis=-1),
+        clip=passes.ClipGlobalNorm(1.0),
+        optimizer=passes.AdamW(learning_rate=3e-3),
+    )
+
+
+def control_flow() -> ir.Model:
+    random = np.random.default_rng(4)
+    loops = model(
+        """g (float[N,4] x) => (float[N,4] y) {
+            three = Constant<value = int64 {3}>()
+            zero = Constant<value = float {0}>()
+            z = Loop<body = b (int64 i, bool on, float[N,4] h) => (bool go, float[N,4] k) {
+                go = Identity(on) m = MatMul(h, w) t = Tanh(m) k = Add(t, x) }>(three, , x)
+            total = ReduceSum<keepdims = 0>(x)
+            positive = Greater(total, zero)
+            y = If(positive)<
+                then_branch = yes () => (float[N,4] p) { p = Mul(z, scale) },
+                else_branch = no () => (float[N,4] q) { q = Add(z, shift) }>
+        }""",
+        w=random.standard_normal((4, 4)) / 4,
+        scale=np.ones(4),
+        shift=np.zeros(4),
+    )
+    return graphopt.compile(
+        loops, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05), clip=passes.ClipGlobalNorm(5.0)
+    )
+
+
+def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], Batch]]] = {
+    "linear": (linear_regression, lambda r: {"x": _numbers(r, 16, 3), "target": _numbers(r, 16, 2)}),
+    "mlp": (mlp, lambda r: {"x": _numbers(r, 12, 8), "target": r.integers(0, 4, 12)}),
+    "cnn": (cnn, lambda r: {"x": _numbers(r, 6, 1, 8, 8), "target": r.integers(0, 4, 6)}),
+    "lstm": (lstm, lambda r: {"x": _numbers(r, 5, 7, 3), "target": _numbers(r, 7, 2)}),
+    "transformer": (
+        transformer,
+        lambda r: {"x": r.integers(0, 9, (4, 6)), "target": r.integers(0, 9, (4, 6))},
+    ),
+    "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),
+}
+
+
+def batches(name: str, steps: int = STEPS) -> list[Batch]:
+    """Return the batches of a graph, the same in each call."""
+    random = np.random.default_rng(1)
+    return [GRAPHS[name][1](random) for _ in range(steps)]
