@@ -1,4 +1,4 @@
-"""Gradient accumulation: several small batches, one update."""
+"""Accumulate the gradients of several small batches for one update."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FORWARD = "forward_step"
 
 @dataclass(frozen=True)
 class Accumulate(Pass):
-    """Add up the gradients of several steps, and update in some of these steps only; run it after the optimizer.
+    """Accumulate the gradients of several steps and update once for all of them. Run it after the optimizer.
 
-    The update moves into a branch of an If, so that the other steps do none of its work. Schedules and the optimizer
-    count updates. Dropout draws a mask in each step.
+    The update moves into a branch of an If, so that the other steps skip its work. Schedules and the optimizer count
+    updates. Dropout draws a mask in each step.
 
     Args:
-        steps: the number of steps per update; None adds the hyperparameter `apply`, true by default: feed false to
-            accumulate, and true to update and start again.
-        mean: update by the mean of the accumulated gradients; otherwise by their sum.
+        steps: the number of steps per update. None adds the hyperparameter `apply`, true by default: feed false to
+            accumulate, and true to update and restart.
+        mean: update by the mean of the accumulated gradients instead of their sum.
 
     Raises:
-        GraphoptError: `steps` is less than 1, or there is no optimizer.
+        GraphoptError: `steps` is less than 1, or the model has no optimizer.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "accumulate": passes.Accumulate(4)}
@@ -80,7 +80,7 @@ class Accumulate(Pass):
 
 
 def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
-    """Let what computes `results`, a Dropout's mask among them, count all steps, as `step` will count updates."""
+    """Let nodes that compute `results`, such as Dropout masks, count all steps: `step` will count updates only."""
     counter = state.counter(model)
     forward = ancestors(results)
     users = [(user, index) for user, index in counter.uses() if user in forward]
@@ -99,7 +99,7 @@ def _update_if(
     kept: dict[ir.Value, ir.Value],
     fresh: dict[ir.Value, ir.Value],
 ) -> None:
-    """Move what computes parameters, slots and the step into a branch; `kept` and `fresh` are the accumulators'."""
+    """Move the nodes that update parameters, slots and `step` into a branch; `kept` and `fresh` are accumulators."""
     graph = model.graph
     nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
     updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
@@ -120,7 +120,7 @@ def _update_if(
 
 
 def _body(op: Emitter, name: str, nodes: list[ir.Node], values: dict[ir.Value, ir.Value]) -> ir.Graph:
-    """Return a graph of `nodes` that gives each value of `values` in the shape of its key."""
+    """Return a graph of `nodes` that outputs each value of `values` in the shape of its key."""
     body = ir.Graph([], [], nodes=nodes, name=name)
     inner = op.within(body)
     for x, value in values.items():

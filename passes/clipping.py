@@ -1,6 +1,6 @@
-"""Clipping: gradients bounded before the optimizer sees them.
+"""Clip gradients before the optimizer reads them.
 
-The base class takes the gradients out of the outputs and puts the clipped ones there; a leaf gives `clip`.
+The base class replaces the gradients among the outputs. A subclass implements `clip`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from passes.diagnostics import report_norm
 class Clip(Pass):
     """Replace every gradient by a clipped one.
 
-    This is the base class of clipping passes. A subclass writes `clip`.
+    This is the base class of clipping passes. A subclass implements `clip`.
 
     Raises:
-        GraphoptError: there are no gradients, or the bound is not above 0 and finite.
+        GraphoptError: the model has no gradients, or the bound is not positive and finite.
 
     >>> class SignOnly(passes.Clip):
     ...     def clip(self, op, model, gradients):
@@ -64,7 +64,7 @@ class ClipGlobalNorm(Clip):
 
     Args:
         max_norm: the largest Euclidean norm of all gradients together.
-        fused: use one kernel of onnxruntime-training, which reports no norm; float32 only.
+        fused: use one kernel of onnxruntime-training. It reports no norm and supports float32 only.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipGlobalNorm(1.0), "optimizer": passes.SGD(0.1)}
@@ -94,7 +94,7 @@ class ClipGlobalNorm(Clip):
 
 @dataclass(frozen=True)
 class ClipValue(Clip):
-    """Bound every element of the gradients to the interval from -limit to limit.
+    """Clip every element of the gradients to the interval [-limit, limit].
 
     Args:
         limit: the largest absolute value of an element.

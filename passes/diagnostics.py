@@ -1,4 +1,4 @@
-"""Report gradients without changing them, in the pipeline's step `clip`, alone or in a list."""
+"""Report gradients without changing them, as the pipeline's step `clip` or as part of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GradientNorm(Pass):
     """Report `gradient_norm`, the Euclidean norm of all gradients together, as `ClipGlobalNorm` does.
 
     Raises:
-        GraphoptError: there are no gradients.
+        GraphoptError: the model has no gradients.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
@@ -35,13 +35,13 @@ class GradientNorm(Pass):
 
 @dataclass(frozen=True)
 class ReportGradients(Pass):
-    """Report the gradient of each parameter NAME as `NAME.gradient`, as it is at this place of the pipeline.
+    """Report the gradient of each parameter NAME at this point of the pipeline as `NAME.gradient`.
 
     Args:
         parameters: shell-style patterns of names, one or several.
 
     Raises:
-        GraphoptError: there are no gradients, or no parameter matches.
+        GraphoptError: the model has no gradients, or no parameter matches.
 
     >>> from graphopt import models
     >>> report = passes.ReportGradients("*.bias")
@@ -64,7 +64,7 @@ class ReportGradients(Pass):
 
 
 def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> ir.Value:
-    """Report the norm of some gradients as `gradient_norm` and return it; 16-bit ones are summed in float32."""
+    """Report the norm of gradients as `gradient_norm` and return it. 16-bit gradients are summed in float32."""
     squares = [op.ReduceSumSquare(_wide(op, gradient), keepdims=0) for gradient in gradients]
     common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])

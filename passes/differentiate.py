@@ -1,4 +1,4 @@
-"""Gradients as a graph of their own: saliency, adversarial examples, physics-informed losses, Hessians."""
+"""Compute gradients as a graph: for saliency, adversarial examples, physics-informed losses and Hessians."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from passes.gradients.walk import backward
 
 @dataclass(frozen=True)
 class Differentiate(Pass):
-    """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` by X.
+    """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` with respect to X.
 
     Args:
         wrt: names of inputs, weights or other values of the graph.
-        of: the output to differentiate; by default the only floating-point one.
-        seeded: add an input `OF.seed` of the shape of `of`, whose elements weight those of `of` before they are
-            summed: a vector-Jacobian product.
+        of: the output to differentiate. By default, the only floating-point output.
+        seeded: add an input `OF.seed` in the shape of `of`. Its elements weight the elements of `of` in the sum, which
+            gives a vector-Jacobian product.
 
     Raises:
-        GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or operators have no rule.
+        GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or an operator has no rule.
 
     >>> from graphopt import models
     >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), grad=passes.Differentiate(("x",)))
@@ -58,7 +58,9 @@ class Differentiate(Pass):
             gradients = backward(op, model.graph, {y: seed}, wrt)
             for x in wrt:
                 if x not in gradients:
-                    raise GraphoptError(f"{y.name!r} does not depend on {x.name!r} differentiably")
+                    raise GraphoptError(
+                        f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
+                    )
                 model.graph.outputs.append(op.Identity(gradients[x], _outputs=[f"{y.name}.grad.{x.name}"]))
 
     def _output(self, model: ir.Model) -> ir.Value:
@@ -67,6 +69,6 @@ class Differentiate(Pass):
         if len(chosen) != 1:
             names = [output.name for output in floating]
             raise GraphoptError(
-                f"of={self.of!r}: expected the name of one floating output, the model has {names}"
+                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
             )
         return chosen[0]

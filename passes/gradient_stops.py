@@ -1,4 +1,4 @@
-"""Stops gradients: what a value is computed from is held constant."""
+"""Stop gradients: treat a value as a constant in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.graph.values import like
 
 
 def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
-    """Return the value of `x`, held constant in gradients; call it in traced functions.
+    """Return the value of `x` as a constant for gradients. Call it in traced functions.
 
     >>> def distillation(op, prediction, target):
     ...     return op.Pow(prediction - passes.stop_gradient(op, target), 2)
@@ -26,13 +26,13 @@ def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class StopGradient(Pass):
-    """Hold the values named `values` constant in gradients, so that nothing trains through them.
+    """Treat the values named `values` as constants for gradients, so that nothing trains through them.
 
     Args:
         values: shell-style patterns of the names of values, one or several.
 
     Raises:
-        GraphoptError: no value of the graph has such a name.
+        GraphoptError: no value of the graph has a matching name.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "gradient": [passes.StopGradient("x"), passes.Gradient()]}
@@ -46,7 +46,8 @@ class StopGradient(Pass):
         found += [x for x in model.graph.inputs if matches(x.name, self.values)]
         if not found:
             raise GraphoptError(
-                f"stop_gradient.values={self.values!r}: expected names of values in the graph, found none of them"
+                f"stop_gradient.values={self.values!r}: expected names of values in the graph, found no match: "
+                f"graphopt.listing shows the names"
             )
         with Emitter(model) as op:
             for x in found:

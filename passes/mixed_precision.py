@@ -1,4 +1,4 @@
-"""Mixed precision: products in 16 bits, parameters and what is delicate in 32.
+"""Compute matrix products in 16 bits, and keep parameters and precision-sensitive operators in 32 bits.
 
 Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 """
@@ -30,9 +30,9 @@ from graphopt.intervals import within
 
 WIDE = ir.DataType.FLOAT
 
-# What is computed in 16 bits beside products, which sum in float32 themselves: where nothing else than their results is
-# read, what moves numbers, or rounds each once. Not what compares in its gradient what it read with what it gave, as
-# MaxPool: on the CPU one of them may not be rounded.
+# The operators that run in 16 bits in addition to products. They move numbers or round each number once, and run in 16
+# bits if all their floating inputs do. Operators whose gradient compares an input with the output, such as MaxPool, are
+# missing: the CPU provider may round only one of the two.
 FOLLOWING = LAYOUT | {
     *("Abs", "Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Where"),
     *("AveragePool", "Concat", "Dropout", "Gather", "Pad"),
@@ -44,19 +44,19 @@ NARROW = PRODUCTS | FOLLOWING
 
 @dataclass(frozen=True)
 class MixedPrecision(Pass):
-    """Compute matrix products and convolutions, and what lies between them, in 16 bits; run it before Gradient.
+    """Compute matrix products, convolutions and the operators between them in 16 bits. Run it before Gradient.
 
     Parameters, their gradients, slots, reductions, normalizations, Softmax, recurrent operators, bodies of If, Loop
-    and Scan, the loss and all inputs and outputs of the graph stay float32. Evaluation, prediction and the trained
-    model are in float32 throughout. In float16 small gradients vanish: scale the loss (`Gradient(loss_scale=...)`,
-    `DynamicLossScale`).
+    and Scan, the loss, and all inputs and outputs of the graph stay in float32. Evaluation, prediction and the trained
+    model use float32 throughout. In float16 small gradients underflow: scale the loss with `Gradient(loss_scale=...)`
+    and `DynamicLossScale`.
 
     Args:
-        dtype: `float16`, or `bfloat16`, which has the range of float32 and kernels on fewer runtimes.
+        dtype: `float16`, or `bfloat16`, which has the range of float32 but kernels on fewer runtimes.
         keep: shell-style patterns of the names of nodes to leave in float32, one or several.
 
     Raises:
-        GraphoptError: `dtype` is another one, `keep` matches no node, there are gradients already, or no operator
+        GraphoptError: `dtype` is another type, `keep` matches no node, the model already has gradients, or no operator
             can be cast.
 
     >>> from graphopt import models
@@ -79,7 +79,7 @@ class MixedPrecision(Pass):
     def rewrite(self, model: ir.Model) -> None:
         if with_role(model, Role.GRADIENT):
             raise GraphoptError(
-                "MixedPrecision precedes the gradient, found gradients: run it before Gradient"
+                "MixedPrecision: expected a model without gradients, found gradients: run it before Gradient"
             )
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
@@ -92,13 +92,13 @@ class MixedPrecision(Pass):
                 narrow.cast(node)
         if not narrow.of:
             raise GraphoptError(
-                f"MixedPrecision: expected {', '.join(sorted(PRODUCTS))} nodes of float32 that take {self.dtype} in "
+                f"MixedPrecision: expected {', '.join(sorted(PRODUCTS))} nodes of float32 that support {self.dtype} in "
                 f"opset {model.opset_imports['']}, found none: leave precision out"
             )
 
 
 class _Narrow:
-    """The values of a model that are there in 16 bits, `of` those in float32."""
+    """Track the 16-bit copies of float32 values of a model."""
 
     def __init__(self, model: ir.Model, dtype: ir.DataType) -> None:
         self._model, self._dtype = model, dtype
@@ -106,7 +106,7 @@ class _Narrow:
         self.of: dict[ir.Value, ir.Value] = {}
 
     def fits(self, node: ir.Node) -> bool:
-        """Tell whether a node is to be computed in 16 bits, now that those before it are."""
+        """Return whether a node can run in 16 bits, given the nodes before it."""
         if node.domain or subgraphs(node) or node.op_type not in NARROW:
             return False
         wide = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype == WIDE]
@@ -117,7 +117,7 @@ class _Narrow:
         return node.op_type in PRODUCTS or (bool(read) and self._made.issuperset(read))
 
     def cast(self, node: ir.Node) -> None:
-        """Compute a node in 16 bits, and cast its results for those that read them so far."""
+        """Run a node in 16 bits, and cast its results back for existing readers."""
         with Emitter(self._model) as op:
             for i, x in enumerate(node.inputs):
                 if x is not None and x.dtype == WIDE:
@@ -139,7 +139,7 @@ class _Narrow:
                         set_role(wide, role)
 
     def _holds(self, x: ir.Value) -> bool:
-        """Tell whether 16 bits have the range of a value, as far as it is known."""
+        """Return whether the range of 16 bits covers a value, as far as its numbers are known."""
         tensor = ir.convenience.get_const_tensor(x)
         if tensor is None:
             return True
@@ -148,12 +148,12 @@ class _Narrow:
 
 
 def _is_weight(x: ir.Value) -> bool:
-    """Tell whether a value is a parameter or a constant."""
+    """Return whether a value is a parameter or a constant."""
     return role_of(x) is Role.PARAMETER or ir.convenience.get_const_tensor(x) is not None
 
 
 def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Emit a cast that inference leaves out."""
+    """Emit a cast and set its shape, which inference leaves out."""
     y: ir.Value = op.Cast(x, to=dtype)
     node = y.producer()
     assert node is not None
@@ -165,9 +165,9 @@ def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
 class DynamicLossScale(Pass):
     """Skip a step whose gradients overflow, and adapt the scale of the loss.
 
-    A step in which a gradient is not finite leaves all state as it was and reduces the scale. After `interval` steps
-    with finite gradients the scale grows. The scale becomes state. Run it after the
-    optimizer and the schedule, and before `Accumulate`.
+    If a gradient is not finite, the step leaves all state unchanged and reduces the scale. After `interval` steps with
+    finite gradients the scale grows. The scale becomes state. Run the pass after the optimizer and the schedule, and
+    before `Accumulate`.
 
     Args:
         growth: the factor of the scale after `interval` steps in which all gradients were finite.
@@ -175,7 +175,7 @@ class DynamicLossScale(Pass):
         interval: the number of steps with finite gradients after which the scale grows.
 
     Raises:
-        GraphoptError: a factor is outside its interval, the loss has no scale, or there is no optimizer.
+        GraphoptError: a factor is outside its interval, the loss has no scale, or the model has no optimizer.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
@@ -196,7 +196,7 @@ class DynamicLossScale(Pass):
         if scale is None or not following:
             found = "no optimizer" if scale else "no scale"
             raise GraphoptError(
-                f"DynamicLossScale needs a scaled loss and an optimizer's update, found {found}: set "
+                f"DynamicLossScale: expected a scaled loss and an optimizer's update, found {found}: set "
                 f"gradient.loss_scale, and run the optimizer first"
             )
         states = {next_of(x): x for x in with_role(model, *STATE)}

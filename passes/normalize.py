@@ -1,4 +1,4 @@
-"""Brings any inference model into the one form that the other passes work on."""
+"""Convert any inference model to the form that the other passes require."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Normalize(Pass):
     """Convert to opset 21 and IR version 10, and infer the type of every value.
 
     - Functions without a gradient rule are inlined.
-    - Operators of ONNX Runtime and of classical machine learning become standard ones (see `passes.lowering`), and so
-      does a Gelu that is written out.
-    - Sequences become the tensors that they hold, where the graph determines these.
-    - Outputs that are strings, and labels of classical models, are removed; the trained model has them again.
-    - Weights that nodes make (`Constant` and `ConstantOfShape` of more than one number) become initializers,
-      initializers stop being inputs, and unknown dimensions get names.
+    - Operators of ONNX Runtime and of classical machine learning become standard operators (see `passes.lowering`), and
+      a Gelu in elementary operators becomes a Gelu.
+    - Sequences become the tensors that they contain, if the graph determines these.
+    - Outputs that are strings, and labels of classical models, are removed. The trained model has them again.
+    - Weights in nodes (`Constant` and `ConstantOfShape` of more than one number) become initializers, initializers
+      are no longer inputs, and unknown dimensions get names.
     - A model that needs a newer opset keeps it, with a warning.
 
     Raises:
-        GraphoptError: the model is invalid, the type of a value cannot be inferred, or an operator is used in a way
-            that its lowering does not cover; names the node.
+        GraphoptError: the model is invalid, the type of a value cannot be inferred, or a lowering does not cover how a
+            node uses its operator. The error names the node.
 
     >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
@@ -98,7 +98,7 @@ class Normalize(Pass):
     def _prepare(self, model: ir.Model) -> None:
         try:
             common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
-        except ValueError as error:  # a function of another opset than the model's
+        except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         check_expanded(model)
@@ -116,18 +116,18 @@ class Normalize(Pass):
                 common.IdentityEliminationPass()(model)
         except ValueError as error:
             raise GraphoptError(
-                f"a value is declared with a shape that it cannot have: {line(error)}"
+                f"expected declared shapes to match the inferred ones, found another: {line(error)}"
             ) from error
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
 
 
 def expand(model: ir.Model) -> None:
-    """Replace every operator that ONNX defines as a function, and that has no rule, by its body."""
+    """Replace every operator without a gradient rule that ONNX defines as a function by the body of the function."""
     functions = _functions()
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
-    for node in nodes:  # inference and the inliner take an attribute that is not there for none
+    for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
         defaults = schemas.defaults("", node.op_type, version)
         node.attributes.update(
             {x.name: x for x in ir.convenience.convert_attributes(defaults | dict(node.attributes))}
@@ -153,7 +153,7 @@ def expand(model: ir.Model) -> None:
 
 @functools.cache
 def _function_names() -> frozenset[str]:
-    """Return the operators that ONNX defines as functions, in any opset."""
+    """Return the operators that ONNX defines as functions in any opset."""
     return frozenset(
         schema.name
         for schema in onnx.defs.get_all_schemas_with_history()
@@ -162,13 +162,13 @@ def _function_names() -> frozenset[str]:
 
 
 def _functions() -> list[str]:
-    """Return the operators that are differentiated through the functions that define them."""
+    """Return the operators that are differentiated through their function bodies."""
     known = RULES.keys() | NO_GRADIENT
     return [name for name in _function_names() if ("", name) not in known]
 
 
 def _body(node: ir.Node, version: int) -> ir.Graph:
-    """Return the function that defines an operator, for the types of a node's inputs."""
+    """Return the function body of an operator for the types of a node's inputs."""
     inputs = [x and ir.Value(name=f"input{i}", type=x.type, shape=x.shape) for i, x in enumerate(node.inputs)]
     outputs = [ir.Value(name=y.name and f"output{i}") for i, y in enumerate(node.outputs)]
     call = ir.Node("", node.op_type, inputs, node.attributes.values(), outputs=outputs)
@@ -182,7 +182,7 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
     proto.graph.value_info.add(
         name=""
-    ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT  # of what is left out
+    ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT  # of a missing input
     names = [("", name) for name in _functions()]
     return ir.from_proto(
         onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
@@ -190,7 +190,7 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
 
 
 def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
-    """Set aside outputs that are strings, and in a classical model all that are no floating numbers: labels."""
+    """Remove outputs that are strings, or labels in a classical model: all outputs that are not floating-point."""
     outputs = model.graph.outputs
     labels = [
         output
@@ -203,7 +203,7 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
 
 
 def upgrade(model: ir.Model) -> None:
-    """Convert the default domain to the working opset, from an older one."""
+    """Convert the default domain from an older opset to the working opset."""
     version = model.opset_imports.setdefault("", OPSET)
     if version < 9 and any(node.op_type == "Scan" for node in model.graph.all_nodes()):
         raise GraphoptError(
@@ -212,11 +212,11 @@ def upgrade(model: ir.Model) -> None:
     if version < OPSET:
         functions = dict(
             model.functions
-        )  # they have rules, and keep their opset: the converter inlines what it sees
+        )  # functions with rules keep their opset; the converter would inline them
         model.functions.clear()
         converter = logging.getLogger(onnxscript.version_converter.__name__)
         level = converter.level
-        converter.setLevel(logging.ERROR)  # it warns of every model that it leaves to onnx's converter
+        converter.setLevel(logging.ERROR)  # it warns whenever it falls back to onnx's converter
         try:
             onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
         finally:
@@ -225,7 +225,7 @@ def upgrade(model: ir.Model) -> None:
 
 
 def convert(model: ir.Model) -> None:
-    """Convert the default domain to the working opset; a model that needs a newer one keeps it."""
+    """Convert the default domain to the working opset. A model that needs a newer opset keeps it."""
     upgrade(model)
     version = model.opset_imports[""]
     if version > OPSET:
@@ -239,7 +239,7 @@ def convert(model: ir.Model) -> None:
         if newer:
             warnings.warn(
                 f"the model uses opset {version} for {', '.join(sorted(newer))}: its training graph keeps that opset "
-                f"and asks for a runtime that has it",
+                f"and needs a runtime that supports it",
                 stacklevel=2,
             )
             return
@@ -248,9 +248,9 @@ def convert(model: ir.Model) -> None:
 
 
 def _is_older(node: ir.Node) -> bool:
-    """Tell whether a node uses nothing that its operator's working version lacks.
+    """Return whether a node uses only features of its operator's working version.
 
-    Since opset 22 no last window of a pooling starts in the padding behind the input.
+    Since opset 22, a last pooling window does not start in the padding.
     """
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET)
@@ -276,7 +276,7 @@ def _set_opset(model: ir.Model, version: int) -> None:
 
 
 def materialize(model: ir.Model) -> None:
-    """Replace `ConstantOfShape` nodes of a constant floating shape by initializers that hold the numbers."""
+    """Replace `ConstantOfShape` nodes of a constant floating-point shape by initializers that contain the numbers."""
     for node in list(model.graph):
         if node.op_type != "ConstantOfShape" or node.domain != "":
             continue

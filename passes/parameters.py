@@ -1,4 +1,4 @@
-"""Choose what trains."""
+"""Select the parameters that train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.weights.initializers import duplicate
 
 @dataclass(frozen=True)
 class Untie(Pass):
-    """Give every use of the matching initializers its own copy, `NAME.1`, `NAME.2`, ..., so that they train separately.
+    """Copy the matching initializers for every use, as `NAME.1`, `NAME.2`, ..., so that the copies train separately.
 
     Args:
         weights: shell-style patterns of names, one or several.
@@ -53,31 +53,31 @@ class Untie(Pass):
 
 @dataclass(frozen=True)
 class Parameters(Pass):
-    """Choose which initializers train; by default, those that train in the program that the model was exported from.
+    """Select the initializers that train, by default those that train in the program that was exported.
 
-    The first of these that decides about a floating-point initializer applies:
+    The first rule that decides about a floating-point initializer applies:
 
     1. the fields of this pass;
-    2. what PyTorch's exporters write about parameters and buffers, and about what they folded, merged or computed
-       from them; what scikit-learn's and TensorFlow's converters write;
-    3. how the graph uses it: running statistics, initial values of scatters and recurrences, the unit scale of a
+    2. records of PyTorch's exporters about parameters and buffers, and about values folded, merged or computed from
+       them; records of scikit-learn's and TensorFlow's converters;
+    3. its use in the graph: running statistics, initial values of scatters and recurrences, the unit scale of a
        normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's
        input. A single number in arithmetic is a literal, unless the exporter calls it a parameter;
     4. otherwise it is a parameter if a gradient flows to it from an output.
 
-    A copy of a weight that the exporter folded, transposed or reshaped, is computed from the weight again (tied).
-    A decision by rule 3 alone, and a tie by equal numbers alone, is unsure: a warning counts these and `graphopt
-    report` lists them. Patterns are shell-style, one or several.
+    A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
+    A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
+    `run=report` lists them. Patterns are shell-style, one or several.
 
     Args:
-        pattern: train these and no others.
+        pattern: train only these.
         freeze: do not train these.
-        unfreeze: train these, too, whatever the rules decide.
-        untie: tie these to nothing, and give each of their uses its own copy.
-        retie: tie these to the weights of equal numbers, transposed or not.
+        unfreeze: train these regardless of the rules.
+        untie: do not tie these, and copy them for each use.
+        retie: tie these to the weights with equal numbers, transposed or not.
 
     Raises:
-        GraphoptError: nothing is left to train, or a pattern matches no floating-point initializer.
+        GraphoptError: no initializer trains, or a pattern matches no floating-point initializer.
 
     >>> from graphopt import models
     >>> steps = {"parameters": passes.Parameters(freeze="layers.0.*"), "loss": passes.MeanSquaredError()}
@@ -96,8 +96,9 @@ class Parameters(Pass):
         state_of_its_own = next((value for value in model.graph.inputs if role_of(value) in STATE), None)
         if state_of_its_own is not None:
             raise GraphoptError(
-                f"Parameters: expected an inference model, found a training graph: input {state_of_its_own.name!r} is "
-                f"its state: compile the model that it was made of"
+                f"Parameters: expected an inference model, found a training graph with the state "
+                f"{state_of_its_own.name!r}: "
+                f"compile the original model"
             )
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
@@ -132,7 +133,7 @@ class Parameters(Pass):
             state.promote(model, value, Role.PARAMETER)
 
     def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
-        """Return what an initializer is, and why it trains or does not."""
+        """Return the kind of an initializer and the reason why it trains or not."""
         if matches(value.name, self.freeze):
             return Origin(Kind.PARAMETER, "frozen by the user", named=True)
         if matches(value.name, self.unfreeze) or matches(value.name, self.pattern):
@@ -152,7 +153,7 @@ class Parameters(Pass):
         return matches(value.name, self.unfreeze) or (origin.trains and is_reached)
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
-        """Compute copies from the weights that they are copies of; return the weights."""
+        """Compute copies from their original weights, and return the weights."""
         weights = list(chosen)
         for group in ties.groups(chosen):
             kept: list[ir.Value] = []
@@ -171,12 +172,12 @@ class Parameters(Pass):
         return weights
 
     def _is_asked(self, weight: ir.Value, copy: ir.Value) -> bool:
-        """Tell whether the user or the exporter says that a copy is one of a weight."""
+        """Return whether the user or the exporter says that a weight has this copy."""
         retied = matches(weight.name, self.retie) or matches(copy.name, self.retie)
         return retied or _is_folded(weight, copy) or _have_one_source(weight, copy)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
-        """Return the operator that makes a copy of a weight and its argument, or None where they are not tied."""
+        """Return the operator that makes a copy of a weight, and its argument, or None if they are not tied."""
         if matches(weight.name, self.untie) or matches(copy.name, self.untie):
             return None
         how = ties.relation(weight, copy, transposed=_is_folded(weight, copy))
@@ -196,7 +197,7 @@ def _floating(model: ir.Model) -> list[ir.Value]:
 def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
     if pattern and not any(matches(value.name, pattern) for value in floating):
         raise GraphoptError(
-            f"{field}={pattern!r} matches no floating initializer; the model has: "
+            f"{field}={pattern!r} matches no floating-point initializer; the model has: "
             f"{', '.join(str(value.name) for value in floating) or 'none'}"
         )
 
@@ -208,13 +209,13 @@ def _read(value: ir.Value) -> Origin:
 
 
 def _is_open(value: ir.Value) -> bool:
-    """Tell whether an exporter left open what an initializer is, and gave it no name of its own."""
+    """Return whether the exporter left the kind of an initializer open and gave it a generated name."""
     origin = Origin.read(value)
     return origin is None or not (origin.named or origin.certain)
 
 
 def _origin(value: ir.Value) -> Origin:
-    """Return what an initializer is, by what the exporter says, by its uses and by its numbers."""
+    """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
         return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
     uses = list(value.uses())
@@ -237,7 +238,7 @@ def _origin(value: ir.Value) -> Origin:
         return replace(found, named=written is not None and written.named)
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
-    # One number is a buffer as often, and so is what the exporter folded and adds.
+    # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
     likely = len(value.shape or ()) > 0 and (written.named or evidence.is_factor(value))
     return replace(written, certain=written.certain or likely)
 
@@ -248,7 +249,7 @@ def _why_unreached(value: ir.Value) -> str:
 
 
 def _part_constant_uses(model: ir.Model) -> None:
-    """Give initializers that are constants to some of their users, and not to others, a copy for the former."""
+    """Copy initializers that are constants for some readers and not for others, for the former."""
     for value in [value for value in _floating(model) if _is_open(value)]:
         uses = list(value.uses())
         constant = [use for use in uses if evidence.constant_use(*use)]
@@ -259,29 +260,29 @@ def _part_constant_uses(model: ir.Model) -> None:
 
 
 def _order(value: ir.Value) -> tuple[bool, bool]:
-    """Sort weights with names of their own first, and those last that were made from others."""
+    """Sort weights with original names first, and weights made from others last."""
     origin = _read(value)
     return not origin.named, bool(origin.sources)
 
 
 def _is_folded(weight: ir.Value, copy: ir.Value) -> bool:
-    """Tell whether the exporter made a copy from a weight."""
+    """Return whether the exporter made a copy from a weight."""
     return _read(copy).sources == (weight.name,)
 
 
 def _have_one_source(weight: ir.Value, copy: ir.Value) -> bool:
-    """Tell whether the exporter made both from the same parameters."""
+    """Return whether the exporter made both from the same parameters."""
     return bool(_read(weight).sources) and _read(weight).sources == _read(copy).sources
 
 
 def _are_clones(first: ir.Value, second: ir.Value) -> bool:
-    """Tell whether names differ in numbers alone: those of layers that start as copies of each other."""
+    """Return whether names differ only in digits, as those of layers that start as copies of each other."""
     names = [re.sub(r"\d+", "#", str(value.name)) for value in (first, second)]
     return names[0] == names[1]
 
 
 def _warn(values: Sequence[ir.Value]) -> None:
-    """Say which initializers only a rule decided."""
+    """Warn about initializers that only a rule decided."""
     unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
     if unsure:
         some = [f"{value.name!r} ({origin.reason})" for value, origin in unsure[:4]]
@@ -290,7 +291,7 @@ def _warn(values: Sequence[ir.Value]) -> None:
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
             f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
-            f"{', '.join(some)}{more}; freeze, unfreeze, untie or retie of Parameters changes that, and "
+            f"{', '.join(some)}{more}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
             f"run=report lists what trains",
             stacklevel=2,
         )
@@ -305,9 +306,10 @@ def _nothing_to_train(model: ir.Model, floating: Sequence[ir.Value]) -> str:
         )
     found = (
         ", ".join(f"{value.name!r} ({_read(value).why})" for value in floating)
-        or "no floating initializer at all"
+        or "no floating-point initializer"
     )
     return (
-        f"nothing to train: expected a floating initializer that a gradient flows to from an output, found {found}; "
+        f"nothing to train: expected a floating-point initializer that receives a gradient from an output, found "
+        f"{found}: "
         f"name parameters with pattern or unfreeze of Parameters"
     )

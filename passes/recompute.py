@@ -1,4 +1,4 @@
-"""Activation checkpointing: parts of the forward pass run again in the backward pass, rather than be kept for it."""
+"""Recompute parts of the forward pass in the backward pass instead of keeping their results (checkpointing)."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from graphopt.graph.values import is_floating, like
 from graphopt.intervals import within
 from passes.simplify import simplify
 
-ELEMENT = 20  # what an element of an elementwise operator costs, in additions of a matrix product
-CAPS = 24  # how many sizes of segments are tried, each a fifth smaller than the one before
-NEGLIGIBLE = 1e-3  # the share of what is saved below which a value stays
+ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
+CAPS = 24  # the number of segment sizes to try, each a fifth smaller than the previous one
+NEGLIGIBLE = 1e-3  # the share of all saved bytes below which a value stays saved
 
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Run parts of the forward pass again in the backward pass, so that fewer values are kept; run it after Gradient.
+    """Recompute parts of the forward pass in the backward pass, so that fewer values are kept. Run it after Gradient.
 
-    The backward pass reads values that are kept, or that segments compute again from kept ones (Chen, Xu, Zhang,
-    Guestrin 2016, https://arxiv.org/abs/1604.06174). The pass computes again what costs least for its bytes, in
-    segments of a limited size. Of the sizes that meet the budget it takes the one with the least work. The results
-    stay the same. A segment starts with a Reshape whose shape depends on earlier gradients, so that no runtime can
-    run it earlier or merge it with the forward pass.
+    The backward pass reads kept values, or segments recompute them from kept values (Chen, Xu, Zhang, Guestrin 2016,
+    https://arxiv.org/abs/1604.06174). The pass prefers values that cost least per byte to recompute, and limits the
+    size of segments. Among the sizes that meet the budget it chooses the one with the least work. The results stay the
+    same. A segment starts with a Reshape whose shape depends on earlier gradients, so that no runtime can run it
+    earlier or merge it with the forward pass.
 
     Args:
-        budget: the largest share of the bytes, of those that the forward pass keeps for the backward pass now, that may
-            be held at any time, kept or computed again; None for as little as possible.
-        batch: the size that stands for symbolic dimensions when bytes are counted.
+        budget: the largest share of the bytes kept without this pass that may be alive at any time, kept or recomputed.
+            None minimizes them.
+        batch: the size to assume for symbolic dimensions when bytes are counted.
 
     Raises:
-        GraphoptError: `budget` is no share, there is no gradient yet, or the budget cannot be met.
+        GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget cannot be met.
 
     >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "recompute": passes.Recompute(budget=0.8)}
@@ -54,21 +54,21 @@ class Recompute(Pass):
     def rewrite(self, model: ir.Model) -> None:
         if not with_role(model, Role.GRADIENT):
             raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
-        simplify(model)  # later it would merge what is the same in both passes, and so keep it
+        simplify(model)  # a later Simplify would merge equal nodes of both passes
         forward = _Forward(model, self.batch)
         _rerun(model, forward, forward.choose(self.budget))
 
 
 @dataclass
 class _Saved:
-    """A node of which the backward pass reads outputs, and what computing it again takes.
+    """Store a node whose outputs the backward pass reads, and the cost of recomputing it.
 
     Args:
         size: the bytes of those outputs.
         inner: the nodes between it and other saved nodes, which nothing keeps.
-        sources: the saved nodes that these start from.
-        cost: of `inner` and itself.
-        start: the place of the first reader in the backward pass.
+        sources: the saved nodes from which these nodes start.
+        cost: the cost of the node and of `inner`.
+        start: the position of the first reader in the backward pass.
     """
 
     size: int
@@ -80,7 +80,7 @@ class _Saved:
 
 @dataclass
 class _Choice:
-    """Segments to run again, and the bytes held at any time."""
+    """Store the segments to recompute, and the bytes that are alive at any time."""
 
     held: float
     cost: float = 0.0
@@ -88,7 +88,7 @@ class _Choice:
 
 
 class _Forward:
-    """The forward pass of a model with gradients, and what its backward pass reads of it."""
+    """Analyse the forward pass of a model with gradients, and the values that the backward pass reads from it."""
 
     def __init__(self, model: ir.Model, batch: int) -> None:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
@@ -123,7 +123,7 @@ class _Forward:
         self._near = near
 
     def _closure(self, node: ir.Node, ends: Iterable[ir.Node | None]) -> tuple[set[ir.Node], set[ir.Node]]:
-        """Return the nodes that `node` is computed by, back to those of `ends`, and which of these."""
+        """Return the nodes that compute `node`, back to `ends`, and those of `ends` that are reached."""
         inner: set[ir.Node] = set()
         sources: set[ir.Node] = set()
         waiting = [node]
@@ -140,7 +140,7 @@ class _Forward:
         return inner, sources
 
     def choose(self, budget: float | None) -> _Choice:
-        """Return the segments of least cost that meet a budget, or that hold the least without one."""
+        """Return the cheapest segments that meet a budget, or without a budget those that keep the fewest bytes."""
         limit = 0.0 if budget is None else budget * self.total
         if self.total <= limit:
             return _Choice(self.total)
@@ -151,14 +151,14 @@ class _Forward:
             return least
         if least.held > limit:
             raise GraphoptError(
-                f"Recompute: budget={budget}: expected to hold {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB that "
-                f"the backward pass reads, found {least.held / 1e6:.3g} MB at least: set it to "
+                f"Recompute: budget={budget}: expected to keep {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB "
+                f"that the backward pass reads, found that it needs {least.held / 1e6:.3g} MB at least: set it to "
                 f"{math.ceil(1000 * least.held / self.total) / 1000} or more"
             )
         return min((choice for choice in choices if choice.held <= limit), key=lambda choice: choice.cost)
 
     def _grow(self, limit: float, cap: float) -> _Choice:
-        """Let segments grow, by what costs least for its bytes, until at most `limit` is held; none beyond `cap`."""
+        """Grow segments by the values that cost least per byte until at most `limit` is kept. None exceeds `cap`."""
         found = [node for node, one in self.saved.items() if one.size > NEGLIGIBLE * self.total]
         found.sort(key=lambda node: self.saved[node].cost / self.saved[node].size)
         segment: dict[ir.Node, set[ir.Node]] = {}
@@ -174,10 +174,12 @@ class _Forward:
                 segment.update(dict.fromkeys(merged, merged))
         segments = sorted({id(one): one for one in segment.values()}.values(), key=self.start)
         cost = sum(self.saved[node].cost for one in segments[1:] for node in one)
-        return _Choice(kept + largest, cost, segments[1:])  # the first would be there until it is read anyway
+        return _Choice(
+            kept + largest, cost, segments[1:]
+        )  # the first segment would stay alive until it is read anyway
 
     def start(self, segment: Iterable[ir.Node]) -> int:
-        """Return the place of the first node of the backward pass that reads a segment."""
+        """Return the position of the first node of the backward pass that reads a segment."""
         return min(self.saved[node].start for node in segment)
 
 
@@ -186,7 +188,7 @@ def _repeatable(node: ir.Node) -> bool:
 
 
 def _cost(node: ir.Node) -> float:
-    """Return what a node costs, in additions of a matrix product; its shapes are known."""
+    """Return the cost of a node of known shapes, in additions of a matrix product."""
     if node.op_type in VIEWS:
         return 0
     shapes = [_dims(x) for x in node.inputs]
@@ -201,13 +203,13 @@ def _cost(node: ir.Node) -> float:
 
 
 def _dims(x: ir.Value | None) -> list[int]:
-    """Return the shape of a value, 1 where it is unknown."""
+    """Return the shape of a value, with 1 for unknown sizes."""
     shape = (1, 1) if x is None or x.shape is None else x.shape
     return [dim if isinstance(dim, int) else 1 for dim in shape]
 
 
 def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
-    """Let the backward pass read copies of segments, each of which waits for the gradients before it."""
+    """Let the backward pass read recomputed segments, each of which waits for the gradients before it."""
     position = {node: i for i, node in enumerate(model.graph)}
     order = forward.backward
     ahead = dependencies(order)
@@ -226,7 +228,7 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
             if tokens:
                 zero = _zero(op, tokens)
             if zero is None:
-                continue  # read before all gradients, and so there in any case
+                continue  # the first gradient reads it, so it is alive anyway
             inner = segment.union(*(forward.saved[node].inner for node in segment))
             copies = _copies(op, sorted(inner, key=lambda node: position[node]), zero)
             uses = [
@@ -243,7 +245,7 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
 
 
 def _zero(op: Emitter, tokens: Iterable[ir.Value]) -> ir.Value:
-    """Return the vector [0] of int64, which no runtime can tell before it has `tokens`: no |x| is less than 0."""
+    """Return the int64 vector [0], computed from `tokens` as |x| < 0 so that no runtime can fold it."""
     firsts = [op.Cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), to=ir.DataType.FLOAT) for x in tokens]
     whole = op.Concat(*firsts, axis=0) if len(firsts) > 1 else firsts[0]
     never = op.Cast(op.Less(op.Abs(whole), 0.0), to=ir.DataType.INT64)
@@ -251,7 +253,7 @@ def _zero(op: Emitter, tokens: Iterable[ir.Value]) -> ir.Value:
 
 
 def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Value, ir.Value]:
-    """Emit nodes again, those that start off not before `zero` is there; return the copies of their outputs."""
+    """Emit copies of nodes that start after `zero`, and return the copies of their outputs."""
     copies: dict[ir.Value, ir.Value] = {}
     tied: dict[ir.Value, ir.Value] = {}
     for node in nodes:
@@ -266,13 +268,13 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
 
 
 def _start(inputs: Sequence[ir.Value | None]) -> tuple[int, ir.Value]:
-    """Return the first input that is no constant, or else the first, and its place."""
+    """Return the position and value of the first input that is not a constant, or else of the first input."""
     given = [(i, x) for i, x in enumerate(inputs) if x is not None]
     return next(((i, x) for i, x in given if ir.convenience.get_const_tensor(x) is None), given[0])
 
 
 def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:
-    """Return `x` laid over itself, by a shape that `zero` is part of: a size of 0 stands for that of `x`."""
+    """Return `x` reshaped by a shape that contains `zero`. A size of 0 means the size of `x`."""
     assert x.shape is not None
     if len(x.shape) == 0:
         return like(op.Squeeze(op.Reshape(x, zero + 1), [0]), x)
@@ -281,7 +283,7 @@ def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:
 
 
 def _copy(op: Emitter, x: ir.Value, copies: dict[ir.Value, ir.Value]) -> ir.Value:
-    """Return the copy of a value, or a view of the copy of what it is a view of."""
+    """Return the copy of a value, or a view of a copy if the value is a view."""
     node = x.producer()
     if x not in copies and node is not None and node.inputs[0] is not None:
         base = _copy(op, node.inputs[0], copies)

@@ -1,7 +1,7 @@
-"""Regularizers: what parameters cost, whatever the data.
+"""Add penalties on parameters to the loss.
 
-The base class chooses parameters by name, sums, and reports `penalty` and `data_loss` apart, whose sum is `loss`;
-several add up. A leaf is its mathematics, `penalty(op, w)`, a scalar.
+The base class selects parameters by name, sums their penalties, and reports `penalty`, `data_loss` and their sum
+`loss`. Several regularizers add up. A subclass implements `penalty(op, w)`, which returns a scalar.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from graphopt.intervals import within
 class Regularizer(Pass):
     """Add to the loss a penalty of the parameters whose names match `parameters`.
 
-    This is the base class of regularizers. A subclass writes `penalty`. A step reports `loss`, and its two parts
+    This is the base class of regularizers. A subclass implements `penalty`. A step reports `loss` and its two parts
     `data_loss` and `penalty`. Several regularizers add up.
 
     Args:
         parameters: shell-style patterns of names, one or several.
 
     Raises:
-        GraphoptError: there is no loss, no parameter matches, or a strength is negative or not finite.
+        GraphoptError: the model has no loss, no parameter matches, or a strength is negative or not finite.
 
     >>> class Largest(passes.Regularizer):
     ...     def penalty(self, op, w):

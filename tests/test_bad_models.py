@@ -50,7 +50,7 @@ def compiled(proto, pattern=None, **steps):
         (
             "g (float[N,4] x) => (float[N,4] y) { y = Tanh(x) }",
             None,
-            "nothing to train: .* found no floating initializer at all",
+            "nothing to train: .* found no floating-point initializer",
         ),
         (
             "g (float[N,4] x, int64[K] s) => (float y) "

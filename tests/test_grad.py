@@ -148,7 +148,7 @@ def test_the_batch_stays_dynamic_and_own_outputs_can_go():
         ({"wrt": ["z"]}, "unknown floating value 'z'; known: .*fc0.weight"),
         (
             {"wrt": ["x"], "of": "z"},
-            r"of='z': expected the name of one floating output, the model has \['y'\]",
+            r"of='z': expected the name of one floating-point output, the model has \['y'\]",
         ),
         ({"wrt": ["y"]}, None),
     ],

@@ -173,7 +173,7 @@ def _recursive(proto: onnx.ModelProto) -> None:
         (_recursive, "function own::f: expected no recursion, found a function that calls itself|recurs"),
         (_claimed("x", "role", "king"), "'x': unknown role 'king'; known: counter"),
         (_claimed("x", "role", "loss"), "'x': role 'loss': expected one of counter, data"),
-        (_claimed("x", "role", "parameter"), "found a training graph: input 'x' is its state"),
+        (_claimed("x", "role", "parameter"), "found a training graph with the state 'x'"),
         (_claimed("y", "role", "parameter"), "'y': role 'parameter': expected one of"),
         (_claimed("p", "inference", "{}"), "value 'p': metadata 'graphopt.inference': expected none"),
         (_claimed("x", "metric", "nonsense"), "value 'x': metadata 'graphopt.metric': expected JSON"),
@@ -379,7 +379,7 @@ def test_constants_that_a_gradient_would_make_are_counted_first(case: str) -> No
         (
             "g (float[T,N,4] x) => (float[T,1,N,1] y) "
             '{ v = Mul(x, w) y = LSTM<direction="up", hidden_size=1>(v, k, r) }',
-            "unknown direction 'up'; known: forward",
+            "expected a direction of forward, reverse, bidirectional, found 'up'",
         ),
     ],
 )

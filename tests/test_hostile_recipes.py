@@ -160,7 +160,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "an escaped interpolation in a field": (
         experiment("parameters: {pattern: '\\${oc.create:{_target_: os.mkdir, path: pwned}}'}"),
         NAMED,
-        "matches no floating initializer",
+        "matches no floating-point initializer",
     ),
     "a name chosen by the number of steps": (
         experiment("pick: [passes.L2, passes.L2, os.mkdir]\nloss: {_target_: '${pick[${training_steps:}]}'}"),

@@ -309,12 +309,15 @@ def test_a_target_tells_its_metric():
     ("loss", "message"),
     [
         (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean', 'sum' or 'none', found 'max'"),
-        (lambda: passes.CrossEntropy(axis=5), r"CrossEntropy\(axis=5\): the prediction 'y' has 2 axes"),
+        (
+            lambda: passes.CrossEntropy(axis=5),
+            r"CrossEntropy\(axis=5\): expected an axis of 'y', found that it has 2 axes",
+        ),
         (
             lambda: passes.CrossEntropy(axis=0),
-            r"axis=0\): expected the axis of the classes, found that of the rows",
+            r"axis=0\): expected the axis of the classes, found the axis of the rows",
         ),
-        (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one a class, found 1"),
+        (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one per class, found 1"),
         (
             lambda: passes.MeanSquaredError(output="z"),
             "output='z': expected the name of one floating output",

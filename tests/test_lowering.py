@@ -471,7 +471,7 @@ REFUSED = {
         {"num_heads": N},
     ),
     "its input 2, 'c', is not covered": Case("BiasGelu", {"x": X, "b": BETA, "c": BETA}),
-    "expected num_heads, found none": Case("Attention", {"x": X, "w": W, "b": BIAS}),
+    "expected attributes or inputs num_heads, found none": Case("Attention", {"x": X, "w": W, "b": BIAS}),
     "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
     "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
     "attribute bits=2": n_bits(2),

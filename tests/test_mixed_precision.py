@@ -331,7 +331,8 @@ def test_bfloat16_has_products_alone_that_the_opset_defines() -> None:
     with pytest.raises(graphopt.GraphoptError, match=r"refuses the graph.*take another precision"):
         graphopt.Executor(step).step(x=X, target=T)
     with pytest.raises(
-        graphopt.GraphoptError, match="Conv, ConvTranspose, Gemm, MatMul nodes of float32 that take bfloat16"
+        graphopt.GraphoptError,
+        match="Conv, ConvTranspose, Gemm, MatMul nodes of float32 that support bfloat16",
     ):
         graphopt.compile(
             model("g (float[N,1,8,8] x) => (float[N,2,6,6] y) { y = Conv(x, w) }", w=np.ones((2, 1, 3, 3))),

@@ -316,7 +316,7 @@ def test_patterns_choose_and_freeze():
     [
         (
             {"pattern": "nothing"},
-            "Parameters: pattern='nothing' matches no floating initializer; the model has: conv",
+            "Parameters: pattern='nothing' matches no floating-point initializer; the model has: conv",
         ),
         ({"freeze": "nothing"}, "Parameters: freeze='nothing' matches no"),
         ({"freeze": "*"}, "nothing to train"),

@@ -114,7 +114,10 @@ def test_a_rule_of_ones_own_stands_in_for_the_librarys():
 @pytest.mark.parametrize(
     ("rule", "found"),
     [
-        (lambda op, dy, x: [op.ReduceSum(dy)], r"the gradient by 'h': expected the shape \[N,8\]"),
+        (
+            lambda op, dy, x: [op.ReduceSum(dy)],
+            r"the gradient with respect to 'h': expected the shape \[N,8\]",
+        ),
         (lambda op, dy, x: [dy + op.constant(np.ones(5), like=dy)], "cannot emit Add"),
         (exchanged, "exchanged: expected an onnxscript function of 2 inputs"),
     ],

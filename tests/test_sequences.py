@@ -215,6 +215,6 @@ def test_a_sequence_that_only_the_run_tells_is_refused_with_what_it_blocks():
         w=np.ones(3),
     )
     with pytest.raises(
-        graphopt.GraphoptError, match=r"ConcatFromSequence \(nodes .*; blocks 'w'; it holds sequences"
+        graphopt.GraphoptError, match=r"ConcatFromSequence \(nodes .*; blocks 'w'; it works on sequences"
     ):
         graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD())

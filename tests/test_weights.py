@@ -414,7 +414,7 @@ def test_untie_gives_each_use_a_copy() -> None:
     passes.Untie("w")(loaded)
     passes.Parameters()(loaded)
     assert sorted(trained(loaded)) == ["w", "w.1"]
-    with pytest.raises(GraphoptError, match="weights='z' matches no floating initializer"):
+    with pytest.raises(GraphoptError, match="weights='z' matches no floating-point initializer"):
         passes.Untie("z")(graphopt.load(tied()))
 
 

@@ -1,4 +1,4 @@
-"""The gradient pass and the rules it follows."""
+"""Differentiate the loss with gradient rules."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from passes.gradients.walk import backward, lost
 
 @dataclass(frozen=True)
 class GradientSource(Pass):
-    """Differentiate the loss by every parameter: add an output `NAME.grad` for each.
+    """Differentiate the loss with respect to every parameter: add an output `NAME.grad` for each.
 
     This is the base class of `Gradient` and `OrtGradient`.
 
     Args:
-        loss_scale: the initial value of a hyperparameter `loss_scale`: the loss is multiplied by it before it is
-            differentiated, and the gradients are divided by it, so that 16-bit intermediate values do not vanish.
+        loss_scale: the initial value of a hyperparameter `loss_scale`. The loss is multiplied by it before
+            differentiation and the gradients are divided by it, so that 16-bit intermediate values do not underflow.
 
     Raises:
-        GraphoptError: there is no loss or no parameter; operators without a gradient block a parameter; or the loss
-            does not depend on a parameter.
+        GraphoptError: the model has no loss or no parameter; operators without a gradient block a parameter; or the
+            loss does not depend on a parameter.
 
     >>> issubclass(passes.Gradient, passes.GradientSource)
     True
@@ -48,7 +48,7 @@ class GradientSource(Pass):
     def backward(
         self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
-        """Emit the vector-Jacobian product; return the gradient of each of `wrt` that the seeded values depend on."""
+        """Emit the vector-Jacobian product, and return the gradient of each of `wrt` that affects the seeded values."""
 
     @final
     def rewrite(self, model: ir.Model) -> None:
@@ -86,10 +86,10 @@ class GradientSource(Pass):
 
 @dataclass(frozen=True)
 class Gradient(GradientSource):
-    """Differentiate the loss by every parameter, in standard operators: add an output `NAME.grad` for each.
+    """Differentiate the loss with respect to every parameter in standard operators: add an output `NAME.grad` for each.
 
     Raises:
-        GraphoptError: there is no loss or no parameter; operators without a rule block a parameter; or the loss
+        GraphoptError: the model has no loss or no parameter; operators without a rule block a parameter; or the loss
             does not depend on a parameter.
 
     >>> from graphopt import models

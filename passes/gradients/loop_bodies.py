@@ -1,4 +1,4 @@
-"""Bodies of If, Scan and Loop: copied, finished, and the nodes that hold them."""
+"""Copy, build and finish the bodies of If, Scan and Loop nodes, and emit these nodes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.values import dims_of, is_floating, like
 
 Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
-Sequences = list[
-    tuple[Value, Value, int, int]
-]  # of a Scan: a body's input, what it is a slice of, axis, direction
+Sequences = list[tuple[Value, Value, int, int]]  # a sliced scan input: body input, sequence, axis, direction
 
 
 def scan_over(
     op: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool = False
 ) -> list[Value]:
-    """Emit a Scan of a traced `step(op, states, slices)`, which returns the next states, and outputs.
+    """Emit a Scan that runs a traced `step(op, states, slices)`, which returns the next states and the outputs.
 
-    Returns the last states and then the outputs of all steps along a first axis, each like its slice or state.
+    Returns the final states, then the outputs of all steps along a first axis. Each has the type of its state or slice.
     """
     body = Graph([], [], nodes=[], opset_imports=op.versions, name="step")
     with op.within(body) as inner:
@@ -54,7 +52,7 @@ def emit_scan(
     models: Sequence[Value],
     **attributes: list[int],
 ) -> list[Value]:
-    """Emit a Scan whose outputs are like `models`; its body gets the slices as inputs."""
+    """Emit a Scan whose outputs have the types of `models`. Its body receives the slices as inputs."""
     body.inputs.extend(x for x, *_ in sequences)
     return emit(
         op,
@@ -72,7 +70,7 @@ def emit_scan(
 def emit(
     op: Emitter, op_type: str, inputs: Sequence[Value | None], models: Iterable[Value], **attributes: object
 ) -> list[Value]:
-    """Emit a node with bodies, whose outputs are like `models`."""
+    """Emit a node with bodies whose outputs have the types of `models`."""
     outputs = [Value(type=x.type, shape=x.shape) for x in models]
     if outputs:
         op.call_op(op_type, inputs, attributes, outputs=outputs)
@@ -82,9 +80,9 @@ def emit(
 def saved(
     node: Node, body: Graph, x: Value, length: int | ir.SymbolicDim | None, way: int | None = None
 ) -> Value:
-    """Return a further output of a loop, added where it is missing: what a value of its body is in each step.
+    """Return an output of a loop that stacks a value of its body over all steps, and add it if it is missing.
 
-    That of a Scan is in the order of steps if `way` is 0, and 1 the other way.
+    For a Scan, `way` is 0 for the order of steps and 1 for the reverse order.
     """
     name = f"{next(y.name for y in node.outputs if y.name)}/{x.name}"
     for y in node.outputs:
@@ -107,12 +105,13 @@ def saved(
 
 
 def copy(graph: Graph) -> Graph:
-    """Return a copy of a body, which captures what it captures."""
+    """Return a copy of a body that captures the same outer values."""
     for y in graph.outputs:
         producer = y.producer()
         if producer is not None and producer.graph is not graph:
             raise GraphoptError(
-                f"no gradient through a body that returns {y.name!r}, computed outside it: freeze what is before it"
+                f"no gradient through a body that returns {y.name!r}, computed outside it: freeze the parameters "
+                f"before it"
             )
     return graph.clone(allow_outer_scope_values=True)
 
@@ -123,12 +122,12 @@ def floating(values: Iterable[Value]) -> list[Value]:
 
 
 def padded(numbers: Sequence[int], count: int) -> Sequence[int]:
-    """Return as many axes or directions, which are 0 where they are left out."""
+    """Return axes or directions of `count` values, with 0 for those that are left out."""
     return numbers or [0] * count
 
 
 def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value]:
-    """Return the gradient of each value that may be several results of a body."""
+    """Return the gradient of each value; a value that is several results of a body gets the sum."""
     total: dict[Value, Value] = {}
     for y, dy in ends:
         total[y] = like(total[y] + dy, y) if y in total else dy
@@ -136,7 +135,7 @@ def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value
 
 
 def finish(op: Emitter, body: Graph, results: Iterable[Value]) -> None:
-    """Make `results` the outputs of a body, each a value of its own, and drop what none of them needs."""
+    """Make `results` the outputs of a body, with a separate value for each, and remove unused nodes."""
     outputs: list[Value] = []
     for y in results:
         own = y.producer() is not None and y.graph is body and y not in outputs

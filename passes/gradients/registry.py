@@ -1,16 +1,17 @@
-"""Register gradient rules, by operator.
+"""Register gradient rules by operator.
 
-A rule is a traced function `rule(op, dy, *inputs, **named)` that returns the gradients of the inputs, in
-order, None where there is none; trailing ones may be left out. `dy` is the gradient of the first output.
-After the inputs a rule names, as keyword parameters, what else it needs: attributes (the schema's defaults
-included); `y`, the first output; `dys`, the gradients of all outputs, or `further`, those after the first, None
-where there is none (without either, a gradient of a further output is refused); `active`, the values that a
-gradient is wanted for (others may be left None); or `node`.
+A rule is a traced function `rule(op, dy, *inputs, **named)`. It returns the gradients of the inputs in order, with
+None for no gradient. Trailing gradients may be left out. `dy` is the gradient of the first output. Keyword parameters
+after the inputs request further values: attributes (with the defaults of the schema); `y`, the first output; `dys`, the
+gradients of all outputs; `further`, the gradients of the outputs after the first, with None for no gradient; `active`,
+the values whose gradients are needed (the rule may return None for others); and `node`. A gradient of a further output
+is refused if a rule names neither `dys` nor `further`.
 
-The inputs of an operator with bodies are followed by the outer values that the bodies use.
+If an operator has bodies, the outer values that the bodies read follow its inputs.
 
-Rules ignore broadcasting: the walk sums each gradient to its input's shape. An elementwise operator needs a
-row of local derivatives alone: `local(op, *inputs, output, **attributes)` an input, a value or a number.
+Rules ignore broadcasting: the walk sums each gradient to the shape of its input. An elementwise operator only needs a
+row of local derivatives `local(op, *inputs, output, **attributes)`, one for each input. Each returns a value or a
+number.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 RULES: dict[tuple[str, str], Rule] = {}
 NO_GRADIENT: set[tuple[str, str]] = set()
 ELEMENTWISE: set[tuple[str, str]] = set()
-UNIFORM: set[tuple[str, str]] = (
-    set()
-)  # rules that take a scalar for a gradient that is the same for all elements
+UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements
 REFUSED: dict[tuple[str, str], str] = {}
 
-# Operators whose integers stand for floating numbers, and have their gradient.
+# Operators whose integers represent floating-point numbers and carry their gradients.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
 
-# Floating inputs to which no gradient flows, of ONNX's operators: ratios, regions, sizes, running statistics.
+# Floating inputs of ONNX operators that receive no gradient: ratios, regions, sizes, running statistics.
 WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
     "BatchNormalization": (3, 4),
     "CastLike": (1,),
@@ -54,7 +53,7 @@ WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of these operators."""
+    """Register the decorated function as the gradient rule of these operators."""
 
     def register(function: Rule) -> Rule:
         for op_type in op_types:
@@ -65,14 +64,14 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
 
 def gradient(domain: str, op_type: str) -> Callable[[F], F]:
-    """Register the decorated function as the gradient rule of an operator, or of a function in models, of any domain.
+    """Register the decorated function as the gradient rule of an operator, or of a function in models, in any domain.
 
-    The rule is a traced function, as the module describes, or an `@onnxscript.script` function: it takes the
-    gradients of the operator's outputs and then the inputs, and returns the gradients of the inputs. It replaces an
-    existing rule. A function in models that has a rule is not inlined, so that it gets its own backward pass.
+    The rule is a traced function as `passes.gradients.registry` describes, or an `@onnxscript.script` function that
+    takes the gradients of the operator's outputs, then the inputs, and returns the gradients of the inputs. It replaces
+    an existing rule. A function in a model that has a rule is not inlined, so that the rule applies.
 
     Args:
-        domain: the domain of the operator; "" for ONNX's own.
+        domain: the domain of the operator, "" for ONNX.
         op_type: the name of the operator or the function.
 
     >>> @passes.gradient("my.domain", "Step")
@@ -96,40 +95,40 @@ def _scripted(function: OnnxFunction[..., Any]) -> Rule:
 
 
 def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
-    """Register a rule for each row of local derivatives."""
+    """Register a gradient rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
         RULES[domain, op_type] = _chain(locals_)
         ELEMENTWISE.add((domain, op_type))
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:
-    """Declare operators whose outputs depend on no input differentiably: the walk stops there."""
+    """Declare operators whose outputs depend on no input differentiably. Differentiation stops at them."""
     NO_GRADIENT.update((domain, op_type) for op_type in op_types)
 
 
 def refused(reason: str, *op_types: str, domain: str = "") -> None:
-    """Declare operators on whose way to a parameter a model is refused; the reason says what to do instead."""
+    """Declare operators that block gradients. The error contains `reason`, which says what to do instead."""
     REFUSED.update({(domain, op_type): reason for op_type in op_types})
 
 
 def carries(node: ir.Node, index: int) -> bool:
-    """Tell whether a gradient can flow to an input of a node, whatever the input's type is."""
+    """Return whether a gradient can flow to an input of a node, regardless of the input's type."""
     return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
 
 
 def has_rule(domain: str, op_type: str) -> bool:
-    """Tell whether an operator has a rule of its own."""
+    """Return whether an operator has its own gradient rule."""
     return (domain, op_type) in RULES
 
 
 def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `named` values that `function` has a parameter for."""
+    """Return those of the `named` values that are parameters of `function`."""
     names, takes_all = _parameters(function)
     return {name: value for name, value in named.items() if takes_all or name in names}
 
 
 def names(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether `function` has a parameter of this name."""
+    """Return whether `function` has a parameter of this name."""
     return name in _parameters(function)[0]
 
 

@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation: one walk from the objective back to what it is differentiated by."""
+"""Differentiate in reverse mode: one walk from the objective back to the values to differentiate by."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from passes.gradients.registry import (
 def backward(
     op: Emitter, graph: ir.Graph | ir.GraphView, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Emit the vector-Jacobian product of `graph`; return the gradient of each of `wrt` that it depends on.
+    """Emit the vector-Jacobian product of `graph`, and return the gradient of each of `wrt` that affects the seeds.
 
-    On the way a gradient may be one number for all elements, a scalar: that of a mean, until an operator needs all.
+    A gradient may be a scalar that stands for equal elements, such as that of a mean, until an operator needs all
+    elements.
 
     Args:
-        seeds: the gradient of the objective with respect to some values, each of that value's shape.
+        seeds: the gradient of the objective with respect to each value, in that value's shape.
         wrt: the values to differentiate by.
 
     Raises:
-        GraphoptError: operators on the way have no rule; names them all, their nodes, and what they block.
+        GraphoptError: operators on the path have no rule. The error names them, their nodes, and the values they block.
     """
     wrt = list(wrt)
     path = between(graph, seeds, wrt)
@@ -55,7 +56,7 @@ def backward(
                 if x is not None and gradient is not None and x in active:
                     _add(op, gradients, x, sum_to(op, gradient, x))
         except NoGradient:
-            raise  # of a body, and names its nodes
+            raise  # the error comes from a body and names its nodes
         except GraphoptError as error:
             raise GraphoptError(f"no gradient of {node.op_type} node {node.name!r}: {error}") from error
     return {x: full(op, gradients[x], x) for x in wrt if x in gradients}
@@ -71,7 +72,7 @@ def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient
 
 
 def _takes_uniform(node: ir.Node) -> bool:
-    """Tell whether a rule takes one number as the gradient of all elements."""
+    """Return whether a rule accepts one scalar as the gradient of all elements."""
     if (node.domain, node.op_type) in UNIFORM:
         return True
     shape = node.outputs[0].shape
@@ -81,19 +82,19 @@ def _takes_uniform(node: ir.Node) -> bool:
 
 
 def is_uniform(gradient: ir.Value) -> bool:
-    """Tell whether a gradient is one number, for all elements of what it belongs to."""
+    """Return whether a gradient is a scalar that stands for all elements of its value."""
     return gradient.shape is not None and len(gradient.shape) == 0
 
 
 def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    """Return the gradient by `x` in the shape of `x`."""
+    """Return the gradient of `x` in the shape of `x`."""
     if not is_uniform(gradient) or dims_of(x) == ():
         return gradient
     return like(op.Expand(gradient, op.shape_of(x)), x)
 
 
 def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]) -> Gradients:
-    """Emit the gradients of a node's inputs by its rule, which is given what it names."""
+    """Emit the gradients of a node's inputs by its rule, with the arguments that the rule requests."""
     rule = RULES[node.domain, node.op_type]
     named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
     if names(rule, "dys"):
@@ -103,14 +104,14 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
         raise GraphoptError(
-            f"its rule differentiates the first output alone, and the "
-            f"objective depends on {unused!r}: freeze what is before it"
+            f"its rule differentiates only the first output, and the objective depends on "
+            f"{unused!r}: freeze the parameters before it"
         )
     return rule(op, dys[0], *inputs_of(node), **accepted(rule, named))
 
 
 def inputs_of(node: ir.Node) -> list[ir.Value | None]:
-    """Return a node's inputs, and then the outer values that its bodies use."""
+    """Return a node's inputs, then the outer values that its bodies use."""
     return [*node.inputs, *captured(node)]
 
 
@@ -126,7 +127,7 @@ def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
 
 
 def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
-    """Return an optional output of a node of the forward pass, added where it is missing."""
+    """Return an optional output of a node of the forward pass, and add it if it is missing."""
     node.resize_outputs(max(index + 1, len(node.outputs)))
     for output in node.outputs:
         output.name = output.name or ""
@@ -137,20 +138,20 @@ def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shap
 
 
 def carries_gradient(value: ir.Value | None) -> bool:
-    """Tell whether a value is of a floating type, or of integers in the place of floating numbers."""
+    """Return whether a value has a floating type, or integers that represent floating-point numbers."""
     node = None if value is None else value.producer()
     integral = node is not None and (node.domain, node.op_type) in QUANTIZING | REFUSED.keys()
     return integral or is_floating(value)
 
 
 def passes_gradient(node: ir.Node) -> bool:
-    """Tell whether any output of `node` may depend differentiably on an input, rule or no rule."""
+    """Return whether any output of `node` may depend differentiably on an input, with or without a rule."""
     stopped = (node.domain, node.op_type) in NO_GRADIENT or STOP_GRADIENT.is_set(node)
     return not stopped and any(map(carries_gradient, node.outputs))
 
 
 def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
-    """Raise one error for all nodes of `path` without a rule, with what each operator blocks."""
+    """Raise one error for all nodes of `path` without a rule that names the values each operator blocks."""
     lacking: dict[tuple[str, str], list[ir.Node]] = {}
     for node in path:
         if (node.domain, node.op_type) not in RULES:
@@ -167,7 +168,7 @@ def _lacking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> Lacking:
 
 
 def dead_ends(x: ir.Value) -> list[ir.Node]:
-    """Return the nodes at which every way from `x` to an output loses its gradient; none, where a way leads there."""
+    """Return the nodes that stop the gradient on every path from `x` to an output, or none if a path is open."""
     front = [x]
     seen: set[ir.Node] = set()
     ends: dict[ir.Node, None] = {}
@@ -185,13 +186,13 @@ def dead_ends(x: ir.Value) -> list[ir.Node]:
 
 
 def lost(x: ir.Value) -> str:
-    """Say the name of a value, and where the ways from it lose their gradient."""
+    """Return the name of a value and the nodes that stop its gradient."""
     ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(x)]
     return f"{x.name!r} (no gradient passes {', '.join(ends)})" if ends else repr(x.name)
 
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    """Sum `gradient` over the axes along which `x` was broadcast, to the shape and type of `x`."""
+    """Sum `gradient` over the axes along which `x` was broadcast, and convert it to the shape and type of `x`."""
     if gradient.dtype != x.dtype and is_floating(x):
         gradient = op.Cast(gradient, to=x.dtype)
     if is_uniform(gradient):
@@ -201,8 +202,9 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     tails = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
     if lead < 0 or any(isinstance(h, int) and isinstance(w, int) and w not in (1, h) for h, w in tails):
         raise GraphoptError(
-            f"the gradient by {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, found "
-            f"{gradient.shape}: the rule of what uses {x.name!r} is wrong"
+            f"the gradient with respect to {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, "
+            f"found "
+            f"{gradient.shape}: correct the rule of the operator that uses {x.name!r}"
         )
     if any(may_broadcast(h, w) for h, w in tails):
         return like(_sum_to_dynamic(op, gradient, x), x)
@@ -218,7 +220,7 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
-    """Tell whether only the run shows if a dimension `want` was stretched to `have`."""
+    """Return whether only run-time shapes tell if a dimension `want` was broadcast to `have`."""
     if isinstance(want, int) or have == 1:
         return False
     return want.value is None or have != want
@@ -254,7 +256,7 @@ def between(
 
 
 def reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
-    """Tell whether any of `nodes` depends on `x`, through bodies too."""
+    """Return whether any of `nodes` depends on `x`, including through bodies."""
     nodes = list(nodes)
     before = ancestors(y for node in nodes for y in inputs_of(node) if y is not None)
     return any(x in inputs_of(node) for node in before.union(nodes))

@@ -1,4 +1,4 @@
-"""Losses: what a prediction costs, given its target.
+"""Define losses: the cost of a prediction, given its target.
 
-A leaf of the base class is its mathematics, `compare(op, prediction, target)`.
+A subclass of the base class implements `compare(op, prediction, target)`.
 """

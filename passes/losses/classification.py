@@ -1,4 +1,4 @@
-"""Losses of predicted classes: of logits, or of probabilities."""
+"""Define losses of predicted classes, from logits or probabilities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.losses.loss import Loss, epsilon, positive
 
-MANY = 2**20  # classes, whose numbers the graph computes rather than holds
+MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 
 
 @dataclass(frozen=True)
 class Hinge(Loss):
-    """Take max(0, 1 - t p), for a prediction p and a target t of -1 or 1.
+    """Compute max(0, 1 - t p), for a prediction p and a target t of -1 or 1.
 
     >>> import numpy
     >>> from graphopt import models
@@ -40,10 +40,10 @@ class Hinge(Loss):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Loss):
-    """Take -t log p - (1 - t) log(1 - p), for a probability p and a target t from 0 to 1.
+    """Compute -t log p - (1 - t) log(1 - p), for a probability p and a target t from 0 to 1.
 
     Args:
-        from_logits: the model predicts logits x, and p = sigmoid(x); the loss is then softplus(x) - t x, which does
+        from_logits: the model predicts logits x, and p = sigmoid(x). The loss is then softplus(x) - t x, which does
             not overflow. Otherwise the model predicts probabilities, which are clipped away from 0 and 1 unless a
             Sigmoid computes them.
 
@@ -76,18 +76,18 @@ class BinaryCrossEntropy(Loss):
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Take -sum_c q_c w_c log p_c over the classes c along `axis`, for predicted probabilities p and targets q.
+    """Compute -sum_c q_c w_c log p_c over the classes c along `axis`, for predicted probabilities p and targets q.
 
     Args:
         axis: the axis of the classes.
         from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities, which are
             clipped away from 0 unless a Softmax computes them.
-        target_probabilities: targets are probabilities, in the shape of the prediction. Otherwise they are int64
-            class numbers, in this shape without `axis`.
+        target_probabilities: targets are probabilities in the shape of the prediction. Otherwise they are int64
+            class indices in this shape without `axis`.
         label_smoothing: the share of q that is spread over all classes (Szegedy et al. 2016).
-        class_weights: a weight w per class; the mean over integer targets is weighted by the weights of their
+        class_weights: a weight w for each class. The mean over integer targets is weighted by the weights of their
             classes.
-        ignore_index: the integer target that adds nothing to the loss and is not counted.
+        ignore_index: the integer target that adds nothing to the loss or to its count.
 
     >>> import numpy
     >>> from graphopt import models
@@ -139,11 +139,12 @@ class CrossEntropy(Loss):
         dims = list(prediction.shape)
         if not -len(dims) <= self.axis < len(dims):
             raise GraphoptError(
-                f"CrossEntropy(axis={self.axis}): the prediction {prediction.name!r} has {len(dims)} axes"
+                f"CrossEntropy(axis={self.axis}): expected an axis of {prediction.name!r}, found that it has "
+                f"{len(dims)} axes"
             )
         if self.axis % len(dims) == 0 and not isinstance(dims[0], int):
             raise GraphoptError(
-                f"CrossEntropy(axis={self.axis}): expected the axis of the classes, found that of the rows, of "
+                f"CrossEntropy(axis={self.axis}): expected the axis of the classes, found the axis of the rows in "
                 f"{prediction.name!r} of shape {prediction.shape}"
             )
         del dims[self.axis]
@@ -158,7 +159,7 @@ class CrossEntropy(Loss):
         }
 
     def _along_axis(self, prediction: ir.Value) -> list[int]:
-        """Return the shape of what has a number a class, so that it spreads over the prediction."""
+        """Return the shape in which one number per class broadcasts to the prediction."""
         assert prediction.shape is not None
         rank = len(prediction.shape)
         return [-1 if axis == self.axis % rank else 1 for axis in range(rank)]
@@ -181,14 +182,14 @@ class CrossEntropy(Loss):
         classes = _classes(prediction, self.axis)
         if classes not in (None, len(weights)):
             raise GraphoptError(
-                f"CrossEntropy(class_weights=...): expected {classes} numbers, one a class, found {len(weights)}"
+                f"CrossEntropy(class_weights=...): expected {classes} numbers, one per class, found {len(weights)}"
             )
         return op.constant(weights.reshape(self._along_axis(prediction)).tolist(), like=prediction)
 
 
 @dataclass(frozen=True)
 class KLDivergence(Loss):
-    """Take sum_c t_c (log t_c - log p_c) over the classes c along `axis`, for target probabilities t.
+    """Compute sum_c t_c (log t_c - log p_c) over the classes c along `axis`, for target probabilities t.
 
     Args:
         axis: the axis of the classes.
@@ -218,7 +219,7 @@ class KLDivergence(Loss):
 
 
 def _classes(prediction: ir.Value, axis: int) -> int | None:
-    """Return how many classes a prediction has, None where the data alone tells."""
+    """Return the number of classes of a prediction, or None if it is only known at run time."""
     assert prediction.shape is not None
     classes = prediction.shape[axis]
     return classes if isinstance(classes, int) else None
@@ -227,7 +228,7 @@ def _classes(prediction: ir.Value, axis: int) -> int | None:
 def _logits(
     prediction: ir.Value, activation: str, from_logits: bool, axis: int | None = None
 ) -> ir.Value | None:
-    """Return the logits behind a prediction, or None where they cannot be seen."""
+    """Return the logits from which a prediction is computed, or None if the graph does not show them."""
     node = prediction.producer()
     activated = node is not None and node.op_type == activation and node.domain == ""
     if activated and axis is not None:
@@ -251,7 +252,7 @@ def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axi
 
 
 def _softplus(op: Emitter, x: ir.Value) -> ir.Value:
-    """Emit log(1 + e^x); in double, for which onnxruntime has no Softplus, in parts whose gradients agree at 0."""
+    """Emit log(1 + e^x). In float64, which onnxruntime's Softplus does not support, emit two parts that join at 0."""
     if x.dtype != ir.DataType.DOUBLE:
         return op.Softplus(x)
     return 0.5 * (x + op.Abs(x)) + op.Log(1.0 + op.Exp(-op.Abs(x)))

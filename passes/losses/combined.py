@@ -1,4 +1,4 @@
-"""Losses of your own, and several losses together."""
+"""Define custom losses and sums of losses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from passes.losses.loss import Loss, report_loss
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """Take your own function of a prediction and a target.
+    """Compute a function that you write, of a prediction and a target.
 
     Args:
         function: a traced function `f(op, prediction, target)`, an onnxscript function of two inputs, or the name
-            `package.module:function` of one.
+            `package.module:function` of either.
         integer_target: targets are int64, in the shape of the prediction without its last axis.
 
     >>> import numpy
@@ -52,11 +52,11 @@ class CustomLoss(Loss):
 
 @dataclass(frozen=True)
 class Losses(Pass):
-    """Sum up a loss per output, each with its own target `target_OUTPUT` and its own reported `loss_OUTPUT`.
+    """Sum one loss per output. Each has a separate target `target_OUTPUT` and is reported as `loss_OUTPUT`.
 
     Args:
         losses: a loss for each output, by the name of the output.
-        weights: the factors of the losses in the sum, by the name of the output; 1 by default.
+        weights: the factors of the losses in the sum, by the name of the output. The default is 1.
 
     >>> from graphopt import models
     >>> loss = passes.Losses({"y": passes.MeanSquaredError()}, weights={"y": 0.5})
@@ -71,7 +71,8 @@ class Losses(Pass):
         unknown = set(self.weights) - set(self.losses)
         if unknown:
             raise GraphoptError(
-                f"Losses: weights: {sorted(unknown)} have no loss; known: {', '.join(self.losses)}"
+                f"Losses: weights: expected names of outputs with a loss ({', '.join(self.losses)}), found "
+                f"{sorted(unknown)}"
             )
         with Emitter(model) as op:
             total = None
@@ -82,6 +83,8 @@ class Losses(Pass):
                 term = term * self.weights.get(output, 1.0)
                 total = term if total is None else total + term
             if total is None:
-                raise GraphoptError("losses: expected a loss for an output or more, found none")
+                raise GraphoptError(
+                    "losses: expected at least one loss, found none: name a loss for an output"
+                )
             report_loss(model, op, total)
             model.graph.outputs.extend(set_role(value, Role.METRIC) for value in reported)

@@ -1,4 +1,4 @@
-"""The base class of losses: it adds the inputs `target` and `sample_weight`, reduces, and makes the output `loss`."""
+"""Define the base class of losses, which adds the inputs `target` and `sample_weight`, and reports the loss."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from graphopt.graph.values import is_floating
 class Loss(Pass):
     """Compare the model's floating-point output, or the one named `output`, with a new input `target`.
 
-    This is the base class of losses. A subclass writes `compare`.
+    This is the base class of losses. A subclass implements `compare`.
 
     Args:
         output: the name of the output to compare, if the model has several floating-point ones.
-        reduction: `mean` over all elements (weighted, if there are weights) or `sum`; `none` gives a loss per row,
+        reduction: `mean` over all elements (weighted, if there are weights) or `sum`. `none` reports a loss per row,
             the mean of its elements, which has no gradient.
-        sample_weight: add an input `sample_weight`, a weight per row: `mean` is then the weighted mean.
+        sample_weight: add an input `sample_weight` with one weight per row, and let `mean` be the weighted mean.
 
     Raises:
-        GraphoptError: a number is outside its interval; `output` is no floating-point output of the model, or is not
-            given and there are several.
+        GraphoptError: a number is outside its interval; `output` is not a floating-point output of the model, or is
+            missing although the model has several.
 
     >>> class Cubed(passes.Loss):
     ...     def compare(self, op, prediction, target):
@@ -60,7 +60,7 @@ class Loss(Pass):
 
     @final
     def term(self, model: ir.Model, op: Emitter, target_name: str = "target") -> ir.Value:
-        """Add the target's input and emit the reduced loss, a scalar or one a row."""
+        """Add the target's input and emit the reduced loss, a scalar or one number per row."""
         prediction = self._prediction(model)
         target = self._target(model, op, prediction, target_name)
         elements = self.compare(op, prediction, target)
@@ -80,23 +80,23 @@ class Loss(Pass):
             return op.ReduceMean(elements, keepdims=0)
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
-        return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 where no row counts
+        return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 if no row has a weight
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        """Emit the loss of each element, or of each row."""
+        """Emit the loss of each element or of each row."""
 
     def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
-        """Emit what each element counts in the mean, of the shape of `compare`'s result; None: 1 each."""
+        """Emit the weight of each element in the mean, in the shape of `compare`'s result; None means equal weights."""
         return None
 
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
-        """Return the target's element type and shape; those of the prediction by default."""
+        """Return the element type and shape of the target, by default those of the prediction."""
         assert prediction.dtype is not None and prediction.shape is not None
         return prediction.dtype, prediction.shape
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
-        """Return what a metric must know of the target, beside its task."""
+        """Return what a metric needs to know about the target in addition to its task."""
         return {}
 
     def _prediction(self, model: ir.Model) -> ir.Value:
@@ -109,7 +109,7 @@ class Loss(Pass):
             names = [value.name for value in floating]
             raise GraphoptError(
                 f"{type(self).__name__}: output={self.output!r}: expected the name of one floating output, the model "
-                f"has {names}; for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
+                f"has {names}: for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
             )
         (prediction,) = outputs
         if prediction.shape is None:
@@ -119,8 +119,8 @@ class Loss(Pass):
             )
         if len(prediction.shape) == 0:
             warnings.warn(
-                f"{type(self).__name__} compares {prediction.name!r}, one number, with a target: if it is a loss, "
-                f"train by it with passes.OwnLoss({prediction.name!r})",
+                f"{type(self).__name__} compares {prediction.name!r}, which is one number, with a target: if it is "
+                f"a loss, train with passes.OwnLoss({prediction.name!r})",
                 stacklevel=2,
             )
         return prediction
@@ -146,7 +146,7 @@ def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
 
 
 def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
-    """Return the input `sample_weight`, one weight a row, shared by all losses."""
+    """Return the input `sample_weight`, with one weight per row, which all losses share."""
     found = with_role(model, Role.SAMPLE_WEIGHT)
     if found:
         return found[0]
@@ -169,11 +169,11 @@ def _tiny(value: ir.Value) -> float:
 
 
 def epsilon(value: ir.Value) -> float:
-    """Return the distance from 1 to the next number of the element type of `value`."""
+    """Return the distance from 1 to the next number in the element type of `value`."""
     assert value.dtype is not None
     return float(np.finfo(value.dtype.numpy()).eps)
 
 
 def positive(op: Emitter, value: ir.Value) -> ir.Value:
-    """Clip `value` away from 0, where its logarithm is taken."""
+    """Clip `value` away from 0 so that its logarithm is finite."""
     return op.Max(value, epsilon(value))

@@ -1,4 +1,4 @@
-"""A loss that the model computes itself."""
+"""Define a loss that the model computes itself."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from passes.losses.loss import report_loss
 
 @dataclass(frozen=True)
 class OwnLoss(Pass):
-    """Train by an output of the model that is already a loss.
+    """Minimize an output of the model that is already a loss.
 
-    Inputs that no other output needs are treated as targets: training and evaluation take them, prediction and the
-    trained model do not. A model without other outputs keeps its loss as its output `loss`.
+    Inputs that no other output needs become targets: training and evaluation read them, prediction and the trained
+    model do not. A model without other outputs keeps its loss as its output `loss`.
 
     Args:
-        output: the name of the output, a number of any rank; by default the only such output.
-        sample_weight: the name of an input that holds a weight for each row.
+        output: the name of the output, which has a single element. By default, the only such output.
+        sample_weight: the name of an input with a weight for each row.
 
     Raises:
-        GraphoptError: the model has no such output or input, has several outputs where none is named, or the output
-            is no number.
+        GraphoptError: the model has no such output or input, several outputs are possible and none is named, or the
+            output is not a single number.
 
     >>> import onnx
     >>> model = onnx.parser.parse_model(

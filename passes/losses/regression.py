@@ -1,4 +1,4 @@
-"""Losses of predicted numbers, rates and quantiles."""
+"""Define losses of predicted numbers, rates and quantiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.losses.loss import Loss, positive
 
 @dataclass(frozen=True)
 class MeanSquaredError(Loss):
-    """Take (p - t)^2, for a prediction p and a target t.
+    """Compute (p - t)^2, for a prediction p and a target t.
 
     >>> import numpy
     >>> from graphopt import models
@@ -29,7 +29,7 @@ class MeanSquaredError(Loss):
 
 @dataclass(frozen=True)
 class MeanAbsoluteError(Loss):
-    """Take |p - t|, for a prediction p and a target t.
+    """Compute |p - t|, for a prediction p and a target t.
 
     >>> import numpy
     >>> from graphopt import models
@@ -45,7 +45,7 @@ class MeanAbsoluteError(Loss):
 
 @dataclass(frozen=True)
 class Elastic(Loss):
-    """Take l1 |p - t| + l2 (p - t)^2, for a prediction p and a target t.
+    """Compute l1 |p - t| + l2 (p - t)^2, for a prediction p and a target t.
 
     Args:
         l1: the factor of the absolute error.
@@ -69,7 +69,7 @@ class Elastic(Loss):
 
 @dataclass(frozen=True)
 class Huber(Loss):
-    """Take d^2 / 2 if d = |p - t| is at most `delta`, and delta (d - delta / 2) beyond (Huber 1964).
+    """Compute d^2 / 2 if d = |p - t| is at most `delta`, and delta (d - delta / 2) beyond (Huber 1964).
 
     Args:
         delta: the error beyond which the loss is linear.
@@ -92,7 +92,7 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class Quantile(Loss):
-    """Take the pinball loss max(q (t - p), (q - 1) (t - p)), whose minimum is the quantile q (Koenker, Bassett 1978).
+    """Compute the pinball loss max(q (t - p), (q - 1) (t - p)), minimal at the quantile q (Koenker, Bassett 1978).
 
     Args:
         quantile: the quantile q to predict, between 0 and 1.
@@ -114,7 +114,7 @@ class Quantile(Loss):
 
 @dataclass(frozen=True)
 class Poisson(Loss):
-    """Take the negative log-likelihood of counts t, without its constant: e^p - t p, or p - t log p for rates p.
+    """Compute the negative log-likelihood of counts t without its constant: e^p - t p, or p - t log p for rates p.
 
     Args:
         log_rates: the model predicts the logarithms of rates, not rates.

@@ -1,4 +1,4 @@
-"""Operators of other domains as standard ones: ONNX Runtime's own, com.microsoft, and classical ones, ai.onnx.ml."""
+"""Lower operators of com.microsoft (ONNX Runtime) and ai.onnx.ml (classical machine learning) to standard operators."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from passes.lowering.registry import LOWERINGS, Lowering
 
 
 def is_lowered(node: ir.Node) -> bool:
-    """Tell whether a node has a lowering, and no gradient rule of its own, which comes first."""
+    """Return whether a node has a lowering and no gradient rule, which takes precedence."""
     return (node.domain, node.op_type) in LOWERINGS and not has_rule(node.domain, node.op_type)
 
 
 def lower(model: ir.Model) -> None:
-    """Replace every operator that has a lowering by standard operators, those in bodies too.
+    """Replace every operator that has a lowering by standard operators, including in bodies.
 
     Raises:
-        GraphoptError: a lowering does not cover how a node uses its operator; names the node and what it is.
+        GraphoptError: a lowering does not cover how a node uses its operator. The error names both.
     """
     with Emitter(model) as op:
         _lower(op, model.graph)
@@ -54,7 +54,7 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
     operator = f"{node.domain}::{node.op_type} node {node.name!r}"
     try:
         results = _call(op, LOWERINGS[node.domain, node.op_type], node)
-    except ValueError as error:  # a GraphoptError, or attributes that do not fit one another
+    except ValueError as error:  # a GraphoptError, or inconsistent attributes
         raise GraphoptError(f"cannot lower {operator}: {line(error)}") from error
     used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
     prefix = (used or node.outputs)[0].name
@@ -66,7 +66,7 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
         result = results[index] if index < len(results) else None
         if result is None:
             raise GraphoptError(
-                f"cannot lower {operator}: its output {index}, {output.name!r}, is not covered"
+                f"cannot lower {operator}: its output {index}, {output.name!r}, is not covered: remove what reads it"
             )
         if result.producer() not in emitted or results.count(result) > 1:
             result = op.Identity(result)
@@ -78,7 +78,7 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value | None]:
-    """Call a lowering with the inputs and attributes of a node; refuse those that it has no parameter for."""
+    """Call a lowering with the inputs and attributes of a node, and refuse those that it has no parameter for."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     given = {name: attribute.value for name, attribute in node.attributes.items()}
@@ -86,7 +86,9 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
         if x is not None and i >= len(inputs):
             raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
         if x is not None and (x.dtype is None or x.shape is None):
-            raise GraphoptError(f"the type or the rank of its input {x.name!r} cannot be inferred")
+            raise GraphoptError(
+                f"the type or the rank of its input {x.name!r} cannot be inferred: declare them in the model"
+            )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name, value in given.items():
@@ -99,7 +101,7 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
         if p.kind is not p.VAR_KEYWORD and p.default is p.empty and p.name not in {*present, *given, "node"}
     ]
     if missing:
-        raise GraphoptError(f"expected {', '.join(missing)}, found none")
+        raise GraphoptError(f"expected attributes or inputs {', '.join(missing)}, found none")
     more = {"node": node} if "node" in named else {}
     result = function(op, **present, **given, **more)
     return [result] if isinstance(result, ir.Value) else list(result)

@@ -1,6 +1,6 @@
-"""Attention operators of com.microsoft, as ONNX Runtime's CPU provider computes them.
+"""Lower attention operators of com.microsoft to the computation of ONNX Runtime's CPU provider.
 
-Names of dimensions: B batch, S positions of the query, T of the key, past ones included, N heads, H numbers a head.
+Dimensions: B batch, S query positions, T key positions including past ones, N heads, H numbers per head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention(
     do_rotary: int = 0,
     past_present_share_buffer: int = 0,
 ) -> Sequence[Value | None]:
-    """Softmax(q k^T scale + mask) v, with q, k and v side by side in x weights + bias."""
+    """Compute softmax(q k^T scale + mask) v, with q, k and v concatenated in x weights + bias."""
     off(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
     sizes = list(qkv_hidden_sizes) or [_size(weights, 1) // 3] * 3
     parts = op.Split(plus(op.MatMul(x, weights), bias), sizes, axis=-1, _outputs=3)
@@ -69,7 +69,7 @@ def multi_head_attention(
     scale: float = 0.0,
     mask_filter_value: float = MASKED,
 ) -> Sequence[Value]:
-    """Softmax(q k^T scale + mask) v, with q, k and v of three, two or one input, by their ranks."""
+    """Compute softmax(q k^T scale + mask) v, with q, k and v from three, two or one input, depending on their ranks."""
     parts = _parts(op, query, key, value)
     sizes = [_size(x, -1) * (num_heads if rank(x) == 4 else 1) for x in parts]
     if bias is not None:
@@ -88,18 +88,20 @@ def multi_head_attention(
 
 
 def _parts(op: Emitter, query: Value, key: Value | None, value: Value | None) -> list[Value]:
-    """Return query, key and value: [B,S,NH], or [B,N,S,H] where the heads are split already."""
+    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already."""
     if key is None and rank(query) == 5:
         return _unpacked(op, query)
     if key is not None and value is None and rank(key) == 5:
         return [query, *_unpacked(op, key)]
     if key is None or value is None:
-        raise GraphoptError("expected query, key and value, or a packed query or key of 5 axes")
+        raise GraphoptError(
+            "expected query, key and value, or a packed query or key of 5 axes, found neither"
+        )
     return [query, key, value]
 
 
 def _unpacked(op: Emitter, packed: Value) -> list[Value]:
-    """Return the parts of [B,S,N,parts,H] as [B,N,S,H] each."""
+    """Split [B,S,N,parts,H] into parts of [B,N,S,H]."""
     count = _size(packed, 3)
     if count not in (2, 3):
         raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
@@ -112,12 +114,12 @@ def _biased(op: Emitter, x: Value, bias: Value, heads: int) -> Value:
 
 
 def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
-    """[B,S,NH] -> [B,N,S,H]."""
+    """Reshape [B,S,NH] to [B,N,S,H]."""
     return op.Transpose(op.Reshape(x, [0, 0, heads, size // heads]), perm=[0, 2, 1, 3])
 
 
 def _merge_heads(op: Emitter, y: Value, size: int) -> Value:
-    """[B,N,S,H] -> [B,S,NH]."""
+    """Reshape [B,N,S,H] to [B,S,NH]."""
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, size])
 
 
@@ -132,7 +134,7 @@ def _attend(
 def _mask(
     op: Emitter, q: Value, k: Value, fresh: Value, mask: Value | None, unidirectional: int, masked: float
 ) -> Value | None:
-    """Return what is added to the scores, of a shape that broadcasts to [B,N,S,T], or None."""
+    """Return the term to add to the scores, in a shape that broadcasts to [B,N,S,T], or None."""
     padding = None if mask is None else _padding(op, q, k, mask, masked)
     if not unidirectional:
         return padding
@@ -144,10 +146,10 @@ def _mask(
 
 
 def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Value:
-    """Return `masked` where a key does not count, 0 elsewhere; `mask` is one of the forms that the operators take.
+    """Return `masked` for ignored keys and 0 for others, from any of the mask formats of the operators.
 
-    [B,T] and [B,S,T]: 1 where a key counts. [B]: how many keys of each row count; [2B]: the first that does not
-    count any more, of each row, and then the first that does.
+    [B,T] and [B,S,T]: 1 for keys that count. [B]: the number of keys that count in each row. [2B]: for each row the end
+    of the keys that count, then for each row their start.
     """
     if rank(mask) in (2, 3):
         kept = op.Unsqueeze(op.Greater(mask, 0), [1, 2] if rank(mask) == 2 else [1])
@@ -160,12 +162,14 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
         end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
         kept = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
     else:
-        raise GraphoptError(f"its mask {mask.name!r} of {rank(mask)} axes is not covered")
+        raise GraphoptError(
+            f"its mask {mask.name!r} of {rank(mask)} axes is not covered: expected 1 to 3 axes"
+        )
     return op.Where(kept, op.CastLike(0.0, q), op.constant(masked, like=q))
 
 
 def _length(op: Emitter, x: Value) -> Value:
-    """Return the positions of [B,N,S,H]: a scalar."""
+    """Return the number of positions of [B,N,S,H] as a scalar."""
     return op.Squeeze(op.Shape(x, start=2, end=3), [0])
 
 
@@ -191,14 +195,15 @@ def rotary_embedding(
     scale: float = 1.0,
     is_packed_batching: int = 0,
 ) -> Value:
-    """Su et al., https://arxiv.org/abs/2104.09864: turn pairs of a head's numbers by their position.
+    """Rotate pairs of numbers of each head by their position (Su et al., https://arxiv.org/abs/2104.09864).
 
-    The first `rotary_embedding_dim` numbers of each head turn, all by default: a half against the other half, or
-    neighbours where `interleaved`. A single position is that of the first.
+    The first `rotary_embedding_dim` numbers of each head rotate, by default all. A pair consists of a number of the
+    first half and one of the second half, or of neighbours if `interleaved`. If `position_ids` has rank 1, it is the
+    first position.
     """
     off(is_packed_batching=is_packed_batching)
     if scale != 1:
-        raise GraphoptError(f"its attribute scale={scale} is not covered")
+        raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
     turned = 2 * _size(cosines, 1)
     if rank(x) == 4:
         heads_first = x

@@ -1,6 +1,6 @@
-"""Operators of ai.onnx.ml, which scikit-learn's converter writes.
+"""Lower operators of ai.onnx.ml, which scikit-learn's converter writes.
 
-Their meaning: https://onnx.ai/onnx/operators/index_ai_onnx_ml.html
+See https://onnx.ai/onnx/operators/index_ai_onnx_ml.html
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ no_gradient(*TREES, domain=DOMAIN)
 
 
 def is_tree(node: ir.Node) -> bool:
-    """Tell whether a node is an ensemble of trees: piecewise constant, it stays as it is, and no gradient passes it."""
+    """Return whether a node is an ensemble of trees. It is piecewise constant, so that it stays and stops gradients."""
     return node.domain == DOMAIN and node.op_type in TREES
 
 
 def type_tree(node: ir.Node) -> None:
-    """Give the outputs of an ensemble of trees their ranks, which ONNX does not infer: labels [N], scores [N,C]."""
+    """Set the ranks of the outputs of an ensemble of trees, which ONNX does not infer: labels [N], scores [N,C]."""
     *labels, scores = node.outputs
     for output, axes in [*((label, 1) for label in labels), (scores, 2)]:
         output.shape = output.shape or ir.Shape([None] * axes)
 
 
 def is_classical(model: ir.Model) -> bool:
-    """Tell whether a model comes from a library of classical machine learning."""
+    """Return whether a model comes from a library of classical machine learning."""
     return model.producer_name == "skl2onnx" or any(n.domain == DOMAIN for n in model.graph.all_nodes())
 
 
 def freeze_scaling(model: ir.Model) -> None:
-    """Freeze what a classical model scales its data by, before anything else: a scaler's statistics."""
+    """Freeze the statistics with which a classical model scales its data first."""
     data = set(model.graph.inputs)
     for node in model.graph:
         if node.op_type in SCALING and node.domain == "" and data.intersection(node.inputs):
@@ -58,12 +58,12 @@ def freeze_scaling(model: ir.Model) -> None:
 @lowers("SVMClassifier", "SVMRegressor", domain=DOMAIN)
 def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
     raise GraphoptError(
-        "a kernel machine keeps all its support vectors as attributes: train a linear model or a network instead"
+        "a kernel machine stores all its support vectors as attributes: train a linear model or a network instead"
     )
 
 
 def as_float(op: Emitter, x: Value) -> Value:
-    """Return `x` in float32, the type in which these operators compute."""
+    """Convert `x` to float32, the type in which these operators compute."""
     return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
 
 
@@ -84,7 +84,8 @@ def linear_regressor(
 ) -> Value:
     if targets == 1 and post_transform != "NONE":
         raise GraphoptError(
-            f"its attribute post_transform={post_transform!r} of one target, which runtimes ignore, is not covered"
+            f"its attribute post_transform={post_transform!r} of one target, which runtimes ignore, is not covered: "
+            f"expected NONE"
         )
     scores = _scores(op, x, node, array(coefficients).reshape(targets, -1), array(intercepts))
     return _transformed(op, scores, post_transform)
@@ -103,11 +104,11 @@ def linear_classifier(
     post_transform: str = "NONE",
     node: ir.Node,
 ) -> Sequence[Value]:
-    """Label and scores. `multi_class` changes nothing, here and in runtimes.
+    """Return label and scores. `multi_class` changes nothing, here or in runtimes.
 
-    Two classes whose rows of coefficients are each other's negatives are one row, s: scores are -s and s, and
-    logistic ones softmax(-s/2, s/2), so that they stay probabilities, which sum to 1, while the row trains, and a
-    loss sees the logits behind them. One row for two labels gives 1 - s and s, logistic or not.
+    If the rows of coefficients of two classes are each other's negatives, one row s is kept: the scores are -s and s,
+    and logistic scores are softmax(-s/2, s/2). They remain probabilities that sum to 1 during training, and a loss can
+    read their logits. One row for two labels yields 1 - s and s, whether logistic or not.
     """
     names = ir.tensor(list(classlabels_ints) or list(classlabels_strings))
     labels, classes = op.initializer(names, f"{node.name}.labels"), names.size
@@ -153,7 +154,7 @@ def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
         return op.Softmax(scores, axis=1)
     if post_transform == "LOGISTIC":
         return op.Sigmoid(scores)
-    if post_transform == "SOFTMAX_ZERO":  # a softmax of the scores that are not 0; these stay 0
+    if post_transform == "SOFTMAX_ZERO":  # a softmax of the nonzero scores; zeros stay 0
         counted = op.CastLike(op.Greater(op.Abs(scores), 1e-7), scores)
         shares = counted * op.Exp(scores - op.ReduceMax(scores, [1]))
         return shares / op.ReduceSum(shares, [1])
@@ -193,10 +194,10 @@ def imputer(
 
 @lowers("Normalizer", domain=DOMAIN)
 def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
-    """Rows divided by their maximum, sum of magnitudes or Euclidean norm; rows where that is 0 stay."""
+    """Divide rows by their maximum, sum of magnitudes or Euclidean norm, and keep rows where it is 0."""
     made_by = x.producer()
     if norm == "L1" and made_by is not None and made_by.op_type == "Softmax" and rank(x) == 2:
-        return x  # its rows sum to 1 already, and a loss sees the logits behind it
+        return x  # its rows sum to 1 already, and a loss can read the logits
     x = as_float(op, x)
     sizes = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}
     if norm not in sizes:
@@ -207,7 +208,7 @@ def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
 
 @lowers("ArrayFeatureExtractor", domain=DOMAIN)
 def array_feature_extractor(op: Emitter, x: Value, indices: Value) -> Value:
-    """The columns of `x` that `indices` names; a vector counts as one row."""
+    """Select the columns of `x` that `indices` names. A vector counts as one row."""
     columns = op.Gather(x, op.Reshape(indices, [-1]), axis=-1)
     return op.Unsqueeze(columns, [0]) if rank(x) == 1 else columns
 
@@ -234,6 +235,6 @@ def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
     )
 
 
-# scikit-learn's converter writes 1 / (1 + exp(-x)) out, whose gradient is no number once exp(-x) overflows. Sigmoid
-# would do, but for runtimes that compute it to an absolute precision: here sums of small ones are divided by.
+# scikit-learn's converter writes 1 / (1 + exp(-x)), whose gradient is NaN if exp(-x) overflows. A Sigmoid does not suit
+# runtimes that compute it with absolute precision, because here small values are added and divided by their sum.
 LOGISTIC = RewriteRule(_reciprocal, _stable, _is_logistic)

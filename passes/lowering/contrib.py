@@ -1,6 +1,6 @@
-"""Operators of com.microsoft that ONNX Runtime's optimizer fuses: activations, products, normalizations, embeddings.
+"""Lower the operators of com.microsoft that ONNX Runtime's optimizer creates by fusion.
 
-Their meaning: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ DOMAIN = "com.microsoft"
 
 
 def rank(x: Value) -> int:
-    """Return the number of axes of `x`."""
     assert x.shape is not None
     return len(x.shape)
 
 
 def plus(x: Value, bias: Value | None) -> Value:
-    """Return x + bias, or x where there is no bias."""
+    """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
 
 
@@ -51,7 +50,7 @@ def quick_gelu(op: Emitter, x: Value, *, alpha: float = 1.702) -> Value:
 
 
 def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | None]) -> Value:
-    """Return an activation of `x`; `numbers` are its attributes in the order of the schema, None for a default."""
+    """Return an activation of `x`. `numbers` are its attributes in schema order, with None for a default."""
     if not activation:
         return x
     if activation == "Clip":
@@ -122,7 +121,7 @@ def fused_mat_mul(
 
 
 def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
-    """Move the first axis behind the batch's where `batch` is set, and swap the last two where `last` is."""
+    """Move the first axis behind the batch axes if `batch` is set, and swap the last two axes if `last` is set."""
     axes = list(range(rank(x)))
     if len(axes) < 2:
         return x
@@ -157,7 +156,7 @@ def simplified_layer_normalization(
 def root_mean_square(
     op: Emitter, x: Value, scale: Value, axis: int, epsilon: float, stashed: ir.DataType
 ) -> Value:
-    """Zhang, Sennrich, https://arxiv.org/abs/1910.07467: scale x / sqrt(mean(x^2) + epsilon)."""
+    """Compute scale x / sqrt(mean(x^2) + epsilon) (Zhang, Sennrich, https://arxiv.org/abs/1910.07467)."""
     half = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and x.dtype != stashed
     z = op.Cast(x, to=stashed) if half else x
     axes = list(range(axis % rank(x), rank(x)))
@@ -204,7 +203,7 @@ def embed_layer_normalization(
     epsilon: float = 1e-12,
     mask_index_type: int = 1,
 ) -> Sequence[Value | None]:
-    """Normalize word + position + segment embeddings; the mask index is the number of 1s in each row of the mask."""
+    """Normalize word + position + segment embeddings. The mask index is the number of 1s in each row of the mask."""
     if position_ids is None:
         position_ids = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2), [0]), 1)
     total = op.Gather(words, ids) + op.Gather(positions, position_ids)
@@ -219,7 +218,7 @@ def embed_layer_normalization(
 @lowers("BiasSoftmax", domain=DOMAIN)
 def bias_softmax(op: Emitter, x: Value, bias: Value, *, axis: int = 1, is_inner_broadcast: int = 0) -> Value:
     if axis % rank(x) != rank(x) - 1:
-        raise GraphoptError(f"its attribute axis={axis}, an axis that is not the last, is not covered")
+        raise GraphoptError(f"its attribute axis={axis} is not covered: expected the last axis")
     return op.Softmax(x + bias, axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""Recognize a Gelu that exporters before opset 20 write out by Erf."""
+"""Recognize a Gelu that exporters before opset 20 express with Erf."""
 
 from __future__ import annotations
 

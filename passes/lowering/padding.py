@@ -1,4 +1,4 @@
-"""Pads and windows written as every other pass, and every runtime, reads them: of all axes, as pads, and whole."""
+"""Rewrite pads and windows into a form that all passes and runtimes support: pads of all axes, whole windows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from passes.gradients.rules.shape import spread_pads
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:
-    """Replace the `output_shape` of a ConvTranspose by the pads that it means, where its input's sizes are known.
+    """Replace the `output_shape` of a ConvTranspose by equivalent pads if the sizes of its input are known.
 
-    ONNX infers a wrong rank where the output is smaller than the input.
+    ONNX infers a wrong rank if the output is smaller than the input.
     """
     for node in model.graph:
         if node.op_type != "ConvTranspose" or node.domain != "" or "output_shape" not in node.attributes:
@@ -44,7 +44,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
 
 
 def pad_all_axes(model: ir.Model) -> None:
-    """Give a Pad of some axes the pads of all: ONNX Runtime 1.31 moves a Transpose wrongly past one with `axes`."""
+    """Extend a Pad of some axes to all axes. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
     for node in model.graph.all_nodes():
         if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
             continue
@@ -64,7 +64,7 @@ def pad_all_axes(model: ir.Model) -> None:
 
 
 def whole_windows(model: ir.Model) -> None:
-    """Drop the `ceil_mode` of pools to which it adds no window: before opset 22 ONNX infers a size with one more."""
+    """Drop the `ceil_mode` of pools where it adds no window. Before opset 22 ONNX infers one window too many."""
     for node in filter(is_ceiled, model.graph.all_nodes()):
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None

@@ -1,4 +1,4 @@
-"""Products with packed weights of com.microsoft."""
+"""Lower matrix products with packed weights of com.microsoft."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def mat_mul_n_bits(
     weight_prepacked: int = 0,
     node: ir.Node,
 ) -> Value:
-    """a w + bias, of a frozen weight that stays packed: DequantizeLinear reads two numbers a byte too.
+    """Compute a w + bias for a frozen weight that stays packed: DequantizeLinear also reads two numbers per byte.
 
-    So frozen weights, the bulk of such a model, take an eighth of the memory that float32 takes, and what trains
-    beside them has exact gradients. `accuracy_level`, which lets a runtime round `a`, is ignored; the weight has three
-    axes, [blocks, block_size, N], as runtimes would fuse one of two axes with the product and round `a` again.
+    Frozen weights, most of such a model, therefore need an eighth of the memory of float32, and other parameters
+    receive exact gradients. `accuracy_level`, which permits a runtime to round `a`, is ignored. The weight has three
+    axes, [blocks, block_size, N], because runtimes would fuse a weight of two axes with the product and round `a`
+    again.
     """
     off(weight_prepacked=weight_prepacked)
     if bits not in (4, 8):
         raise GraphoptError(f"its attribute bits={bits} is not covered: expected 4 or 8")
     if group_index is not None:
-        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered")
+        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered: expected none")
     packed, points = ir.convenience.get_const_tensor(b), None
     if packed is None:
-        raise GraphoptError(f"expected its weight {b.name!r} to be an initializer")
+        raise GraphoptError(f"expected its weight {b.name!r} to be an initializer, found a computed value")
     blocks = -(-K // block_size)
     numbers = _unpacked(packed.numpy().reshape(N, -1), bits)
     if zero_points is None:
@@ -51,7 +52,9 @@ def mat_mul_n_bits(
     elif zero_points.dtype == ir.DataType.UINT8:
         tensor = ir.convenience.get_const_tensor(zero_points)
         if tensor is None:
-            raise GraphoptError(f"expected its zero points {zero_points.name!r} to be an initializer")
+            raise GraphoptError(
+                f"expected its zero points {zero_points.name!r} to be an initializer, found a computed value"
+            )
         points = _unpacked(tensor.numpy().reshape(N, -1), bits)[:, :blocks]
     scales = _by_block(op, scales, N, blocks)
     w = op.DequantizeLinear(
@@ -75,7 +78,7 @@ def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
 
 
 def _unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Return the numbers of packed rows, the low bits of a byte first."""
+    """Return the numbers of packed rows, low bits of each byte first."""
     if bits == 8:
         return rows
     return np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)

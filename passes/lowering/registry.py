@@ -1,9 +1,9 @@
-"""Register lowerings: how operators of other domains are replaced by standard ones.
+"""Register lowerings, which replace operators of other domains by standard operators.
 
-A lowering is a traced function `lower(op, *inputs, **attributes)` that returns the node's output, or its outputs in
-order, None for one that it does not cover. Its parameters before `*` are the inputs, None where the node has none;
-those after it are the attributes, with their defaults, and `node`, if it wants that. What a node has beyond these is
-refused, and so is whatever the lowering raises a GraphoptError for: it says what is not covered, the walk which node.
+A lowering is a traced function `lower(op, *inputs, **attributes)`. It returns the node's output, or its outputs in
+order with None for an output that it does not cover. Parameters before `*` are the inputs, None if the node has none.
+Parameters after it are the attributes with their defaults, and optionally `node`. Other inputs and attributes are
+refused. A lowering raises a GraphoptError that says what it does not cover, and the walk adds the node.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ def lowers(*op_types: str, domain: str) -> Callable[[Lowering], Lowering]:
 
 
 def off(**attributes: Any) -> None:
-    """Refuse attributes that are covered only while they are 0.
+    """Refuse attributes that are covered only if they are 0.
 
     Raises:
-        GraphoptError: one is not.
+        GraphoptError: an attribute is not 0.
     """
     for name, value in attributes.items():
         if value:
-            raise GraphoptError(f"attribute {name}={value!r} is not covered")
+            raise GraphoptError(f"attribute {name}={value!r} is not covered: expected 0")
 
 
 def weight(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Value:
-    """Return an initializer made of a node's attribute, which trains."""
+    """Return a trainable initializer made from an attribute of a node."""
     name = f"{node.name}.{label}"
     return op.initializer(ir.tensor(array, name=name))
 
 
 def frozen(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Value:
-    """Return an initializer made of a node's attribute, which trains only when it is asked for by name."""
+    """Return a frozen initializer made from an attribute of a node. It trains only if requested by name."""
     return freeze(weight(op, node, label, array))
 
 
 def freeze(x: ir.Value) -> ir.Value:
-    """Mark an initializer as one that trains only when it is asked for by name."""
+    """Mark an initializer as frozen unless it is requested by name."""
     if x.is_initializer():
         FROZEN.set(x)
     return x

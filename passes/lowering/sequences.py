@@ -1,4 +1,4 @@
-"""Sequences of tensors as the tensors that they hold, where the graph tells what these are."""
+"""Replace sequences of tensors by the tensors that they contain, if the graph determines these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Size = int | ir.SymbolicDim
 
 @dataclass(frozen=True)
 class Stack:
-    """A sequence of tensors of one shape, along the first axis of one tensor."""
+    """Store a sequence of equally shaped tensors as one tensor, stacked along its first axis."""
 
     tensor: ir.Value
 
@@ -32,10 +32,10 @@ Held = list[ir.Value] | Stack
 
 
 def lower_sequences(model: ir.Model) -> None:
-    """Replace what reads sequences by what reads tensors, those in bodies too; types must be known.
+    """Replace nodes that read sequences by nodes that read tensors, including in bodies. Types must be known.
 
-    What a sequence holds is known where nodes put it together one by one, at known places, or where each turn of a
-    Loop appends to it tensors of one shape: then it is a scan output of the Loop. Other sequences stay.
+    The content of a sequence is known if nodes insert its elements one by one at known positions, or if each turn of a
+    Loop appends tensors of one shape, which become a scan output of the Loop. Other sequences stay.
     """
     if not any(node.op_type in SEQUENCE_READERS for node in model.graph.all_nodes()):
         return
@@ -49,8 +49,8 @@ def _lower(op: Emitter, graph: ir.Graph, held: dict[ir.Value, Held], sizes: Cont
     """Lower the nodes of a graph in order.
 
     Args:
-        held: what is known of sequences so far.
-        sizes: symbolic dimensions that are the same in each turn of a loop.
+        held: the known content of sequences.
+        sizes: symbolic dimensions that are equal in all turns of a loop.
     """
     graph.sort()
     for node in list(graph):
@@ -76,7 +76,7 @@ def _lower(op: Emitter, graph: ir.Graph, held: dict[ir.Value, Held], sizes: Cont
 
 
 def _type(op: Emitter, node: ir.Node) -> None:
-    """Infer shapes that depend on constants of the graphs around a body, which ONNX's inference does not see."""
+    """Infer shapes that depend on constants outside a body, which ONNX's inference does not see."""
     if all(y.shape is not None or isinstance(y.type, ir.SequenceType) for y in node.outputs):
         return
     branches = subgraphs(node)
@@ -91,7 +91,7 @@ def _type(op: Emitter, node: ir.Node) -> None:
 
 
 def _held(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> Held | None:
-    """Return what the sequence that a node makes holds, or None where that is not known."""
+    """Return the content of the sequence that a node makes, or None if it is unknown."""
     x = node.inputs[0] if node.inputs else None
     before = None if x is None else held.get(x)
     match node.op_type:
@@ -116,7 +116,7 @@ def _held(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> Held | None
 
 
 def _place(node: ir.Node, index: int, places: int) -> int | None:
-    """Return a known place in a sequence, by default the last of some, or None."""
+    """Return a known position in a sequence, by default the last, or None."""
     given = node.inputs[index] if index < len(node.inputs) else None
     if given is None:
         return places - 1
@@ -126,7 +126,7 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
 
 
 def _split(op: Emitter, node: ir.Node) -> Held | None:
-    """Emit the parts of a tensor, as a stack where only the run tells how many there are."""
+    """Emit the parts of a tensor, stacked if their number is only known at run time."""
     x = node.inputs[0]
     if x is None or x.shape is None:
         return None
@@ -159,7 +159,7 @@ def _parts(op: Emitter, x: ir.Value, sizes: Sequence[int], axis: int) -> list[ir
 
 
 def _read(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> ir.Value | None:
-    """Emit the tensor that a node reads out of a sequence; None where that is not known."""
+    """Emit the tensor that a node reads from a sequence, or return None if it is unknown."""
     x = node.inputs[0] if node.inputs else None
     content = None if x is None else held.get(x)
     if content is None:
@@ -181,7 +181,7 @@ def _read(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> ir.Value | 
 
 
 def _stacked(op: Emitter, content: Held) -> ir.Value | None:
-    """Emit the elements along a first axis, or return None where their shapes may differ."""
+    """Emit the elements stacked along a first axis, or return None if their shapes may differ."""
     if isinstance(content, Stack):
         return content.tensor
     shapes = [x.shape for x in content]
@@ -216,7 +216,7 @@ def _concatenated(op: Emitter, node: ir.Node, content: Held) -> ir.Value | None:
 
 
 def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]:
-    """Yield of each sequence among a Loop's states its index, what it starts as, and what a turn makes of what."""
+    """Yield index, initial value, body input and body output of each sequence among a Loop's states."""
     body = node.attributes["body"].as_graph()
     for i, start in enumerate(node.inputs[2:]):
         if start is not None and isinstance(body.inputs[i + 2].type, ir.SequenceType):
@@ -224,7 +224,7 @@ def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]
 
 
 def _pass_through(node: ir.Node, held: dict[ir.Value, Held]) -> None:
-    """Note what sequences hold that a Loop leaves as they are."""
+    """Record the content of sequences that a Loop leaves unchanged."""
     body = node.attributes["body"].as_graph()
     for i, start, before, after in _states(node):
         if start in held and _appended(before, after) == []:
@@ -233,7 +233,7 @@ def _pass_through(node: ir.Node, held: dict[ir.Value, Held]) -> None:
 
 
 def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Container[Size]) -> None:
-    """Let a Loop return what its turns append to sequences as scan outputs, and drop sequences that it leaves."""
+    """Return sequences that a Loop's turns append to as scan outputs, and drop sequences that it leaves unchanged."""
     body = node.attributes["body"].as_graph()
     _drop_unused(body)
     replaced: dict[int, tuple[list[ir.Value], Held]] = {}
@@ -289,7 +289,7 @@ def _drop_unused(body: ir.Graph) -> None:
 
 
 def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
-    """Return what a turn of a Loop appends to a sequence, or None where it does anything else."""
+    """Return the tensors that a turn of a Loop appends to a sequence, or None if it does anything else."""
     rows: list[ir.Value] = []
     while after is not before:
         node = after.producer()
@@ -305,9 +305,9 @@ def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
 
 
 def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Container[Size]) -> bool:
-    """Tell whether tensors have one shape, the same in each turn, as scan outputs have.
+    """Return whether tensors have one shape that is the same in each turn, as scan outputs require.
 
-    Those that ConcatFromSequence reads differ along its axis alone.
+    Tensors that ConcatFromSequence reads may differ along its axis.
     """
     shapes = [tuple(row.shape) for row in rows if row.shape is not None]
     if len(shapes) < len(rows) or len({len(shape) for shape in shapes}) > 1:
@@ -328,7 +328,7 @@ def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Cont
 
 
 def _replace(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
-    """Let a copy of `result` take the place and the name of `y`, and return it."""
+    """Replace `y` by a copy of `result` with the name of `y`, and return it."""
     result = like(op.Identity(result), y)
     name, y.name = y.name, f"{y.name}/replaced"
     ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)

@@ -1,4 +1,4 @@
-"""Gradients from onnxruntime-training's GradientGraphBuilder, in its own fused operators."""
+"""Differentiate with onnxruntime-training's GradientGraphBuilder, which emits its own fused operators."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from passes.ort_gradient.limits import prepare, wrong
 
 @dataclass(frozen=True)
 class OrtGradient(GradientSource):
-    """Differentiate the loss by every parameter with onnxruntime-training: add an output `NAME.grad` for each.
+    """Differentiate the loss by onnxruntime-training: add an output `NAME.grad` for each parameter.
 
-    The graph then has operators of com.microsoft that only onnxruntime-training runs. Its metadata says so.
+    The graph then contains operators of com.microsoft that only onnxruntime-training runs. Its metadata records this.
 
     Raises:
-        GraphoptError: onnxruntime-training is not installed; the model's opset is newer than it; there is no loss or
-            no parameter; operators without a gradient there block a parameter; or the loss does not depend on one.
+        GraphoptError: onnxruntime-training is not installed; its opset is older than the model's; the model has no
+            loss or no parameter; operators without a gradient block a parameter; or the loss does not depend on it.
 
     >>> graphopt.standard(loss=passes.MeanSquaredError(), gradient=passes.OrtGradient())["gradient"]
     (OrtGradient(loss_scale=None),)
@@ -63,7 +63,7 @@ def _graft(
     seeds: Mapping[ir.Value, ir.Value],
     wrt: Sequence[ir.Value],
 ) -> dict[ir.Value, ir.Value]:
-    """Add to `model` what `built` has and `part` has not; return the gradients of `wrt`."""
+    """Add the nodes of `built` that `part` lacks to `model`, and return the gradients of `wrt`."""
     built.graph.input.extend(onnx.ValueInfoProto(name=f"{seeded(y)}_grad") for y in seeds)
     graph = ir.from_proto(built).graph
     ours = ir.convenience.create_value_mapping(model.graph)
@@ -73,7 +73,7 @@ def _graft(
     same |= {theirs[f"{seeded(y)}_grad"]: seed for y, seed in seeds.items()}
     added = [node for node in graph if any(y.name not in known for y in node.outputs if y.name)]
     for y in (y for node in added for y in node.outputs):
-        if y in same:  # the builder has put another operator in the place of ours
+        if y in same:  # the builder replaced this operator
             _replace(model, same.pop(y), y)
         elif y.name in ours:
             y.name = None

@@ -1,7 +1,7 @@
-"""onnxruntime-training's builder of gradient graphs: the one module of passes that imports onnxruntime.
+"""Wrap onnxruntime-training's builder of gradient graphs. Only this module of passes imports onnxruntime.
 
-It is given the part of the graph between the parameters and the loss alone, so that it holds constant what `Gradient`
-holds constant. Weights are inputs there: it folds none of them.
+The builder receives only the part of the graph between the parameters and the loss, so that it treats the same values
+as constants as `Gradient` does. Weights are inputs of this part, so that it folds none of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from graphopt.graph.roles import TRAINING_RUNTIME
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
-SMALL = 100  # numbers in a constant that the builder is shown: axes, exponents
+SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
 UNREGISTERED = "has not been registered"
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
 
 class Builder:
-    """onnxruntime-training's builder of gradient graphs, for parts of one model."""
+    """Build gradient graphs of parts of one model with onnxruntime-training."""
 
     def __init__(self, model: ir.Model) -> None:
         try:
@@ -42,11 +42,11 @@ class Builder:
                 f"OrtGradient: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
                 f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}: use Gradient"
             )
-        self._options.log_severity_level = 4  # what goes wrong is raised
+        self._options.log_severity_level = 4  # errors are raised instead
         self._model = model
 
     def part(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
-        """Return the graph of `nodes`, its `outputs` behind an Identity each; other values are inputs."""
+        """Return the graph of `nodes` with each of `outputs` behind an Identity. Other values are inputs."""
         made = {y for node in nodes for y in node.outputs}
         needed = dict.fromkeys(
             x for node in nodes for x in inputs_of(node) if x is not None and x not in made
@@ -57,7 +57,7 @@ class Builder:
             if x.is_initializer():
                 del graph.initializers[str(x.name)]
                 x.const_value = None
-        for i, y in enumerate(graph.outputs):  # the gradient of what others use too is a sum
+        for i, y in enumerate(graph.outputs):  # the gradient of a value that has other readers is a sum
             output = ir.Value(name=seeded(y), type=y.type, shape=y.shape)
             graph.append(ir.node("Identity", [y], outputs=[output]))
             graph.outputs[i] = output
@@ -65,7 +65,7 @@ class Builder:
         return ir.Model(graph, ir_version=self._model.ir_version, functions=functions)
 
     def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
-        """Return `part` with its gradients: of a value NAME it is NAME_grad, which of outputs is left undefined."""
+        """Return `part` with its gradients NAME_grad. For outputs with other readers it is left undefined."""
         names = {str(y.name) for y in part.graph.outputs}
         text = ir.to_proto(part).SerializeToString()
         builder = self._builder(text, names, {str(x.name) for x in wrt}, "", self._options)
@@ -75,7 +75,7 @@ class Builder:
     def refusal(
         self, path: Sequence[ir.Node], active: frozenset[ir.Value], error: RuntimeError | None = None
     ) -> GraphoptError:
-        """Return the error that names every operator of `path` that the builder by itself refuses, or has wrong."""
+        """Return the error that names every operator of `path` that the builder refuses or gets wrong."""
         refused: dict[tuple[str, str], dict[ir.Node, str]] = {}
         for node in path:
             reason = wrong(node, active) or self._complaint(node, path, active)
@@ -92,7 +92,7 @@ class Builder:
         return NoGradient(lacking, "use Gradient")
 
     def _complaint(self, node: ir.Node, path: Sequence[ir.Node], active: frozenset[ir.Value]) -> str:
-        """Return what the builder says of one node, or nothing."""
+        """Return the builder's error for one node, or an empty text."""
         used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
         try:
             self.build(self.part([node], used), [x for x in inputs_of(node) if x is not None and x in active])
@@ -112,7 +112,7 @@ def _is_small(x: ir.Value) -> bool:
 
 
 def _said(error: RuntimeError | None) -> str:
-    """Return what the builder says of an operator, without where in its source."""
+    """Return the builder's error about an operator, without its source location."""
     text = " ".join(str(error).split())
     if UNREGISTERED in text:
         return "has none"

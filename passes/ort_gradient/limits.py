@@ -1,4 +1,4 @@
-"""Check what onnxruntime-training's builder accepts: forms of operators that it needs, and those that it has wrong."""
+"""Check the operators that onnxruntime-training's builder needs in another form or differentiates incorrectly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.gradients.walk import further_output
 
 
 def prepare(op: Emitter, node: ir.Node) -> None:
-    """Give a node the form that the builder takes: with the outputs that it reads, and numbers of one type."""
+    """Convert a node to the form that the builder supports: with the outputs that it reads, and one number type."""
     if node.domain != "":
         return
     x = node.inputs[0]
@@ -57,7 +57,7 @@ def _is_stretched(x: ir.Value | None, y: ir.Value) -> bool:
     return len(want) < len(have) or any(w == 1 and h != 1 for w, h in zip(want, have, strict=True))
 
 
-# What the builder has wrong, without a word unless the reason says so, and the reason.
+# What the builder differentiates incorrectly, without an error unless the reason says so, and the reason.
 WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ...] = (
     ("AveragePool", lambda node, _: _pads_itself(node), "does not pad by auto_pad"),
     (
@@ -121,7 +121,7 @@ WRONG: tuple[tuple[str, Callable[[ir.Node, frozenset[ir.Value]], bool], str], ..
 
 
 def wrong(node: ir.Node, active: frozenset[ir.Value]) -> str:
-    """Return what is wrong with the builder's gradient of a node, or nothing."""
+    """Return the errors in the builder's gradient of a node, or an empty text."""
     if node.domain != "":
         return ""
     reasons = (reason for op_type, test, reason in WRONG if op_type == node.op_type and test(node, active))

@@ -1,4 +1,4 @@
-"""The rules, a file a family; importing this package registers them all."""
+"""Define the gradient rules, one file per family. Importing this package registers them."""
 
 from passes.gradients.rules import constant as constant
 from passes.gradients.rules import control_flow as control_flow

@@ -1,4 +1,4 @@
-"""Operators without gradient: they compare, count, choose, round or draw; no small change shows. Or it is refused."""
+"""Declare operators without a gradient: piecewise constant, random or non-numeric ones, and those that are refused."""
 
 from graphopt.graph.operators import DRAWING, PREDICATES
 from passes.gradients.registry import no_gradient, refused
@@ -8,7 +8,7 @@ no_gradient(
     *PREDICATES,
     # Integers.
     *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
-    # Steps: the gradient is 0 wherever there is one.
+    # Step functions: the derivative is 0 wherever it exists.
     *("Ceil", "Floor", "Hardmax", "Round", "Sign"),
     # Shapes and positions.
     *("ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Shape", "Size"),
@@ -17,17 +17,17 @@ no_gradient(
     *("MelWeightMatrix",),
     # Random numbers.
     *DRAWING,
-    # Strings and data that are no tensors.
+    # Strings and data that are not tensors.
     *("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"),
     *("OptionalHasElement", "SequenceEmpty", "SequenceLength", "TfIdfVectorizer"),
 )
 
 refused(
-    "it computes with integers: quantize after training, or with QuantizeLinear and DequantizeLinear around floats",
+    "it computes with integers: quantize after training, or use QuantizeLinear and DequantizeLinear around floats",
     *("ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"),
 )
 refused(
-    "it holds sequences of tensors, which have no gradient here: use Concat, Split, Gather or Scan",
+    "it works on sequences of tensors, which have no gradient: use Concat, Split, Gather or Scan",
     *(
         "ConcatFromSequence",
         "SequenceAt",
@@ -38,5 +38,5 @@ refused(
     ),
     *("SplitToSequence",),
 )
-refused("it holds an optional, which may be empty: pass the tensor itself", "Optional")
-refused("it reinterprets the bits of a number, which has no derivative", "BitCast")
+refused("it contains an optional, which may be empty: pass the tensor itself", "Optional")
+refused("it reinterprets the bits of a number, which has no derivative: use Cast", "BitCast")

@@ -1,7 +1,7 @@
-"""If, Scan and Loop: the gradient is such a node too, whose bodies compute a step again and then go it back.
+"""Differentiate If, Scan and Loop by a node of the same kind, whose bodies recompute a step and then reverse it.
 
-https://onnx.ai/onnx/operators: what the states of a loop were at the start of each step becomes an output of
-the node; the rest of a step is computed again. Gradients of values that a body captures add up in states.
+https://onnx.ai/onnx/operators describes the operators. The states at the start of each step become an output of the
+node. The rest of a step is recomputed. Gradients of captured values accumulate in states.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from passes.gradients.loop_bodies import (
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.walk import backward, zeros
 
-# Of a Scan: what some states are, by their index, at the start of each slice's step.
+# For a Scan: the known values of some states, by index, at the start of each step.
 KNOWN = "known_states"
-# Of a Scan: what its gradient reads of a step is saved, not computed again.
+# For a Scan: whether the values of a step that its gradient reads are saved instead of recomputed.
 SAVING = "saving"
 
 
@@ -47,7 +47,7 @@ def if_(
     then_branch: Graph,
     else_branch: Graph,
 ) -> Gradients:
-    """Differentiate each branch by all that either of them captures."""
+    """Differentiate both branches with respect to the values that either of them captures."""
     wrt, dys = floating(x for x in outer if x in active), [dy, *further]
     branches = {"then_branch": copy(then_branch), "else_branch": copy(else_branch)}
     for branch in branches.values():
@@ -61,17 +61,20 @@ def if_(
 
 @rule("OptionalGetElement")
 def optional_get_element(op: Emitter, dy: Value, x: Value) -> Gradients:
-    """Of a tensor it is the tensor."""
+    """Pass the gradient of a tensor through, and refuse other types."""
     if not isinstance(x.type, ir.TensorType):
-        raise GraphoptError(f"OptionalGetElement of {x.name!r}: no gradient of {x.type}, which is no tensor")
+        raise GraphoptError(
+            f"OptionalGetElement of {x.name!r}: expected a tensor, found {x.type}, which has no gradient: pass the "
+            f"tensor itself"
+        )
     return [dy]
 
 
 class Back:
-    """A copy of a loop's body that goes a step back, from the gradients of its results to those of its inputs.
+    """Build the backward step of a loop: it maps gradients of the body's results to gradients of its inputs.
 
-    Its inputs are the gradients of the states, sums of the gradients of captured values, and what the loop adds;
-    its outputs are both for the next step, and the gradients of the slices.
+    Its inputs are the gradients of the states, the accumulated gradients of captured values, and inputs that the loop
+    adds. Its outputs are the updated gradients for the next step, then the gradients of the slices.
     """
 
     def __init__(
@@ -83,13 +86,13 @@ class Back:
         skip: int,
         states: int,
     ) -> None:
-        """Differentiate the body of `node`, of which `skip` inputs and then `states` come first."""
+        """Differentiate the body of `node`, whose inputs start with `skip` others and then `states`."""
         self.body = node.attributes["body"].as_graph()
         for value in (*self.body.inputs, *self.body.outputs):
             if not isinstance(value.type, ir.TensorType):
                 raise GraphoptError(
-                    f"{node.op_type} node {node.name!r}: no gradient through {value.name!r}, which is no tensor "
-                    f"but {value.type}: freeze what is before it"
+                    f"{node.op_type} node {node.name!r}: expected tensors on the way of a gradient, found "
+                    f"{value.name!r} of {value.type}: freeze the parameters before it"
                 )
         self.graph = copy(self.body)
         self.forward = dict(zip(self.graph, self.body, strict=True))
@@ -119,7 +122,7 @@ class Back:
             finish(inner, self.graph, [*gradients[:carried], *sums, *gradients[carried:]])
 
     def kept(self) -> list[tuple[Value, Value]]:
-        """Make what the step back reads of the step itself inputs of its body; return them and the step's values."""
+        """Turn the values of the forward step that the backward step reads into body inputs; return both lists."""
         found = []
         for node, original in self.forward.items():
             for x, y in zip(node.outputs, original.outputs, strict=True) if node.inputs else ():
@@ -146,7 +149,7 @@ def scan(
     scan_output_axes: Sequence[int] = (),
     scan_output_directions: Sequence[int] = (),
 ) -> Gradients:
-    """Scan the other way, over the states that each step began with, its slices and its outputs' gradients."""
+    """Run a Scan in the reverse direction over the saved states, the slices and the gradients of the outputs."""
     n, end = len(node.inputs) - num_scan_inputs, len(node.inputs)
     axes = [
         axis % len(dims_of(x))
@@ -174,7 +177,7 @@ def scan(
         for end_, dy_, axis, way in zip(back.ends[n:], dys[n:], stacked, ends, strict=False)
         if end_ is not None and dy_ is not None and end_.uses()
     ]
-    if not sequences:  # one tells how many steps there are
+    if not sequences:  # one is needed to determine the number of steps
         sequences = [(back.slices[0], inputs[n], axes[0], turned[0])]
     sliced = [i for i, x in enumerate(back.slices) if is_floating(x)]
     states = [i for i, x in enumerate(back.states) if is_floating(x)]
@@ -202,7 +205,7 @@ def loop(
     further: list[Value | None],
     active: frozenset[Value],
 ) -> Gradients:
-    """Loop as often as the node did, and take what a step needs from where it was kept, the last first."""
+    """Run a Loop of as many turns as the node, which reads the saved values of each turn in reverse order."""
     n = len(node.inputs) - 2
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[n:] if x in active), dys, 2, n)
@@ -240,7 +243,7 @@ def loop(
 
 
 def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[int, Value]:
-    """Return what the states of a Scan are at the start of each step where some are known: by a Scan of the others."""
+    """Return the states of a Scan at the start of each step; if some are known, a Scan recomputes the others."""
     known: dict[int, Value] = node.meta.get(KNOWN, {})
     states = len(body.inputs) - len(slices)
     others = [i for i in range(states) if i not in known]

@@ -1,4 +1,4 @@
-"""Convolutions: the gradient of the input is the transposed convolution, that of the weights a correlation.
+"""Differentiate convolutions: by a transposed convolution for the input and a correlation for the weights.
 
 Dumoulin and Visin, https://arxiv.org/abs/1603.07285.
 """
@@ -23,7 +23,7 @@ Dims = Sequence[int | ir.SymbolicDim]
 
 @dataclass(frozen=True)
 class Window:
-    """A kernel that slides along spatial axes: for each its taps, stride, dilation and pads at both ends."""
+    """Describe a kernel that slides along spatial axes: size, stride, dilation and pads of each axis."""
 
     kernel: list[int]
     strides: list[int]
@@ -33,18 +33,18 @@ class Window:
 
     @property
     def extent(self) -> list[int]:
-        """How far the kernel reaches along each axis."""
+        """Return the distance that the kernel covers along each axis."""
         return [(taps - 1) * dilation + 1 for taps, dilation in zip(self.kernel, self.dilations, strict=True)]
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether the kernel is one element that visits every element of the input."""
+        """Return whether the kernel is one element that visits every element of the input."""
         ones = [1] * len(self.kernel)
         return self.kernel == self.strides == ones and not any(self.begin + self.end)
 
     @property
     def tiles(self) -> bool:
-        """Whether windows lie side by side, without gaps: every element is in at most one."""
+        """Return whether the windows are adjacent, without overlap or gaps: every element is in at most one."""
         return self.extent == self.strides == self.kernel
 
 
@@ -56,10 +56,13 @@ def window_of(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Window:
-    """Return the window that a node's attributes describe, its pads resolved."""
+    """Return the window that a node's attributes describe, with resolved pads."""
     taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
     if len(taps) < n:
-        raise GraphoptError(f"the gradient by {x.name!r} needs a kernel of known size, found {list(kernel)}")
+        raise GraphoptError(
+            f"the gradient with respect to {x.name!r} needs a kernel of known size, found {list(kernel)}: declare "
+            f"its shape"
+        )
     pads = list(pads or [0] * (2 * n))
     window = Window(taps, list(strides or [1] * n), list(dilations or [1] * n), pads[:n], pads[n:])
     if not auto_pad.startswith("SAME"):
@@ -73,7 +76,8 @@ def _same(x: Value, size: int | ir.SymbolicDim, extent: int, stride: int) -> int
         return extent - 1
     if not isinstance(size, int):
         raise GraphoptError(
-            f"SAME padding with strides needs spatial sizes, found {x.name!r} of shape {x.shape}"
+            f"SAME padding with strides needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare its "
+            f"shape"
         )
     return max((-(-size // stride) - 1) * stride + extent - size, 0)
 
@@ -85,9 +89,9 @@ def _halved(window: Window, totals: list[int], auto_pad: str) -> Window:
 
 
 def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
-    """Return the gradient of the input of a convolution, of the spatial sizes of `x`.
+    """Return the gradient of a convolution's input, in the spatial sizes of `x`.
 
-    Where strides and an unknown size leave open how much of the input no window reached, emit more and cut.
+    If strides and an unknown size hide which part of the input the windows reach, emit a larger gradient and crop it.
     """
     missing, exact = [], True
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
@@ -111,10 +115,10 @@ def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group
 
 
 def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, group: int = 1) -> Value:
-    """Return the gradient of the weights: x * dy, with batch for channels and strides for dilations.
+    """Return the gradient of the weights: the correlation of x and dy, with batch as channels and strides as dilations.
 
-    A group is a group there too: its channels become the batch, and its batch the channels. A kernel of one
-    element is a matrix: five times as fast as a matrix product.
+    Groups remain groups: channels become the batch and the batch becomes channels. A kernel of one element is a matrix
+    product, which is five times as fast.
     """
     if group == 1 and window.is_pointwise:
         rows, columns = op.Reshape(dy, [0, 0, -1]), op.Reshape(x, [0, 0, -1])
@@ -129,7 +133,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
         moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
         data = op.Reshape(moved, op.Concat(channels, [-1], sizes_of(op, x, 2), axis=0))
     end, exact = list(window.end), True
-    reached = {}  # what windows reach of an axis, where it is not all
+    reached = {}  # the part of an axis that windows reach, if it is not the whole axis
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         stride, dilation = window.strides[i], window.dilations[i]
         if isinstance(size, int) and isinstance(windows, int):
@@ -149,7 +153,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
         pads=[*window.begin, *end],
         group=group,
     )
-    dw.shape = dw.shape or ir.Shape([None] * rank(x))  # ONNX infers none where channels are unknown
+    dw.shape = dw.shape or ir.Shape([None] * rank(x))  # ONNX infers no shape if channels are unknown
     if not exact:
         dw = op.Slice(dw, [0] * len(window.kernel), window.kernel, list(range(2, rank(x))))
     return like(op.Transpose(dw, perm=swap), w)
@@ -192,7 +196,7 @@ def conv_transpose(
     output_padding: list[int] | None = None,
     output_shape: list[int] | None = None,
 ) -> Gradients:
-    """The adjoint: what is output here is the input of a convolution there."""
+    """Convolve: the gradient of a transposed convolution is the convolution itself."""
     window = window_of(x, kernel_shape or dims_of(w)[2:], "NOTSET", pads, strides, dilations)
     more = output_padding or [0] * len(window.kernel)
     if output_shape or auto_pad.startswith("SAME"):
@@ -211,19 +215,20 @@ def conv_transpose(
 
 
 def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
-    """Return how much of each axis a ConvTranspose of a given output size leaves out at both ends."""
+    """Return how many elements a ConvTranspose with a given output size crops from both ends of each axis."""
     cuts = []
     for i, (size, given) in enumerate(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True)):
         if not isinstance(size, int) or not isinstance(given, int):
             raise GraphoptError(
-                f"the pads of a ConvTranspose need spatial sizes, found {x.name!r} of shape {x.shape}"
+                f"the pads of a ConvTranspose need known spatial sizes, found {x.name!r} of shape {x.shape}: "
+                f"declare its shape"
             )
         cuts.append(max((size - 1) * window.strides[i] + more[i] + window.extent[i] - given, 0))
     return cuts
 
 
 def by_channel(op: Emitter, dy: Value, bias: Value | None) -> Value | None:
-    """Return the gradient of what each channel adds."""
+    """Return the gradient of a bias per channel."""
     return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
 
 
@@ -239,10 +244,13 @@ def col2im(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """Cut the image into its blocks again: a convolution by a kernel for each place in a block."""
+    """Extract the blocks of the image by a convolution with one kernel for each position in a block."""
     taps = constant_of(block)
     if taps is None:
-        raise GraphoptError(f"the gradient by {x.name!r} needs a known block shape")
+        raise GraphoptError(
+            f"Col2Im: the gradient with respect to {x.name!r} needs a known block shape, found a computed one: make it "
+            f"an initializer"
+        )
     places = counted(*taps)
     counted(places, places)
     kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)

@@ -1,4 +1,4 @@
-"""Operators whose gradient is that of the simpler operators that compute the same."""
+"""Differentiate operators through equivalent functions of simpler operators."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Expansion = Callable[..., Sequence[Value]]
 
 
 def expansion(*op_types: str) -> Callable[[Expansion], Rule]:
-    """Register a traced function `f(op, *inputs, **named)` of the outputs of these operators.
+    """Register a traced function `f(op, *inputs, **named)` that computes the outputs of these operators.
 
-    It may name what a rule may name. Only its gradient is emitted in the end: the operator itself stays where it
-    is, as a runtime's own kernel is faster, and the model's export keeps it.
+    It may request the same values as a rule. Only the gradient of the function is emitted: the operator itself stays,
+    because its kernel is faster and the exported model keeps it.
     """
 
     def register(function: Expansion) -> Rule:

@@ -1,4 +1,4 @@
-"""Operators that choose elements by their positions: each gradient is added where its element came from."""
+"""Differentiate operators that select elements by position: add each gradient at the position of its element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.gradients.walk import further_output, zeros
 
 
 def positions(op: Emitter, x: Value) -> Value:
-    """Return the position of each element of `x` in its flat order, in the shape of `x`."""
+    """Return the flat position of each element of `x`, in the shape of `x`."""
     shape = op.shape_of(x)
     numbers = op.Range(0, op.ReduceProd(shape, keepdims=0), 1)
     where: Value = op.Reshape(numbers, shape)
@@ -25,9 +25,9 @@ def positions(op: Emitter, x: Value) -> Value:
 
 
 def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
-    """Add `dy` into zeros of a shape; halves in float32, as ONNX Runtime on the CPU cannot add them.
+    """Add `dy` into zeros of a shape. 16-bit numbers are added in float32 because ONNX Runtime's CPU provider cannot.
 
-    Positions of 32 bits become such of 64, which is all that ScatterND takes.
+    Convert 32-bit positions to 64 bits, which ScatterND requires.
     """
     assert dy.dtype is not None
     dtype = ir.DataType.FLOAT if dy.dtype.itemsize < 4 else dy.dtype
@@ -38,7 +38,7 @@ def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **a
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
-    """Return the gradient of `x` where each element of `dy` belongs to one flat position of `x`."""
+    """Return the gradient of `x` if each element of `dy` belongs to one flat position of `x`."""
     size = op.ReduceProd(op.shape_of(x), keepdims=1)
     total = add_up(op, "ScatterElements", size, op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
     return reshape_like(op, total, x)
@@ -46,7 +46,7 @@ def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
 
 @rule("Slice")
 def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
-    """Pad by what was left out, where that is known; else add into zeros where each element was."""
+    """Pad by the parts that the Slice removed if they are known, and otherwise add into zeros."""
     pads = left_out(x, *bounds)
     if pads is not None:
         return [like(op.Pad(dy, pads), x)]
@@ -54,7 +54,7 @@ def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
 
 
 def left_out(x: Value, *bounds: Value) -> list[int] | None:
-    """Return the pads that undo a Slice in steps of 1 along static axes."""
+    """Return the pads that reverse a Slice in steps of 1 along static axes."""
     known = [constant_of(bound) for bound in bounds]
     if any(bound is None for bound in known):
         return None
@@ -81,7 +81,7 @@ def pad(
     *,
     mode: str,
 ) -> Gradients:
-    """Pad by the opposite, which is a Slice where no pad is negative; a copy is added to its origin."""
+    """Pad by the negative pads, or slice if no pad is negative. Add the gradient of a copied element to its origin."""
     pads = pads_of_all_axes(op, x, pads, axes)
     if mode != "constant":
         return [scatter_back(op, dy, op.Pad(positions(op, x), pads, mode=mode), x)]
@@ -100,7 +100,7 @@ def pad(
 
 @rule("Gather")
 def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
-    """Add rows of `dy` to rows of zeros, the gathered axis in front; one known row is only padded."""
+    """Add rows of `dy` to rows of zeros with the gathered axis first. Pad a single known row instead."""
     width, size, index = rank(indices), dims_of(x)[axis], constant_of(indices)
     axis %= rank(x)
     if width < 2 and index is not None and index.size == 1 and isinstance(size, int) and size:
@@ -178,7 +178,7 @@ def scattered(
     scatter: Callable[..., Value],
     gather: Callable[[Value], Value],
 ) -> Gradients:
-    """Give no gradient to what an update replaces, share it among equal extremes, multiply it by the other factors."""
+    """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
     if reduction == "none":
         return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":
@@ -195,7 +195,7 @@ def scattered(
 
 @rule("Unique")
 def unique(op: Emitter, dy: Value, x: Value, *, node: Node, axis: int | None = None) -> Gradients:
-    """Equal elements are one: the first of them gets the gradient."""
+    """Pass the gradient to the first of equal elements."""
     first = further_output(node, 1, ir.DataType.INT64, ir.Shape([None]))
     if axis is not None:
         return gather(op, dy, x, first, axis=axis)
@@ -206,7 +206,7 @@ def unique(op: Emitter, dy: Value, x: Value, *, node: Node, axis: int | None = N
 def one_hot(
     op: Emitter, dy: Value, indices: Value, depth: Value, values: Value, *, y: Value, axis: int
 ) -> Gradients:
-    """Each element is one of the two values, and the gradient of that one."""
+    """Sum the gradients of the elements that equal each of the two values."""
     hot = op.OneHot(indices, depth, op.CastLike(op.constant([0.0, 1.0]), values), axis=axis)
     on, total = op.ReduceSum(dy * hot, keepdims=0), op.ReduceSum(dy, keepdims=0)
     return [None, None, op.Concat(op.Unsqueeze(total - on, [0]), op.Unsqueeze(on, [0]), axis=0)]
@@ -223,7 +223,7 @@ def tensor_scatter(
     axis: int,
     mode: str,
 ) -> Gradients:
-    """Give no gradient to the part of a cache that is overwritten; each row of a batch has its own start."""
+    """Pass no gradient to the overwritten part of the cache, which starts at a separate position for each row."""
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
     axis %= rank(x)
     size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))

@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Differentiate matrix products, Einsum and Det."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 
 @rule("MatMul")
 def matmul(op: Emitter, dy: Value, a: Value, b: Value) -> Gradients:
-    """d(AB) = dA B + A dB: a vector is a row or a column; one Gemm for weights that a batch shares."""
+    """Apply d(AB) = dA B + A dB, with vectors as rows or columns, and with one Gemm for weights that a batch shares."""
     if rank(a) == 1 and rank(b) == 1:
         return [dy * b, dy * a]
     if rank(a) == 1:
@@ -46,7 +46,7 @@ def gemm(
     transA: int,
     transB: int,
 ) -> Gradients:
-    """The four layouts of dA = alpha dY B' and dB = alpha A' dY, none of which needs a Transpose."""
+    """Compute dA = alpha dY B' and dB = alpha A' dY in all four layouts without a Transpose."""
     da = (b, dy, transB, 1) if transA else (dy, b, 0, 1 - transB)
     db = (dy, a, 1, transA) if transB else (a, dy, 1 - transA, 0)
     products = [op.Gemm(m, n, alpha=alpha, transA=s, transB=t) for m, n, s, t in (da, db)]
@@ -55,9 +55,10 @@ def gemm(
 
 @rule("Einsum")
 def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
-    """Exchange an operand's subscripts with the output's; what only that operand sums over is repeated.
+    """Exchange an operand's subscripts with those of the output, and repeat along axes that only that operand sums.
 
-    A subscript that an operand has twice takes its diagonal: all else gets the 0 of an identity matrix.
+    If an operand has a subscript twice, its gradient is multiplied by an identity matrix, because Einsum reads a
+    diagonal.
     """
     terms, result = subscripts(equation, [rank(x) for x in inputs])
     gradients = []
@@ -79,7 +80,7 @@ def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
 
 
 def distinct(term: str, taken: str) -> tuple[str, list[str]]:
-    """Return subscripts with a letter of its own for each that comes again, and the pairs of equal letters."""
+    """Return subscripts in which each repeated letter is replaced by a new one, and the pairs of equal letters."""
     free = (letter for letter in string.ascii_letters if letter not in taken)
     letters, pairs = list(term), []
     for axis, letter in enumerate(term):
@@ -98,7 +99,7 @@ def identity(op: Emitter, x: Value, axis: int) -> Value:
 
 
 def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:
-    """Return the operands' subscripts and the output's, with letters for ellipses and an implied output."""
+    """Return the subscripts of the operands and of the output, with letters for ellipses and for an implied output."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     free = [letter for letter in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if letter not in equation]
     missing = [rank - len(term.replace("...", "")) for term, rank in zip(left.split(","), ranks, strict=True)]
@@ -112,7 +113,7 @@ def subscripts(equation: str, ranks: Iterable[int]) -> tuple[list[str], str]:
 
 
 def batched(op: Emitter, a: Value, b: Value, dy: Value) -> Value:
-    """Return the product AB, whose batch dimensions are those of `dy`."""
+    """Return the product AB with the batch dimensions of `dy`."""
     product: Value = op.MatMul(a, b)
     product.shape = ir.Shape([*dims_of(dy)[:-2], dims_of(a)[-2], dims_of(b)[-1]])
     return product
@@ -125,16 +126,18 @@ def transpose(op: Emitter, x: Value) -> Value:
 
 
 def flatten(op: Emitter, x: Value) -> Value:
-    """Return `x` as a matrix: all axes but the last are its rows."""
+    """Return `x` as a matrix whose rows are all axes except the last."""
     return x if rank(x) == 2 else op.Flatten(x, axis=-1)
 
 
 @rule("Det")
 def det(op: Emitter, dy: Value, x: Value) -> Gradients:
-    """The cofactors: the determinant of what is left without an element's row and column, signed."""
+    """Multiply by the cofactors: the signed determinants without an element's row and column."""
     n = dims_of(x)[-1]
     if not isinstance(n, int):
-        raise GraphoptError(f"the gradient of Det by {x.name!r} needs a known size")
+        raise GraphoptError(
+            f"the gradient of Det with respect to {x.name!r} needs a known size, found {x.shape}: declare its shape"
+        )
     dy = op.Unsqueeze(dy, [-1, -2])
     if n == 1:
         return [like(dy, x)]

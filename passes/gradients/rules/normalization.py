@@ -1,4 +1,4 @@
-"""Normalizations: y = scale z + bias with z = (x - mean) / sqrt(variance + epsilon)."""
+"""Differentiate normalizations y = scale z + bias with z = (x - mean) / sqrt(variance + epsilon)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from passes.gradients.walk import further_output, zeros
 
 
 def standardize(op: Emitter, x: Value, axes: list[int], epsilon: float) -> tuple[Value, Value]:
-    """Return z and 1 / sqrt(variance + epsilon), of `x` along `axes`."""
+    """Return z and 1 / sqrt(variance + epsilon) of `x` along `axes`."""
     centered = x - op.ReduceMean(x, axes)
     inverse = 1 / op.Sqrt(op.ReduceMean(centered * centered, axes) + epsilon)
     return centered * inverse, inverse
 
 
 def standardized(op: Emitter, dz: Value, z: Value, inverse: Value, axes: list[int]) -> Value:
-    """Ioffe and Szegedy, https://arxiv.org/abs/1502.03167: dx = (dz - mean(dz) - z mean(dz z)) / sd."""
+    """Return dx = (dz - mean(dz) - z mean(dz z)) / sd (Ioffe and Szegedy, https://arxiv.org/abs/1502.03167)."""
     return inverse * (dz - op.ReduceMean(dz, axes) - z * op.ReduceMean(dz * z, axes))
 
 
@@ -42,7 +42,7 @@ def layer_normalization(
     epsilon: float,
     stash_type: int,
 ) -> Gradients:
-    """Take the mean and deviation from the node's further outputs where they have the precision of `x`."""
+    """Reuse the mean and deviation from the node's further outputs if they have the precision of `x`."""
     dy, *further = dys
     assert dy is not None
     axes = list(range(axis % rank(x), rank(x)))
@@ -54,7 +54,7 @@ def layer_normalization(
         z, inverse = standardize(op, x, axes, epsilon)
     dx = standardized(op, dy * scale, z, inverse, axes)
     for i, dstatistic in enumerate(further):
-        if dstatistic is None:  # the output is left out
+        if dstatistic is None:  # the optional output does not exist
             continue
         share = op.Cast(dstatistic, to=x.dtype) / op.count(x, axes)
         dx = dx - share * inverse * inverse * z if i else dx + share
@@ -67,7 +67,9 @@ def instance_normalization(
 ) -> Gradients:
     axes = list(range(2, rank(x)))
     if not axes:
-        raise GraphoptError(f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}")
+        raise GraphoptError(
+            f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}: reshape it"
+        )
     z, inverse = standardize(op, x, axes, epsilon)
     return by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
 
@@ -89,9 +91,9 @@ def batch_normalization(
     training_mode: int,
     node: Node,
 ) -> Gradients:
-    """In training the statistics are those of `x`; in inference they are inputs, and dx a normalization too.
+    """Use the statistics of `x` in training. In inference they are inputs, and dx is a normalization too.
 
-    Further outputs are running statistics: the inputs times the momentum, and those of `x` times the rest of 1.
+    Further outputs are the running statistics: momentum times the old ones plus (1 - momentum) times those of `x`.
     """
     if training_mode:
         axes = [0, *range(2, rank(x))]
@@ -119,10 +121,10 @@ def batch_normalization(
 def of_batch(
     op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, variance: Value, epsilon: float
 ) -> Gradients:
-    """The gradient through the statistics too, which have none of their own: as `standardized`, by channel.
+    """Differentiate through the batch statistics, which have no gradients of their own: per channel, as `standardized`.
 
-    With c = x - mean and s = 1 / sd, dx = scale s dy - scale s (mean(dy) + c s^2 mean(dy c)): a normalization of dy,
-    shifted, and c times a number a channel.
+    With c = x - mean and s = 1 / sd, dx = scale s dy - scale s (mean(dy) + c s^2 mean(dy c)). The first part is a
+    shifted normalization of dy, and the second is c times one number per channel.
     """
     axes = [0, *range(2, rank(x))]
     centered = x - op.ReduceMean(x, axes)
@@ -137,26 +139,26 @@ def of_batch(
 
 
 def filled(op: Emitter, number: float, x: Value) -> Value:
-    """Return a tensor of the shape and element type of `x`, all of one number."""
+    """Return a tensor of the shape and element type of `x` that is filled with one number."""
     if all(isinstance(dim, int) for dim in dims_of(x)):
         return op.constant(np.full(dims_of(x), number), like=x)
     return op.Expand(op.constant(number, like=x), op.shape_of(x))
 
 
 def by_channel(op: Emitter, dy: Value, x: Value, z: Value, dx: Value) -> list[Value]:
-    """Return the gradients of x, of the scale and of the bias that each channel has."""
+    """Return the gradients of x, and of the scale and bias of each channel."""
     rest = [0, *range(2, rank(x))]
     return [dx, op.ReduceSum(dy * z, rest, keepdims=0), op.ReduceSum(dy, rest, keepdims=0)]
 
 
 def channels(op: Emitter, vector: Value, x: Value) -> Value:
-    """Make a number a channel broadcast along the other axes of `x`."""
+    """Reshape one number per channel to broadcast along the other axes of `x`."""
     return op.Unsqueeze(vector, [*range(1, rank(x) - 1)]) if rank(x) > 2 else vector
 
 
 @rule("LpNormalization")
 def lp_normalization(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int, p: int) -> Gradients:
-    """y = x / n with n = |x|: dx = (dy - dn/dx sum(dy y)) / n, where dn/dx is y or its sign."""
+    """Differentiate y = x / n with n = |x|: dx = (dy - dn/dx sum(dy y)) / n, where dn/dx is y or its sign."""
     norm = op.ReduceL1(x, [axis]) if p == 1 else op.Sqrt(op.ReduceSum(x * x, [axis]))
     return [(dy - (op.Sign(x) if p == 1 else y) * op.ReduceSum(dy * y, [axis])) / nonzero(op, norm)]
 
@@ -165,7 +167,7 @@ def lp_normalization(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int, p
 def lrn(
     op: Emitter, dy: Value, x: Value, *, y: Value, size: int, alpha: float, beta: float, bias: float
 ) -> Gradients:
-    """Krizhevsky et al. (2012): y = x s^-beta, s = bias + alpha mean(x^2) over the `size` channels around."""
+    """Differentiate y = x s^-beta with s = bias + alpha mean(x^2) over `size` channels (Krizhevsky et al. 2012)."""
     before, after = (size - 1) // 2, size // 2
 
     def mean(value: Value, first: int, last: int) -> Value:

@@ -1,4 +1,4 @@
-"""Pooling: a gradient goes to where the largest element was, or to all elements that were averaged."""
+"""Differentiate pooling: pass gradients to the largest element or to all averaged elements."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def max_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """Compare elements with their maximum if windows lie side by side; otherwise compute where each maximum was.
+    """Compare elements with their maximum if windows tile the input, and otherwise find the position of each maximum.
 
-    The first form takes half the time on the CPU, where MaxPool is slow when it gives positions too; but ONNX
-    Runtime has no ConvTranspose for float64, and on the CPU it computes 16-bit operators in float32, of which some
-    readers see the rounded numbers and others do not.
+    The first form takes half the time on the CPU, where MaxPool is slow when it returns positions. It is not used for
+    float64, because ONNX Runtime has no such ConvTranspose, nor for 16 bits: the CPU provider computes them in
+    float32, so that some readers see rounded numbers and others do not.
     """
     sized = all(isinstance(size, int) for size in dims_of(x)[2:])
     if sized and not ceil_mode and x.dtype == ir.DataType.FLOAT:
@@ -52,7 +52,7 @@ def max_pool(
 
 
 def maxima(op: Emitter, node: Node, x: Value) -> Value:
-    """Return the position in `x` of each maximum: the second output of MaxPool, in row-major order."""
+    """Return the position in `x` of each maximum, the second output of MaxPool in row-major order."""
     attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
     if len(attributes) == len(node.attributes) or not node.attributes["storage_order"].as_int():
         return further_output(node, 1, ir.DataType.INT64, node.outputs[0].shape)
@@ -61,7 +61,7 @@ def maxima(op: Emitter, node: Node, x: Value) -> Value:
 
 
 def average(op: Emitter, window: Window, x: Value) -> Value:
-    """Return the average of each window, pads included."""
+    """Return the average of each window including pads."""
     return op.AveragePool(
         x,
         kernel_shape=window.kernel,
@@ -86,7 +86,7 @@ def average_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """An average is a convolution with equal weights, for all channels the same, over how many it counts."""
+    """Treat an average as a convolution with equal weights, divided by the number of counted elements."""
     window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
     share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
     return [spread_window(op, window, share, x)]
@@ -102,9 +102,9 @@ def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
 
 
 def repeat_window(op: Emitter, window: Window, y: Value, x: Value) -> Value:
-    """Return for each element of `x` that of `y` in whose window it is, where windows lie side by side; 0 in none.
+    """Return for each element of `x` the element of `y` whose window contains it, and 0 outside windows that tile `x`.
 
-    To the last bit, which a convolution on a GPU need not keep.
+    This copies elements exactly. A convolution on a GPU may round.
     """
     scales = op.constant(np.array([1, 1, *window.strides], np.float32))
     up: Value = op.Resize(
@@ -124,7 +124,7 @@ def repeat_window(op: Emitter, window: Window, y: Value, x: Value) -> Value:
 def divisor(
     op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
 ) -> Value | float:
-    """Return how many elements each average counts."""
+    """Return the number of elements that each average counts."""
     taps = float(np.prod(window.kernel))
     if not ceil_mode and (count_include_pad or not any(window.begin + window.end)):
         return taps
@@ -142,10 +142,11 @@ def divisor(
 
 
 def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Value:
-    """Return which share of each window lies inside of `x`, whose sizes only the run shows."""
+    """Return the share of each window that lies inside `x`, whose sizes are only known at run time."""
     if ceil_mode:
         raise GraphoptError(
-            f"AveragePool with ceil_mode needs spatial sizes, found {x.name!r} of shape {x.shape}"
+            f"AveragePool with ceil_mode needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare "
+            f"its shape"
         )
     ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], sizes_of(op, x, 2), axis=0))
     return average(op, window, ones)
@@ -165,7 +166,7 @@ def lp_pool(
     strides: list[int] | None = None,
     dilations: list[int] | None = None,
 ) -> Gradients:
-    """y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 where all is 0."""
+    """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
     window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
     share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
     return [signed_power(op, x, p - 1.0) * spread_window(op, window, share, x)]
@@ -173,7 +174,6 @@ def lp_pool(
 
 @rule("GlobalLpPool")
 def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
-    """As LpPool has it."""
     return [signed_power(op, x, p - 1.0) * (dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y)))]
 
 
@@ -207,10 +207,10 @@ def max_unpool(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Gradients:
-    """Read `dy` where each element went; with a given shape an evaluator says where it puts numbers in their order.
+    """Read `dy` at the position of each element. With a given output shape, an evaluator maps the positions.
 
-    By ONNX's definition positions are those of the output without the given shape, which adds to the ends; ONNX
-    Runtime takes them for positions in the given shape.
+    ONNX defines positions in the output without the given shape, which adds elements at the ends. ONNX Runtime
+    interprets them as positions in the given shape.
     """
     if shape is None:
         flat = op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1]))
@@ -220,6 +220,6 @@ def max_unpool(
     put: Value = op.MaxUnpool(
         numbers, indices, shape, **{name: value for name, value in geometry.items() if value}
     )
-    put.shape = dy.shape = ir.Shape([None] * rank(x))  # ONNX infers none
+    put.shape = dy.shape = ir.Shape([None] * rank(x))  # ONNX infers no shape
     where = op.Cast(put, to=ir.DataType.INT64)
     return [scatter_back(op, dy * mask(op, op.Greater(where, 0), dy), op.Max(where - 1, 0), x)]

@@ -1,8 +1,8 @@
-"""Quantization: rounding is passed straight through, and the scale learns.
+"""Differentiate quantization: rounding has derivative 1, and the scale has a gradient.
 
-Bengio et al., https://arxiv.org/abs/1308.3432: the gradient of rounding is taken for 1. Jacob et al.,
-https://arxiv.org/abs/1712.05877: it is 0 where a number is out of range. The gradients by the scale of both operators
-add up to that of Esser et al., https://arxiv.org/abs/1902.08153. A zero point is an integer, and has none.
+Bengio et al., https://arxiv.org/abs/1308.3432: the derivative of rounding is treated as 1. Jacob et al.,
+https://arxiv.org/abs/1712.05877: it is 0 if a number is out of range. The gradients of the scale from both operators
+sum to the gradient of Esser et al., https://arxiv.org/abs/1902.08153. A zero point is an integer and has no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def quantize_linear(
     axis: int,
     block_size: int,
 ) -> list[Value]:
-    """Clip numbers to those that round into the range of integers."""
+    """Pass the gradient of numbers that round into the range of integers."""
     assert y.dtype is not None
     steps = x / stretched(op, scale, x, axis, block_size)
     if zero_point is not None:
@@ -41,7 +41,7 @@ def quantize_linear(
 
 @expansion("DynamicQuantizeLinear")
 def dynamic_quantize_linear(op: Emitter, x: Value) -> list[Value]:
-    """Take the range of all numbers and 0, so that no number is outside it."""
+    """Pass all gradients: the range contains all numbers and 0, so that no number is clipped."""
     most, least = op.ReduceMax(x, keepdims=0), op.ReduceMin(x, keepdims=0)
     scale = (op.Max(most, 0.0) - op.Min(least, 0.0)) / 255
     return [x / scale, scale]
@@ -69,7 +69,7 @@ def dequantize_linear(
     axis: int,
     block_size: int,
 ) -> Gradients:
-    """y = (x - zero) scale, one scale for all, for each place along an axis or for each block."""
+    """Differentiate y = (x - zero) scale, with one scale for all elements, per position on an axis, or per block."""
     ones = op.Expand(op.CastLike(1.0, scale), op.shape_of(scale))
     steps = op.DequantizeLinear(x, like(ones, scale), zero_point, axis=axis, block_size=block_size)
     terms = dy * op.Cast(steps, to=dy.dtype)
@@ -90,7 +90,10 @@ def by_scale(op: Emitter, terms: Value, x: Value, scale: Value, axis: int, block
         return like(op.ReduceSum(terms, rest, keepdims=0), scale) if rest else terms
     size, blocks = dims_of(x)[axis], dims_of(scale)[axis]
     if not isinstance(size, int) or not isinstance(blocks, int) or size != blocks * block_size:
-        raise GraphoptError(f"DequantizeLinear of {x.name!r}: a scale's gradient needs whole blocks")
+        raise GraphoptError(
+            f"DequantizeLinear of {x.name!r}: a scale's gradient needs whole blocks, found {x.shape} in blocks of "
+            f"{block_size}: freeze the scale"
+        )
     split = op.constant(np.array([blocks, block_size], np.int64))
     shape = (
         [sizes_of(op, x, 0, axis)] * (axis > 0) + [split] + [sizes_of(op, x, axis + 1)] * (axis + 1 < rank(x))

@@ -1,6 +1,6 @@
-"""RNN, GRU and LSTM: their gradient is that of a Scan which computes what they do.
+"""Differentiate RNN, GRU and LSTM through an equivalent Scan.
 
-https://onnx.ai/onnx/operators has the equations of a step. The input's products are one Gemm for all steps.
+https://onnx.ai/onnx/operators lists the equations of a step. One Gemm computes the input's products of all steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cell = Callable[..., list[Value]]
 
 DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 
-# Functions of op, x, alpha and beta; the defaults of those that a function has come first.
+# The default parameters of each activation, and a function of op, x and the parameters.
 ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
     "affine": ((1.0, 0.0), lambda op, x, a, b: a * x + b),
     "elu": ((1.0,), lambda op, x, a: op.Elu(x, alpha=a)),
@@ -55,7 +55,7 @@ def gru(
     f: Activation,
     g: Activation,
 ) -> list[Value]:
-    """With a `bias` of its own the state is multiplied before it is reset."""
+    """Multiply the state by its weights before the reset if the recurrent bias is given as `bias`."""
     zr, candidate = op.Split(gates, [2 * width(h), width(h)], axis=-1, _outputs=2)
     z, reset = op.Split(f(op, op.Gemm(h, rzr, zr, transB=1)), num_outputs=2, axis=-1, _outputs=2)
     if bias is None:
@@ -87,8 +87,8 @@ def lstm(
     return [o * squash(op, following), following]
 
 
-# From this many units on, a step's products take longer than the calls of its operators one by one: the Scan takes the
-# operator's place in training, and keeps its gates for the gradient. Below, the operator's own kernel goes forward.
+# From this many units on, a step's products take longer than the launch of its operators: the Scan replaces the
+# operator in training and saves its gates for the gradient. With fewer units, the operator runs the forward pass.
 LARGE = 32
 
 CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
@@ -111,9 +111,9 @@ def expanded(
     layout: int = 0,
     **attributes: Any,
 ) -> list[Value]:
-    """Emit what a recurrent operator computes: Y, Y_h and, of an LSTM, Y_c."""
+    """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
     if direction not in DIRECTIONS:
-        raise GraphoptError(f"unknown direction {direction!r}; known: {', '.join(DIRECTIONS)}")
+        raise GraphoptError(f"expected a direction of {', '.join(DIRECTIONS)}, found {direction!r}")
     ways = DIRECTIONS[direction]
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
@@ -160,7 +160,7 @@ def prepared(
     input_forget: int = 0,
     **_: Any,
 ) -> tuple[Value, Cell]:
-    """Return the input's part of the gates in all steps, with every bias that can be in it, and the cell."""
+    """Return the input's part of the gates of all steps, with every bias that fits in, and the cell."""
     gates = op.MatMul(x, op.Transpose(w))
     n = width(r)
     wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
@@ -187,9 +187,9 @@ def run(
     lengths: Value | None,
     reverse: bool,
 ) -> list[Value]:
-    """Return the output of all steps, 0 after a sequence's end, and the states at the end of each sequence.
+    """Return the outputs of all steps, 0 after a sequence's end, and the states at the end of each sequence.
 
-    Where the output is `known` from the operator itself, its states are not computed again to differentiate a step.
+    If `known` holds the operator's own output, the states are not recomputed to differentiate a step.
     """
 
     def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -221,7 +221,7 @@ def scanned(
     known: Value | None,
     reverse: bool = False,
 ) -> list[Value]:
-    """Return the output of all steps, and the last states, by a Scan that knows its output or saves what it does."""
+    """Return the outputs of all steps and the last states of a Scan that reads known outputs or saves its gates."""
     *lasts, y = scan_over(op, step, states, sequences, reverse)
     scan = y.producer()
     assert scan is not None
@@ -245,7 +245,7 @@ def activations(
     clip: float | None = None,
     **_: Any,
 ) -> Iterator[list[Activation]]:
-    """Yield the functions of each direction; parameters go, in order, to those that have them."""
+    """Yield the activations of each direction, and assign alpha and beta in order to those that use them."""
     alphas, betas = list(activation_alpha), list(activation_beta)
     count = {"RNN": 1, "GRU": 2, "LSTM": 3}[node.op_type]
     default = ["tanh"] if count == 1 else ["sigmoid", "tanh", "tanh"][:count]
@@ -254,7 +254,9 @@ def activations(
     found: list[Activation] = []
     for i, name in enumerate(names):
         if name not in ACTIVATIONS:
-            raise GraphoptError(f"{node.op_type} node {node.name!r}: unknown activation {name!r}")
+            raise GraphoptError(
+                f"{node.op_type} node {node.name!r}: expected a standard activation, found {name!r}"
+            )
         defaults, function = ACTIVATIONS[name]
         given = [
             rest.pop(0) if rest else default for default, rest in zip(defaults, (alphas, betas), strict=False)
@@ -272,7 +274,7 @@ def activation(function: Callable[..., Value], parameters: Sequence[float], clip
 
 
 def parts(op: Emitter, value: Value | None, count: int, axis: int = 0) -> list[Value | None]:
-    """Return what each direction has of an input, None where it is left out."""
+    """Return the part of an input for each direction, or None for each if the input is left out."""
     if value is None or count == 1:
         return [None if value is None else op.Squeeze(value, [axis])] * count
     return [
@@ -281,13 +283,13 @@ def parts(op: Emitter, value: Value | None, count: int, axis: int = 0) -> list[V
 
 
 def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
-    """Return the directions' results along an axis of their own."""
+    """Stack the directions' results along a new axis."""
     rows = [op.Unsqueeze(value, [axis]) for value in values]
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=axis)
 
 
 def no_state(op: Emitter, x: Value, r: Value) -> Value:
-    """Return the state that a sequence starts with unless one is given: zeros."""
+    """Return the default initial state: zeros."""
     assert x.dtype is not None
     shape = op.Concat(op.Shape(x, start=1, end=2), [width(r)], axis=0)
     zeros: Value = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=x.dtype))
@@ -296,8 +298,8 @@ def no_state(op: Emitter, x: Value, r: Value) -> Value:
 
 
 def width(x: Value) -> int:
-    """Return the hidden size, the last dimension of states and of recurrent weights."""
+    """Return the hidden size: the last dimension of states and recurrent weights."""
     size = dims_of(x)[-1]
     if not isinstance(size, int):
-        raise GraphoptError(f"{x.name!r}: expected a known hidden size, found {x.shape}")
+        raise GraphoptError(f"{x.name!r}: expected a known hidden size, found {x.shape}: declare its shape")
     return size

@@ -1,4 +1,4 @@
-"""Reductions: one table of gradients, of values that broadcast along the reduced axes."""
+"""Differentiate reductions by a table of gradients that broadcast along the reduced axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.gradients.walk import is_uniform
 
 @dataclass(frozen=True)
 class Along:
-    """The axes of a reduction of `x`: all where there are none, unless `noop`."""
+    """Store the axes of a reduction of `x`: all axes if none are given, unless `noop` is set."""
 
     op: Emitter
     x: Value
@@ -26,15 +26,15 @@ class Along:
     noop: int
 
     def sum(self, value: Value) -> Value:
-        """Sum along the axes, and keep them."""
+        """Sum along the axes and keep them."""
         return self.op.ReduceSum(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
 
     def product(self, value: Value) -> Value:
-        """Multiply along the axes, and keep them."""
+        """Multiply along the axes and keep them."""
         return self.op.ReduceProd(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
 
     def count(self, y: Value) -> Value | float:
-        """Return how many elements make one of `y`."""
+        """Return the number of elements of `x` for each element of `y`."""
         known = np.array([], np.int64) if self.axes is None else constant_of(self.axes)
         if known is None:
             return self.op.Cast(self.op.Size(self.x) / self.op.Size(y), to=self.x.dtype)
@@ -42,27 +42,27 @@ class Along:
         return self.op.count(self.x, axes)
 
     def kept(self, value: Value, keepdims: int) -> Value:
-        """Give a value of the reduction's shape the reduced axes back."""
+        """Restore the reduced axes of a value in the shape of the reduction."""
         whole = keepdims or self.axes is None or is_uniform(value)
         return value if whole else self.op.Unsqueeze(value, self.axes)
 
 
 def spread(op: Emitter, value: Value, x: Value) -> Value:
-    """Repeat `value` to the shape of `x`."""
+    """Broadcast `value` to the shape of `x`."""
     return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
 
 
 def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
-    """Equal extremes share the gradient."""
+    """Split the gradient among equal extremes."""
     chosen = mask(op, op.Equal(x, y), x)
     return chosen * (dy / along.sum(chosen))
 
 
 def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
-    """The product of the others: of those that are not 0 by a division, and of those that are.
+    """Return the product of the other elements.
 
-    That is 1 where no other is 0, the other 0 itself where it is the only one, so that the Hessian has its entries,
-    and 0 where there are more.
+    A division computes it from the elements that are not 0. The other zeros contribute the factor 1 if there are none,
+    the zero itself if there is one, so that second derivatives are right, and 0 if there are more.
     """
     is_zero = op.Equal(x, 0.0)
     zero = mask(op, is_zero, x)
@@ -80,7 +80,7 @@ REDUCTIONS: dict[str, Callable[..., Value]] = {
     "ReduceMin": extreme,
     "ReduceProd": product,
     "ReduceL1": lambda op, x, y, dy, along: op.Sign(x) * dy,
-    "ReduceL2": lambda op, x, y, dy, along: x * (dy / nonzero(op, y)),  # 0 where all is 0
+    "ReduceL2": lambda op, x, y, dy, along: x * (dy / nonzero(op, y)),  # 0 if all elements are 0
     "ReduceSumSquare": lambda op, x, y, dy, along: x * (2 * dy),
     "ReduceLogSum": lambda op, x, y, dy, along: dy / op.Exp(y),
     "ReduceLogSumExp": lambda op, x, y, dy, along: op.Exp(x - y) * dy,
@@ -88,7 +88,7 @@ REDUCTIONS: dict[str, Callable[..., Value]] = {
 
 
 def reduction(gradient: Callable[..., Value]) -> Rule:
-    """Return the rule of a row of the table."""
+    """Return the gradient rule for a row of the table."""
 
     def reduced(
         op: Emitter,

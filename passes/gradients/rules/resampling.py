@@ -1,4 +1,4 @@
-"""Resampling: each axis by a matrix of its own, which is what Resize makes of the identity."""
+"""Differentiate Resize by one matrix per axis, obtained by resizing an identity matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resize(
     axes: list[int] | None = None,
     keep_aspect_ratio_policy: str,
 ) -> Gradients:
-    """y = A x B' along every two axes: dx = A' dy B."""
+    """Differentiate y = A x B' along every two axes: dx = A' dy B."""
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
     roi, scales, axes = _given(roi), _given(scales), list(axes or range(rank(x)))
@@ -55,12 +55,12 @@ def resize(
 
 
 def _given(x: Value | None) -> Value | None:
-    """Return an optional input, or None where it is an empty tensor."""
+    """Return an optional input, or None if it is an empty tensor."""
     return None if x is None or (x.shape is not None and x.shape == (0,)) else x
 
 
 def _is_kept(x: Value, scales: Value | None, sizes: Value | None, i: int, axis: int) -> bool:
-    """Tell whether an axis is known to stay what it is."""
+    """Return whether an axis is known to keep its size."""
     known = constant_of(sizes if scales is None else scales)
     return known is not None and bool(known[i] == (dims_of(x)[axis % rank(x)] if scales is None else 1))
 
@@ -71,7 +71,7 @@ def _one(op: Emitter, scales: Value, i: int) -> Value:
 
 
 def _copies(op: Emitter, x: Value, y: Value) -> Value:
-    """Return how often each row of a matrix is resized: twice where any axis changes its size, else once."""
+    """Return how many times each row of a matrix is repeated: twice if any axis changes its size, otherwise once."""
     if all(isinstance(dim, int) for dim in (*dims_of(x), *dims_of(y))):
         return op.constant([1 + (dims_of(x) != dims_of(y))])
     changed = op.Cast(op.Not(op.Equal(op.Shape(x), op.Shape(y))), to=ir.DataType.INT64)
@@ -89,8 +89,8 @@ def _along(
 ) -> Value:
     """Resize a matrix along its second axis.
 
-    ONNX Runtime copies what comes out in the shape that it had, though its scale may not be 1. So that it does here
-    where it does in the model, and nowhere else, the rows are of a second axis, too, whose size changes.
+    ONNX Runtime copies its input if the output has the same shape, even if a scale is not 1. The rows get a second
+    axis, whose size changes exactly if the model's own Resize computes instead of copying.
     """
     rows = op.Unsqueeze(square, [1, 2])
     if roi is not None:
@@ -111,7 +111,7 @@ def _along(
 def _in_proportion(
     op: Emitter, square: Value, x: Value, sizes: Value, i: int, axes: Sequence[int], **attributes: Any
 ) -> Value:
-    """Resize a matrix along its second axis, by the one scale of all axes: the same along the others."""
+    """Resize a matrix along its second axis if all axes share one scale."""
     others = [1 + j for j in range(len(axes)) if j != i]
     counts = op.Concat([-1], op.Gather(op.shape_of(x), list(axes)), axis=0)
     whole = op.Expand(op.Unsqueeze(square, others), op.Max(counts, 1))

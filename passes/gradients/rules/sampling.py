@@ -1,7 +1,7 @@
-"""Sampling between pixels: pixels around a position, gathered and weighed; the weights have gradients too.
+"""Differentiate sampling between pixels: gather the pixels around a position and weight them.
 
-Jaderberg et al., Spatial Transformer Networks, https://arxiv.org/abs/1506.02025. A value of a batch is a row of
-channels here: one Gather for all pixels, whose gradient is one ScatterND.
+Jaderberg et al., Spatial Transformer Networks, https://arxiv.org/abs/1506.02025. Each row contains all channels of one
+pixel, so that one Gather reads all pixels and its gradient is one ScatterND. The weights have gradients too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
 
 Number = Value | float
 
-# The first pixel, counted from that before the position, and for each pixel the coefficients of its weight: a
-# polynomial of the distance from that pixel. Cubic: Keys, https://doi.org/10.1109/TASSP.1981.1163711, a = -0.75.
+# For each mode: the first pixel relative to the one before the position, and for each pixel the coefficients of its
+# weight, a polynomial of the distance from the pixel before the position.
+# Cubic: Keys, https://doi.org/10.1109/TASSP.1981.1163711, a = -0.75.
 TAPS: dict[str, tuple[int, list[list[float]]]] = {
     "nearest": (0, [[1]]),
     "linear": (0, [[1, -1], [0, 1]]),
@@ -44,13 +45,13 @@ def sampled(
     padding: str = "border",
     borders: Sequence[tuple[Number, Number]] = (),
 ) -> Value:
-    """Return the weighed pixels of `x` around some positions, of shape (pixels along each axis, positions, channels).
+    """Return the weighted pixels of `x` around positions, of shape (pixels along each axis, positions, channels).
 
     Args:
-        x: batch, channels and then spatial axes.
-        batch: which of a batch each position is in.
-        at: the positions along each spatial axis, in pixels; they and `batch` broadcast.
-        padding: what lies outside: `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
+        x: the image, with axes batch, channels and space.
+        batch: the batch index of each position.
+        at: the positions along each spatial axis, in pixels. They broadcast with `batch`.
+        padding: the value outside the image: `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
     """
     axes = [0, *range(2, rank(x)), 1]
     rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], sizes_of(op, x, 1, 2), axis=0))
@@ -79,12 +80,12 @@ def sampled(
 
 
 def spread(op: Emitter, value: Value, axes: int) -> Value:
-    """Put axes before those of `value`."""
+    """Insert axes before those of `value`."""
     return op.Unsqueeze(value, [*range(axes)]) if axes else value
 
 
 def polynomial(op: Emitter, t: Value, coefficients: np.ndarray, shape: Sequence[int]) -> Value | None:
-    """Return polynomials of `t`, the lowest degree first, along a first axis; None where all are 1."""
+    """Return polynomials of `t` stacked along a first axis, lowest degree first, or None if all are 1."""
     if coefficients.shape[1] == 1:
         return None
     *lower, total = (op.constant(column.reshape(shape), like=t) for column in coefficients.T)
@@ -94,26 +95,26 @@ def polynomial(op: Emitter, t: Value, coefficients: np.ndarray, shape: Sequence[
 
 
 def extent(op: Emitter, x: Value, axis: int, position: Value) -> Number:
-    """Return how many pixels `x` has along a spatial axis, in the precision of positions."""
+    """Return the number of pixels of `x` along a spatial axis, in the precision of positions."""
     count = op.count(x, [2 + axis])
     return op.Cast(count, to=position.dtype) if isinstance(count, Value) else count
 
 
 def reflected(op: Emitter, position: Value, low: Number, high: Number) -> Value:
-    """Reflect positions at both borders as often as it takes: a triangle wave."""
+    """Reflect positions at both borders until they lie inside: a triangle wave."""
     span = high - low
     turn = op.Abs(op.Mod(position - low, 2 * span, fmod=1))
     return low + span - op.Abs(turn - span)
 
 
 def numbers(op: Emitter, count: Value, *, axes: int) -> Value:
-    """Return 0, 1, 2, ... up to a count, with axes after it."""
+    """Return 0, 1, 2, ... up to a count, with trailing axes of size 1."""
     row: Value = op.Range(0, count, 1)
     return op.Unsqueeze(row, [*range(1, 1 + axes)]) if axes else row
 
 
 def one_size(op: Emitter, x: Value, axis: int) -> Value:
-    """Return the size of an axis as a number."""
+    """Return the size of an axis as a scalar."""
     return op.Squeeze(sizes_of(op, x, axis, axis + 1))
 
 
@@ -121,7 +122,7 @@ def one_size(op: Emitter, x: Value, axis: int) -> Value:
 def grid_sample(
     op: Emitter, x: Value, grid: Value, *, y: Value, mode: str, padding_mode: str, align_corners: int
 ) -> list[Value]:
-    """Positions go from -1 to 1, the last axis first."""
+    """Map positions from [-1, 1], last axis first, to pixels, and differentiate the sampling there."""
     count = rank(x) - 2
     parts = op.Split(op.Reshape(grid, [0, -1, count]), num_outputs=count, axis=-1, _outputs=count)
     at, borders = [], []
@@ -141,7 +142,7 @@ def grid_sample(
 
 @rule("AffineGrid")
 def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corners: int) -> Gradients:
-    """y = (p 1) theta' for each position p of a grid, which is what AffineGrid makes of the identity."""
+    """Differentiate y = (p 1) theta' for each grid position p, which AffineGrid returns for the identity."""
     count = rank(dy) - 2
     identity = op.constant(np.eye(count, count + 1)[None], like=theta)
     one = op.Concat([1], op.Slice(size, [1], [2 + count]), axis=0)
@@ -166,10 +167,10 @@ def roi_align(
     sampling_ratio: int,
     spatial_scale: float,
 ) -> list[Value]:
-    """He et al., Mask R-CNN, https://arxiv.org/abs/1703.06870: each bin is the mean, or the largest, of its samples.
+    """Average, or take the maximum of, the samples of each bin (He et al., Mask R-CNN, https://arxiv.org/abs/1703.06870).
 
-    The largest is that of weighed pixels, as ONNX has it. Without a sampling ratio there are as many samples as a
-    bin has pixels, in each region of its own: those with fewer repeat their last, which counts nothing.
+    As in ONNX, the maximum is over weighted pixels. Without a sampling ratio, each region has as many samples as a bin
+    has pixels. Regions with fewer samples repeat the last one with weight 0.
     """
     aligned = coordinate_transformation_mode == "half_pixel"
     corners = op.Split(rois * spatial_scale - (0.5 if aligned else 0.0), num_outputs=4, axis=1, _outputs=4)
@@ -218,7 +219,7 @@ def roi_align(
 def max_roi_pool(
     op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float
 ) -> list[Value]:
-    """Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083: the largest of each bin, an axis at a time."""
+    """Take the maximum of each bin, one axis at a time (Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083)."""
     assert x.dtype is not None
     batch, *corners = op.Split(rois, num_outputs=5, axis=1, _outputs=5)
     largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)
@@ -260,11 +261,13 @@ def deform_conv(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> list[Value]:
-    """Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211: a product of sampled pixels."""
+    """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
     count = rank(x) - 2
     kernel = kernel_shape or [size for size in dims_of(w)[2:] if isinstance(size, int)]
     if len(kernel) != count:
-        raise GraphoptError(f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}")
+        raise GraphoptError(
+            f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}: declare its shape"
+        )
     taps, out = math.prod(kernel), sizes_of(op, offset, 2)
     counted(count, taps)
     steps = np.indices(kernel).reshape(count, taps, *[1] * count)

@@ -1,4 +1,4 @@
-"""Operators that move elements about."""
+"""Differentiate operators that move elements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, like
 from passes.gradients.registry import Gradients, rule
 
-MOST = 2**24  # elements of a constant that a rule makes: half a gigabyte while it is a list
+MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
-    """Give `value` the shape of `x`, without `x` itself where at most one dimension of it is unknown."""
+    """Reshape `value` to the shape of `x`, without reading `x` if at most one of its dimensions is unknown."""
     if value.shape == x.shape:
         return value
     dims = [dim if isinstance(dim, int) else -1 for dim in dims_of(x)]
@@ -33,19 +33,21 @@ def rank(x: Value) -> int:
 
 
 def counted(*sizes: int) -> int:
-    """Return how many elements a constant of some sizes has, which a model's file may make as large as it likes.
+    """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large.
 
     Raises:
-        GraphoptError: they are more than a gradient may take.
+        GraphoptError: the constant exceeds the limit for gradients.
     """
     count = math.prod(int(size) for size in sizes)
     if count > MOST:
-        raise GraphoptError(f"it takes a constant of at most {MOST:,} elements, found {count:,}")
+        raise GraphoptError(
+            f"it takes a constant of at most {MOST:,} elements, found {count:,}: freeze the parameters before it"
+        )
     return count
 
 
 def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value:
-    """Return the sizes of some axes of `x` as an int64 vector: a constant where they are static."""
+    """Return the sizes of some axes of `x` as an int64 vector, constant if they are static."""
     sizes = [dim for dim in dims_of(x)[start:end] if isinstance(dim, int)]
     if len(sizes) == len(dims_of(x)[start:end]):
         return op.constant(np.array(sizes, np.int64))
@@ -53,12 +55,12 @@ def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value
 
 
 def wide(op: Emitter, numbers: Value) -> Value:
-    """Return integers in 64 bits."""
+    """Convert integers to 64 bits."""
     return numbers if numbers.dtype == ir.DataType.INT64 else op.Cast(numbers, to=ir.DataType.INT64)
 
 
 def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Value | None) -> Value:
-    """Return pads of all axes of `x`: ONNX Runtime 1.31 moves a Transpose wrongly past a Pad that has `axes`."""
+    """Return the pads of all axes of `x`. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
     if axes is None:
         return pads
     at, widths = constant_of(axes), constant_of(pads)
@@ -70,7 +72,7 @@ def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Value | None) -> 
 
 
 def spread_pads(count: int, pads: np.ndarray, axes: np.ndarray) -> np.ndarray:
-    """Return the pads of all of `count` axes from those of some: first where each axis begins, then where it ends."""
+    """Return the pads of `count` axes from those of some axes: all begin pads, then all end pads."""
     spread = np.zeros((2, count), np.int64)
     spread[:, axes % count] = pads.reshape(2, -1)
     return spread.ravel()
@@ -110,7 +112,7 @@ def split(
 
 @rule("Tile")
 def tile(op: Emitter, dy: Value, x: Value, repeats: Value) -> Gradients:
-    """Sum over the copies: an axis of r copies of n elements is two axes, r and n."""
+    """Sum over the copies: an axis of r copies of n elements is reshaped to two axes, r and n."""
     pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape_of(x), [1]), axis=1)
     copies = op.Reshape(dy, op.Reshape(pairs, [-1]))
     return [like(op.ReduceSum(copies, [*range(0, 2 * rank(x), 2)], keepdims=0), x)]
@@ -135,13 +137,13 @@ def reverse_sequence(
 
 @rule("SpaceToDepth")
 def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str = "DCR") -> Gradients:
-    """Before opset 28 the order DCR alone: block, then channel."""
+    """Apply DepthToSpace. Before opset 28 the only order is DCR: block, then channel."""
     return [like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)]
 
 
 @rule("DepthToSpace")
 def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str) -> Gradients:
-    """SpaceToDepth has the order DCR alone: block, then channel."""
+    """Apply SpaceToDepth, whose only order here is DCR (block, then channel), and transpose for the order CRD."""
     blocks = op.SpaceToDepth(dy, blocksize=blocksize)
     if mode == "CRD":
         split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
@@ -153,7 +155,7 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
 def cumprod(
     op: Emitter, dy: Value, x: Value, axis: Value, *, y: Value, exclusive: int, reverse: int
 ) -> Gradients:
-    """Factors are taken for not 0."""
+    """Divide by the factors, which are assumed not to be 0."""
     return [op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x]
 
 

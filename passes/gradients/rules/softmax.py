@@ -1,4 +1,4 @@
-"""Softmax and its logarithm."""
+"""Differentiate Softmax and LogSoftmax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.gradients.walk import zeros
 
 @rule("Softmax")
 def softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradients:
-    """dx = y (dy - sum(y dy)); 0 in rows without a number, where the model replaces them."""
+    """Return dx = y (dy - sum(y dy)), and 0 in rows that contain NaN, which the model replaces."""
     if any(user.op_type in ("IsNaN", "Where") for user in y.consumers()):
         y = op.Where(op.IsNaN(y), zeros(op, y), y)
     return [y * (dy - op.ReduceSum(y * dy, [axis]))]
@@ -19,5 +19,5 @@ def softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradien
 
 @rule("LogSoftmax")
 def log_softmax(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int) -> Gradients:
-    """dx = dy - softmax(x) sum(dy)."""
+    """Return dx = dy - softmax(x) sum(dy)."""
     return [dy - op.Exp(y) * op.ReduceSum(dy, [axis])]

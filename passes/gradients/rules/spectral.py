@@ -1,4 +1,4 @@
-"""Fourier transforms: linear, so that the gradient is the adjoint, which is the inverse but for a factor."""
+"""Differentiate Fourier transforms: they are linear, and the adjoint is the inverse up to a factor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def dft(
     inverse: int,
     onesided: int,
 ) -> Gradients:
-    """Return zeros for what the transform cut off its input, and drop what it added.
+    """Pad with zeros where the transform cropped its input, and crop where it padded.
 
-    An inverse, onesided transform takes every frequency for two, but the first and that in the middle.
+    An inverse onesided transform counts each frequency twice, except the first and the middle one.
     """
     known = constant_of(axis)
     at = int(known.item()) % rank(x) if known is not None else None
     if axis is not None and at is None:
-        raise GraphoptError(f"DFT of {x.name!r}: its gradient needs a known axis")
+        raise GraphoptError(
+            f"DFT of {x.name!r}: its gradient needs a known axis, found a computed one: make it an initializer"
+        )
     at = rank(x) - 2 if at is None else at
     size, halved = sizes_of(op, x, at, at + 1), inverse and onesided
     n = size if length is None else op.Reshape(wide(op, length), [1])
@@ -61,7 +63,7 @@ def stft(
     *,
     onesided: int,
 ) -> Gradients:
-    """Frames are gathered, weighed and transformed, so back: each frame's gradient is added where it was."""
+    """Transform, weight and gather the frames in reverse: add the gradient of each frame at its position."""
     size = op.Reshape(op.Shape(window) if length is None else wide(op, length), [1])
     starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(wide(op, step))
     at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
