@@ -1,7 +1,7 @@
-"""Schedules: the learning rate as a function of the step counter, computed in the graph.
+"""Define schedules, which compute the learning rate from the step counter in the graph.
 
-The base class puts the rate in the place of the hyperparameter `learning_rate`, which becomes
-`base_learning_rate`, reports it as `learning_rate`, and warms up; a leaf is its mathematics, `rate(op, base, t)`.
+The base class replaces the hyperparameter `learning_rate` by `base_learning_rate`, reports the rate as
+`learning_rate`, and warms up. A subclass implements `rate(op, base, t)`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from graphopt.intervals import within
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Compute the learning rate in the graph, from the number of steps done.
+    """Compute the learning rate in the graph from the number of completed steps.
 
-    This is the base class of schedules. A subclass writes `rate`. The optimizer's learning rate is the base rate,
-    which becomes the hyperparameter `base_learning_rate`; each step reports its own rate as `learning_rate`.
+    This is the base class of schedules. A subclass implements `rate`. The optimizer's learning rate is the base rate
+    and becomes the hyperparameter `base_learning_rate`. Each step reports its rate as `learning_rate`.
 
     Args:
         warmup: the number of steps in which the rate grows linearly from base / warmup to base, before the schedule
             starts.
-        warmup_from_zero: let the rate grow from 0, in the first step, and reach base one step later, as
+        warmup_from_zero: let the rate grow from 0 in the first step, and reach base one step later, as
             onnxruntime-training's LinearLRScheduler and Hugging Face's schedules do.
 
     Raises:
-        GraphoptError: there is no hyperparameter `learning_rate`, or a number is outside its interval. Steps are
-            whole numbers; factors are finite and above 0.
+        GraphoptError: the model has no hyperparameter `learning_rate`, or a number is outside its interval. Steps are
+            integers, and factors are finite and above 0.
 
     >>> class Halved(passes.Schedule):
     ...     def rate(self, op, base, t):
@@ -51,14 +51,14 @@ class Schedule(Pass):
 
     @abstractmethod
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
-        """Emit the rate `t` steps after the warm-up; a scalar of the type of `base`, as `t` is."""
+        """Emit the rate `t` steps after the warm-up, a scalar. `t` and the result have the type of `base`."""
 
     @final
     def rewrite(self, model: ir.Model) -> None:
         found = [v for v in roles.with_role(model, Role.HYPERPARAMETER) if v.name == LEARNING_RATE]
         if not found:
             raise GraphoptError(
-                "a schedule needs the hyperparameter 'learning_rate': run the optimizer first"
+                "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
             )
         base = found[0]
         users = list(base.uses())
@@ -80,7 +80,7 @@ class Schedule(Pass):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """Keep the base rate; with `warmup`, after the rate has grown to it.
+    """Keep the base rate, after the warm-up if `warmup` is set.
 
     >>> import numpy
     >>> from graphopt import models
@@ -98,10 +98,10 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class _Finite(Schedule):
-    """Let the rate fall from base to base * `end` in `steps` steps, and stay there.
+    """Decrease the rate from base to base * `end` in `steps` steps, then keep it.
 
     Args:
-        steps: the number of steps after which the rate has fallen, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
     """
 
@@ -118,7 +118,7 @@ class _Finite(Schedule):
 
     @abstractmethod
     def fall(self, op: Emitter, progress: ir.Value) -> ir.Value:
-        """Emit a factor from 1, where `progress` is 0, to 0, where it is 1."""
+        """Emit a factor that falls from 1 at `progress` 0 to 0 at `progress` 1."""
 
     @final
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
@@ -129,10 +129,10 @@ class _Finite(Schedule):
 
 @dataclass(frozen=True)
 class Linear(_Finite):
-    """Let the rate fall linearly: base (1 - p), where p is the share of the steps done.
+    """Decrease the rate linearly: base (1 - p), where p is the share of completed steps.
 
     Args:
-        steps: the number of steps after which the rate has fallen, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
     >>> import numpy
@@ -151,12 +151,12 @@ class Linear(_Finite):
 
 @dataclass(frozen=True)
 class Cosine(_Finite):
-    """Let the rate fall by half a cosine: base (1 + cos(pi p)) / 2, where p is the share of the steps done.
+    """Decrease the rate by half a cosine: base (1 + cos(pi p)) / 2, where p is the share of completed steps.
 
     Loshchilov, Hutter 2017.
 
     Args:
-        steps: the number of steps after which the rate has fallen, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
     >>> import numpy
@@ -175,12 +175,12 @@ class Cosine(_Finite):
 
 @dataclass(frozen=True)
 class Polynomial(_Finite):
-    """Let the rate fall by a power: base (1 - p)^power, where p is the share of the steps done.
+    """Decrease the rate polynomially: base (1 - p)^power, where p is the share of completed steps.
 
     Args:
-        steps: the number of steps after which the rate has fallen, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
-        power: the exponent; 1 is `Linear`.
+        power: the exponent. 1 equals `Linear`.
 
     >>> import numpy
     >>> from graphopt import models
@@ -203,8 +203,8 @@ class StepDecay(Schedule):
     """Multiply the rate by a factor at regular intervals: base factor^floor(t / every).
 
     Args:
-        every: the number of steps between two falls.
-        factor: the factor of the rate at each fall.
+        every: the number of steps between two decreases.
+        factor: the factor of the rate at each decrease.
 
     >>> import numpy
     >>> from graphopt import models
@@ -248,7 +248,7 @@ class Exponential(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Let the rate grow to base and fall below its first value, each by half a cosine (Smith, Topin 2019).
+    """Increase the rate to base and then decrease it below its first value, each by half a cosine (Smith, Topin 2019).
 
     Args:
         steps: the number of steps of the whole cycle.
@@ -275,8 +275,8 @@ class OneCycle(Schedule):
         super().__post_init__()
         if not 0 < self._top < self.steps - 1:
             raise GraphoptError(
-                f"{self}: expected a share `rise` that leaves steps to rise and to fall, found {self.rise} of "
-                f"{self.steps} steps"
+                f"{self}: expected a share `rise` that leaves at least one step to rise and one to fall, found "
+                f"{self.rise} of {self.steps} steps"
             )
 
     @property
@@ -293,18 +293,18 @@ class OneCycle(Schedule):
 
 
 def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
-    """Emit (1 + cos(pi share)) / 2, by the sine of half the angle: onnxruntime 1.19 has no Cos in double."""
+    """Emit (1 + cos(pi share)) / 2 by the sine of half the angle, because onnxruntime 1.19 has no Cos in float64."""
     sine = op.Sin(math.pi / 2 * share)
     return 1.0 - sine * sine
 
 
 @dataclass(frozen=True)
 class InverseScaling(Schedule):
-    """Divide the rate by a power of the step: base / (t + 1)^power, scikit-learn's `invscaling`.
+    """Divide the rate by a power of the step, base / (t + 1)^power, as scikit-learn's `invscaling` does.
 
     Args:
         power: the exponent.
-        every: the number of steps of the same rate, such as those of an epoch: base / (floor(t / every) + 1)^power.
+        every: the number of steps with the same rate, such as an epoch: base / (floor(t / every) + 1)^power.
 
     >>> import numpy
     >>> from graphopt import models
@@ -326,9 +326,9 @@ class InverseScaling(Schedule):
 
 @dataclass(frozen=True)
 class Optimal(Schedule):
-    """Use the rate 1 / (alpha (t + t0)), scikit-learn's `optimal`.
+    """Compute the rate 1 / (alpha (t + t0)), as scikit-learn's `optimal` does.
 
-    Ignores the optimizer's learning rate. Bottou's t0 is 1 / (alpha sqrt(1 / sqrt(alpha))).
+    The optimizer's learning rate is ignored. Bottou's t0 is 1 / (alpha sqrt(1 / sqrt(alpha))).
 
     Args:
         alpha: the factor; scikit-learn uses the strength of its regularizer.

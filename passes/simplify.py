@@ -1,4 +1,4 @@
-"""Cleans a graph up."""
+"""Simplify graphs: fold constants, merge common subexpressions, and remove unused nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from graphopt.graph.traversal import results_when_ready
 
 
 class ReciprocalOf(RewriteRuleClassBase):
-    """1 / x: ONNX Runtime turns (1 / x) y into y / x where it sees both, which takes longer and rounds otherwise."""
+    """Keep 1 / x apart: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently."""
 
     def pattern(self, op: Any, one: Any, x: Any) -> Any:
         return op.Div(one, x)
@@ -39,7 +39,7 @@ class ReciprocalOf(RewriteRuleClassBase):
         if tensor is None or tensor.size != 1 or tensor.numpy().item() != 1:
             return result.fail("no 1")
         if x.dtype is None or not x.dtype.is_floating_point():
-            return result.fail("a division of integers")
+            return result.fail("expected a floating-point division")
         return (
             result
             if x.shape is not None and len(tensor.shape) <= len(x.shape)
@@ -50,8 +50,8 @@ class ReciprocalOf(RewriteRuleClassBase):
         return op.Reciprocal(x)
 
 
-# Not all that onnxscript's optimizer applies: its rule for x + 0 takes an epsilon of 1e-8 for 0.
-# By an operator that each of them replaces: where it is missing, none of them is tried on any node.
+# onnxscript's rewrite rules without its rule for x + 0, which treats an epsilon of 1e-8 as 0.
+# The key is an operator that every rule of the entry replaces: without it in the graph, the rules are not tried.
 REWRITE_RULES = {
     "Cast": [cast_cast_rule, no_op_cast_rule],
     "Div": [ReciprocalOf.rule()],  # type: ignore[no-untyped-call]
@@ -79,9 +79,9 @@ def _rewrite(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _one_output(model: ir.Model) -> Iterator[None]:
-    """Replace all outputs by one while the block runs: onnx_ir goes through the outputs for each node that it removes.
+    """Replace all outputs by one during the block, because onnx_ir scans the outputs for each node that it removes.
 
-    A node stands between each output and the one, as replacing an input goes through the inputs of its node.
+    A node separates each output from the new one, because replacing an input scans the inputs of its node.
     """
     outputs = model.graph.outputs
     readers = [ir.Node("graphopt.interface", "Output", [output]) for output in outputs]
@@ -99,7 +99,7 @@ def _one_output(model: ir.Model) -> Iterator[None]:
 
 
 def simplify(model: ir.Model) -> None:
-    """Do what `Simplify` does, and leave the rest of the nodes in their order; inside a pass."""
+    """Simplify a graph inside a pass, and keep the order of the remaining nodes."""
     with keep_interface(model), protect(needed(model)):
         with _one_output(model):
             _rewrite(model)
@@ -109,13 +109,13 @@ def simplify(model: ir.Model) -> None:
             _rewrite(model)
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         common.OutputFixPass()(model)
-        common.RemoveUnusedNodesPass()(model)  # folding leaves initializers that nothing reads
+        common.RemoveUnusedNodesPass()(model)  # folding leaves unused initializers
         common.NameFixPass()(model)
 
 
 @dataclass(frozen=True)
 class Simplify(Pass):
-    """Fold constants, merge common subexpressions and remove what no output needs; the results stay the same.
+    """Fold constants, merge common subexpressions and remove unused nodes. The results stay the same.
 
     Result nodes are ordered so that ONNX Runtime computes each as soon as its inputs are ready.
 

@@ -1,4 +1,4 @@
-"""Alphabetical order, for programs that take parameters by position."""
+"""Sort initializers by name, for programs that read parameters by position."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from graphopt.graph.roles import Role, role_of
 
 @dataclass(frozen=True)
 class SortInitializers(Pass):
-    """Put initializers, and the parameter inputs made of them, in alphabetical order.
+    """Sort initializers, and the parameter inputs made from them, alphabetically.
 
     Args:
-        rename: a text with `{index}` (zero-padded, in graph order) and `{name}`, such as "{index}_{name}". The graph
-            order then stays, and names change so that their alphabetical order agrees with it. The trained model has
-            the old names.
+        rename: a template with `{index}` (zero-padded, in graph order) and `{name}`, such as "{index}_{name}". It keeps
+            the graph order and changes names so that their alphabetical order agrees with it. The trained model has
+            the original names.
 
     Raises:
-        GraphoptError: `rename` does not give different names in alphabetical order.
+        GraphoptError: `rename` does not produce distinct names in alphabetical order.
 
     >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
@@ -57,7 +57,7 @@ def _rename(values: list[ir.Value], pattern: str) -> None:
     names = [own.replace("{name}", _name(value)) for own, value in zip(indexed, values, strict=True)]
     if names != sorted(set(names)):
         raise GraphoptError(
-            f"rename={pattern!r} does not give different names in alphabetical order: start it with {{index}}"
+            f"rename={pattern!r}: expected distinct names in alphabetical order, found others: start it with {{index}}"
         )
     for value, name in zip(values, names, strict=True):
         ORIGINAL_NAME.write(value, original_name(value))

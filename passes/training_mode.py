@@ -1,4 +1,4 @@
-"""Training behaviour of operators that inference switches off."""
+"""Switch operators from inference to training behaviour."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ from graphopt.intervals import within
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
 SUMMANDS = (0x7FEB352D, 0x846CA68B - 2**32)  # Wellons, https://github.com/skeeto/hash-prospector
-PYTORCH = "pytorch"  # as its exporters name themselves
+PYTORCH = "pytorch"  # the producer name that its exporters write
 SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
 
 @dataclass(frozen=True)
 class TrainingMode(Pass):
-    """Make BatchNormalization use the statistics of each batch, and Dropout drop, whatever the mode of the model.
+    """Use batch statistics in BatchNormalization and drop elements in Dropout, regardless of the model's mode.
 
     BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). For the running
-    variance, ONNX's specification, Keras and Flax divide the batch's squared deviations by their count n, PyTorch by
-    n - 1 (Bessel's correction). All of them normalize the batch with the variance by n. Dropout's mask comes from
-    integer arithmetic (see `uniform`): it is the same on every runtime, differs in each step, and is the same again
-    when training resumes. Evaluation, prediction and the trained model have the inference form, with the new
-    statistics.
+    variance, ONNX's specification, Keras and Flax divide the batch's squared deviations by their count n, and PyTorch
+    by n - 1 (Bessel's correction). All of them normalize the batch with the variance by n. Dropout's mask comes from
+    integer arithmetic (see `uniform`): it is the same on every runtime, differs in each step, and stays the same when
+    training resumes. Evaluation, prediction and the trained model use the inference form with the updated statistics.
 
-    A BatchNormalization that keeps no statistics, as for standardized weights, stays as it is.
+    A BatchNormalization without stored statistics, such as one for standardized weights, stays unchanged.
 
     Args:
         batch_normalization: switch BatchNormalization.
         dropout: switch Dropout.
-        unbiased_variance: divide the running variance by n - 1; None does so in models that PyTorch exported. A
-            single value per channel, on which PyTorch refuses to train, counts as the variance 0.
+        unbiased_variance: divide the running variance by n - 1. None does so for models exported by PyTorch. A single
+            value per channel, on which PyTorch refuses to train, has the variance 0.
         seed: the seed of the masks.
 
     Raises:
-        GraphoptError: a running statistic is no initializer, a Dropout's ratio is no constant, or one of these
-            operators is in a body of If, Loop or Scan, whose state would differ from turn to turn.
+        GraphoptError: a running statistic is not an initializer, a Dropout's ratio is not constant, or one of these
+            operators is in a body of If, Loop or Scan, whose state would differ between turns.
 
     >>> from graphopt import models
     >>> steps = {"training": passes.TrainingMode(seed=1), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
@@ -83,31 +82,31 @@ class TrainingMode(Pass):
                 if node.domain == "" and getattr(self, SWITCHES.get(node.op_type, ""), False):
                     raise GraphoptError(
                         f"{node.op_type} node {node.name!r} is in a body of {outer.op_type} node {outer.name!r}, which "
-                        f"can hold no state: leave it in its inference form by TrainingMode({SWITCHES[node.op_type]}"
+                        f"cannot have state: leave it in its inference form by TrainingMode({SWITCHES[node.op_type]}"
                         f"=False)"
                     )
 
 
 def _has_no_statistics(node: ir.Node) -> bool:
-    """Tell whether a node keeps none: its mean and variance are computed from other values, in inference too."""
+    """Return whether a node computes its mean and variance from other values, in inference too."""
     return not any(_is_stored(value) for value in node.inputs[3:5] if value is not None)
 
 
 def _is_stored(value: ir.Value) -> bool:
-    """Tell whether a value holds stored numbers, cast to another type or not."""
+    """Return whether a value is an initializer or state, possibly after a Cast."""
     while (node := value.producer()) is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         value = node.inputs[0]
     return state.initial(value) is not None
 
 
 def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
-    """Give a node of the inference form the batch's statistics."""
+    """Switch a BatchNormalization from the inference form to batch statistics."""
     x = node.inputs[0]
     assert x is not None
     if x.shape is None:
         raise GraphoptError(
-            f"BatchNormalization node {node.name!r}: expected an input of known rank, found {x.name!r}, whose rank no "
-            f"inference could tell"
+            f"BatchNormalization node {node.name!r}: expected an input of known rank, found {x.name!r} of unknown "
+            f"rank: declare its shape"
         )
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
@@ -127,8 +126,8 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
     for output in node.outputs[1:]:
         if output.uses() or output.is_graph_output():
             raise GraphoptError(
-                f"BatchNormalization node {node.name!r}: expected its running statistics to be used by nothing, "
-                f"found {output.name!r} used: export the model without it"
+                f"BatchNormalization node {node.name!r}: expected unused running statistics, "
+                f"found that {output.name!r} is used: export the model without it"
             )
     node.resize_outputs(1)
     node.attributes.pop("training_mode", None)
@@ -137,21 +136,21 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
 
 
 def _bessel(op: Emitter, x: ir.Value, axes: list[int], like: ir.Value) -> ir.Value:
-    """Emit n / (n - 1) of the n elements along some axes, 1 where n is 1; 16 bits would not hold n."""
+    """Emit n / (n - 1) for n elements along the axes, or 1 if n is 1. A 16-bit number cannot represent large n."""
     wide = ir.DataType.DOUBLE if like.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=wide)
     return op.Cast(n / op.Max(n - 1, 1), to=like.dtype)
 
 
 def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:
-    """Return a running statistic as state of this node alone: exporters merge equal initial values."""
+    """Return a separate running statistic of this node as state. Exporters merge equal initial values."""
     value = node.inputs[index]
     assert value is not None
     start = state.initial(value)
     if start is None:
         raise GraphoptError(
             f"BatchNormalization node {node.name!r}: expected running statistics that are initializers, found "
-            f"{value.name!r}"
+            f"{value.name!r}: set batch_normalization=False"
         )
     if value.is_initializer() and len(value.uses()) == 1:
         return state.promote(model, value, Role.STATISTIC)
@@ -159,7 +158,7 @@ def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:
 
 
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
-    """Replace a Dropout by a product with a mask that has the mean 1."""
+    """Replace a Dropout by a product with a mask whose mean is 1."""
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None and x.dtype is not None
     given = node.inputs[1] if len(node.inputs) > 1 else None
@@ -192,13 +191,14 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
 
 
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
-    """Emit int32 numbers from -2^31 to 2^31 - 1, uniform, of a counter (seed, number, step, position).
+    """Emit uniform int32 numbers from -2^31 to 2^31 - 1, from a counter (seed, number, step, position).
 
-    Positions are spread by the golden ratio's multiples and mixed by two rounds of x -> x (x / 2^16 + k) modulo
-    2^32: a hash of our own, without operators on bits, which the CUDA provider has no kernels for. In 2^22 numbers,
-    chi-squared tests of 1024 bins and of pairs at five distances, and the spectrum, tell it from random numbers as
-    little as NumPy's. The key that is added comes of (seed, number, step) by x -> x^5, a permutation of the integers
-    modulo the prime p = 2^31 - 1, as 5 does not divide p - 1 (Lidl, Niederreiter, Finite Fields, theorem 7.8).
+    The multiples of the golden ratio spread positions, and two rounds of x -> x (x / 2^16 + k) modulo 2^32 mix them.
+    This hash is not a published one. It needs no bitwise operators, for which the CUDA provider has no kernels. For
+    2^22 numbers, chi-squared tests of 1024 bins and of pairs at five distances, and the spectrum, distinguish it from
+    random numbers no better than they distinguish NumPy's. The key comes from (seed, number, step) by x -> x^5, a
+    permutation of the integers modulo the prime p = 2^31 - 1, as 5 does not divide p - 1 (Lidl, Niederreiter, Finite
+    Fields, theorem 7.8).
     """
     random = np.random.default_rng([seed, number])
     factor, offset = (int(value) for value in random.integers(1, LARGEST, 2))

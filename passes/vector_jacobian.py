@@ -1,4 +1,4 @@
-"""Forward and backward apart: for a model that is one layer of a larger program, which has the loss."""
+"""Split forward and backward for a model that is a layer of a larger program, which computes the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import backward, lost
 
-# Operators that are computed again where what they read is there, rather than saved.
+# Operators that only rearrange or convert elements: recomputed from their inputs instead of saved.
 RECOMPUTED = VIEWS | {"Cast", "Transpose"}
 
 
@@ -28,11 +28,11 @@ RECOMPUTED = VIEWS | {"Cast", "Transpose"}
 class VectorJacobianProduct(Pass):
     """Differentiate by the inputs and parameters, for a loss outside the model: add an output `X.grad` for each X.
 
-    For each floating-point output Y it adds an input `Y.seed` of the same shape: the gradient of the objective by Y.
-    An input on which no output depends differentiably has no `X.grad`.
+    Each floating-point output Y gets an input `Y.seed` of the same shape: the gradient of the objective by Y. An input
+    on which no output depends differentiably has no `X.grad`.
 
     Args:
-        inputs: shell-style patterns of the floating-point inputs to differentiate by; None for none.
+        inputs: shell-style patterns of the floating-point inputs to differentiate by. None selects none.
 
     Raises:
         GraphoptError: no floating-point output depends differentiably on anything, or none on a parameter; or
@@ -59,8 +59,8 @@ class VectorJacobianProduct(Pass):
                 raise GraphoptError(f"the outputs do not depend on {', '.join(missing)}: freeze them")
             if not gradients:
                 raise GraphoptError(
-                    "no gradient to compute: expected parameters, or floating inputs that outputs depend on "
-                    "differentiably, found none"
+                    "no gradient to compute: expected parameters, or floating-point inputs that outputs depend on "
+                    "differentiably, found none: set inputs, or run Parameters first"
                 )
             for x in gradients:
                 gradient = op.Identity(gradients[x], _outputs=[gradient_of(x)])
@@ -76,11 +76,11 @@ def _seed(model: ir.Model, y: ir.Value) -> ir.Value:
 
 
 def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
-    """Return the forward and the backward part of a graph that `VectorJacobianProduct` made.
+    """Return the forward and backward parts of a graph that `VectorJacobianProduct` made.
 
-    The forward part gives the model's outputs, `NAME.next` of state, and the values that the backward part reads.
-    The backward part gives the gradients; each of its inputs is named like an input or an output of the forward
-    part, or is a `Y.seed`.
+    The forward part returns the model's outputs, `NAME.next` of state, and the values that the backward part reads.
+    The backward part returns the gradients. Its inputs have the names of inputs or outputs of the forward part, or are
+    `Y.seed`.
     """
     results = with_role(model, Role.PREDICTION, Role.NEXT)
     gradients = with_role(model, Role.GRADIENT)
@@ -103,9 +103,9 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
 
 
 def yielding(model: ir.Model) -> ir.Model:
-    """Return a graph of `VectorJacobianProduct` as onnxruntime-training's TrainingAgent takes it.
+    """Convert a graph of `VectorJacobianProduct` to the form that onnxruntime-training's TrainingAgent requires.
 
-    A node YieldOp of ONNX Runtime's domain stands between forward and backward: it reads what the forward pass gives,
+    A YieldOp node of ONNX Runtime's domain separates forward and backward. It reads the results of the forward pass,
     and its outputs are the seeds.
     """
     model = model.clone()
@@ -138,7 +138,7 @@ def yielding(model: ir.Model) -> ir.Model:
 
 
 def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
-    """Return the values to save, in graph order: those that others, inputs and constants do not give again."""
+    """Return the values to save, in graph order: without those that are recomputed from others, from inputs or from constants."""
     there = {*graph.inputs, *graph.initializers.values(), *boundary}
     saved = []
     for value in boundary:

@@ -1,1 +1,1 @@
-"""Optimizers: how a parameter follows its gradient."""
+"""Define optimizers, which update parameters by their gradients."""

@@ -1,4 +1,4 @@
-"""Optimizers that give each element a rate of its own, by the gradients so far."""
+"""Define optimizers that adapt the rate of each element to its previous gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from passes.optimizers.optimizer import Optimizer
 class Adam(Optimizer):
     """Update by w - rate m' / (sqrt(v') + epsilon), with bias-corrected moments m' and v' (Kingma, Ba 2015).
 
-    The slots are sums, which each step multiplies by beta: exp_avg is (1 - beta1) exp_sum, and exp_avg_sq is
-    (1 - beta2) exp_sum_sq. The rest of the formula is two numbers per step. The fused kernel keeps averages.
+    The slots are sums that each step multiplies by beta: exp_avg is (1 - beta1) exp_sum, and exp_avg_sq is
+    (1 - beta2) exp_sum_sq. The rest of the formula is two numbers per step. The fused kernel stores averages.
 
     Args:
         beta1: the decay of the mean of gradients.
         beta2: the decay of the mean of squared gradients.
-        epsilon: the number that is added to the root of the mean, against division by 0.
+        epsilon: the number added to the root of the mean, to avoid division by 0.
 
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-3))
@@ -55,7 +55,7 @@ class AdamW(Adam):
     """Update as Adam does, with weight decay decoupled from the gradient (Loshchilov, Hutter 2019).
 
     Args:
-        weight_decay: the share of each parameter that a step takes away, times the rate.
+        weight_decay: the share of each parameter that a step removes, times the rate.
 
     >>> from graphopt import models
     >>> optimizer = passes.AdamW(1e-3, weight_decay=0.1)
@@ -79,7 +79,7 @@ class Adagrad(Optimizer):
 
     Args:
         initial_accumulator: the initial value of the sum.
-        epsilon: the number that is added to the root of the sum, against division by 0.
+        epsilon: the number added to the root of the sum, to avoid division by 0.
 
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adagrad(0.1))
@@ -106,8 +106,8 @@ class RMSprop(Optimizer):
 
     Args:
         alpha: the decay of the mean of squared gradients.
-        epsilon: the number that is added to the root of the mean, against division by 0.
-        momentum: the decay of the velocity, which accumulates the steps as in PyTorch; 0 for none.
+        epsilon: the number added to the root of the mean, to avoid division by 0.
+        momentum: the decay of the velocity, which accumulates the steps as in PyTorch. 0 turns it off.
         centered: subtract the square of the mean gradient from the mean of squares.
 
     >>> from graphopt import models

@@ -1,4 +1,4 @@
-"""Gradient descent."""
+"""Define gradient descent."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SGD(Optimizer):
     b is g in the first step (Sutskever et al. 2013).
 
     Args:
-        momentum: the decay of the velocity; 0 for none.
-        dampening: the share of a gradient that the velocity leaves out.
-        nesterov: look ahead along the velocity.
+        momentum: the decay of the velocity. 0 turns it off.
+        dampening: the share of each gradient that does not enter the velocity.
+        nesterov: use the gradient plus the velocity of the next step.
         rate_in_velocity: multiply gradients by the rate when they enter the velocity: v = momentum v + rate
             (1 - dampening) g, and the update is w - v, or w - rate g - momentum v with `nesterov`. scikit-learn and
-            Keras do this. Under a schedule, past gradients keep the rate that they came with; at a constant rate
-            nothing changes.
+            Keras do this. Under a schedule, past gradients keep the rate of their step. At a constant rate the two
+            forms are equal.
 
     >>> from graphopt import models
     >>> optimizer = passes.SGD(0.1, momentum=0.9)
@@ -45,7 +45,7 @@ class SGD(Optimizer):
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise GraphoptError(
-                "SGD(nesterov=True): expected a momentum above 0, found 0: set momentum=0.9, say"
+                "SGD(nesterov=True): expected a momentum above 0, found 0: set momentum=0.9, for example"
             )
 
     def slots(self) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Decide what every floating initializer is: what the user says, what the exporter wrote, what the graph tells."""
+"""Decide what each floating-point initializer is from the user's options, the exporter's records and the graph."""

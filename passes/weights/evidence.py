@@ -1,4 +1,4 @@
-"""Tell constants from weights by how the graph uses them, and by their numbers, where no exporter tells."""
+"""Distinguish constants from weights by their uses in the graph and their numbers, if no exporter recorded it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from passes.weights.initializers import array, fill, is_weight
 
 _FACTORS = MATRIX_PRODUCTS | RECURRENT
 _BROADCASTING = ARITHMETIC | {"Where"}
-_LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather: what it reads may be an embedding
+_LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
 _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
 _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
-_IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out as inference computes it"
-_MASKING = -1e4  # a number of this size or below, added to scores, takes them out of a softmax
+_IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
+_MASKING = -1e4  # a number of at most this size, added to scores, masks them in a softmax
 
 
 def reached(graph: ir.Graph) -> set[ir.Value]:
-    """Return all values from which a gradient flows to an output of a graph, through bodies too."""
+    """Return all values from which a gradient flows to an output of a graph, including values in bodies."""
     found = {output for output in graph.outputs if is_floating(output)}
     _reach(graph, found)
     return found
@@ -47,15 +47,15 @@ def _reach(graph: ir.Graph, found: set[ir.Value]) -> None:
 
 
 def constant_use(node: ir.Node, index: int) -> str | None:
-    """Return why an initializer is a constant where a node takes it, by what the node does with it; or None."""
+    """Return the reason why a node uses an initializer as a constant, or None."""
     x = node.inputs[index]
     assert x is not None
     if node.domain != "":
         return None
     if node.op_type in SCATTERING and index == 0 and fill(x) is not None:
-        return "the first value of what is scattered into"
+        return "the initial value of a scatter"
     if index in INITIAL_STATES.get(node.op_type, ()) and fill(x) == 0:
-        return "the zeros that a recurrence starts from"
+        return "the zero initial state of a recurrence"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
         scale, bias = node.inputs[1], node.inputs[2]
         if fill(scale) == 1 and fill(bias) == 0:
@@ -64,10 +64,10 @@ def constant_use(node: ir.Node, index: int) -> str | None:
 
 
 def constant_value(x: ir.Value) -> Origin | None:
-    """Return what an initializer is by its numbers and all its uses, if it is a constant."""
+    """Return the kind of an initializer if its numbers and all its uses show that it is a constant."""
     numbers = _numbers(x)
     if numbers.size == 0 or not np.isfinite(numbers).all():
-        return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "of no numbers")
+        return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "empty")
     low = numbers.min()
     if numbers.ndim > 1 and low <= _MASKING and ((numbers == 0) | (numbers == low)).all():
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
@@ -86,9 +86,9 @@ def constant_value(x: ir.Value) -> Origin | None:
 
 
 def written_out(x: ir.Value) -> Origin | None:
-    """Return what an initializer is if it is the mean or the scale of (x - mean) * scale + shift, one a channel.
+    """Return the kind of an initializer if it is the mean or the scale of (x - mean) * scale + shift, per channel.
 
-    That is a BatchNormalization in its inference form, which frameworks train by each batch's statistics.
+    This is a BatchNormalization in its inference form, which frameworks train by batch statistics.
     """
     for node, index in x.uses():
         before = node if node.op_type == "Sub" else node.inputs[0] and node.inputs[0].producer()
@@ -105,21 +105,21 @@ def written_out(x: ir.Value) -> Origin | None:
 
 
 def _then(node: ir.Node, op_type: str) -> ir.Node | None:
-    """Return the only user of a node, if it is of a type and its second input is an initializer, one a channel."""
+    """Return the only reader of a node, if it is an `op_type` whose second input is an initializer per channel."""
     users = node.outputs[0].consumers()
     found = [user for user in users if user.op_type == op_type and _is_channelwise(user.inputs[1])]
     return found[0] if len(found) == len(users) == 1 else None
 
 
 def _is_channelwise(x: ir.Value | None) -> bool:
-    """Tell whether a value is an initializer of several numbers along one axis."""
+    """Return whether a value is an initializer of several numbers along one axis."""
     if x is None or x.const_value is None or not is_weight(x):
         return False
     return sum(dim != 1 for dim in x.const_value.shape) == 1
 
 
 def constant_table(x: ir.Value) -> Origin | None:
-    """Return what an initializer is if it holds sines and cosines of positions, which programs seldom train."""
+    """Return the kind of an initializer if it contains sines and cosines of positions, which are rarely trained."""
     if not _is_wave(_numbers(x)):
         return None
     return Origin(Kind.CONSTANT, "a table of sines and cosines of positions", certain=False)
@@ -131,7 +131,7 @@ def _numbers(x: ir.Value) -> np.ndarray:
 
 
 def is_literal(x: ir.Value) -> bool:
-    """Tell whether an initializer is one number that arithmetic takes: of rank 0, or spread over an axis."""
+    """Return whether an initializer is one number in arithmetic, of rank 0 or broadcast over an axis."""
     shape = None if x.const_value is None else tuple(x.const_value.shape)
     if shape == ():
         return True
@@ -144,7 +144,7 @@ def is_literal(x: ir.Value) -> bool:
 
 
 def is_short(x: ir.Value) -> bool:
-    """Tell whether one number is one that a person would write: of three digits."""
+    """Return whether a single number has at most three digits, as numbers that people write do."""
     tensor = x.const_value
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
 
@@ -155,7 +155,7 @@ def is_factor(x: ir.Value) -> bool:
 
 
 def _is_triangle(numbers: np.ndarray) -> bool:
-    """Tell whether the last two axes hold ones on one side of the diagonal, and zeros on the other."""
+    """Return whether the last two axes have ones on one side of the diagonal and zeros on the other."""
     rows, columns = numbers.shape[-2:] if numbers.ndim > 1 else (0, 0)
     if rows != columns or rows < 3 or not np.isin(numbers[..., 0, :], (0, 1)).all():
         return False
@@ -164,10 +164,10 @@ def _is_triangle(numbers: np.ndarray) -> bool:
 
 
 def _is_wave(numbers: np.ndarray) -> bool:
-    """Tell whether numbers are sines or cosines sampled along the last axis but one, by its first 64 rows.
+    """Return whether numbers are sines or cosines sampled along the last axis but one, by its first 64 rows.
 
-    Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n], with an amplitude of 1. Columns of one number
-    satisfy it, too, and tell nothing; a table has others.
+    Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n] with an amplitude of 1. Constant columns satisfy it too
+    and prove nothing, so at least one other column is required.
     """
     if numbers.ndim < 2 or numbers.shape[-2] < 5:
         return False
@@ -184,7 +184,7 @@ def _is_wave(numbers: np.ndarray) -> bool:
 
 
 def _is_progression(numbers: np.ndarray) -> bool:
-    """Tell whether numbers form an arithmetic or a geometric progression."""
+    """Return whether numbers form an arithmetic or a geometric progression."""
     if len(numbers) < 3:
         return False
     steps = np.diff(numbers)
@@ -197,7 +197,7 @@ def _is_progression(numbers: np.ndarray) -> bool:
 
 
 def _waves(x: ir.Value) -> set[str]:
-    """Return which of Sin and Cos read what products and layout make of an initializer, if nothing else does."""
+    """Return which of Sin and Cos read an initializer through products and layout changes, if nothing else reads it."""
     front, seen, waves = [x], {x}, set()
     while front:
         for user in front.pop().consumers():
@@ -212,7 +212,7 @@ def _waves(x: ir.Value) -> set[str]:
 
 
 def _is_input_statistic(x: ir.Value) -> bool:
-    """Tell whether a number, or one a channel, is subtracted from an input of the model, or divides it."""
+    """Return whether a single number, or one per channel, is subtracted from an input of the model or divides it."""
     assert x.const_value is not None
     dims = [dim for dim in x.const_value.shape if dim != 1]
     return len(dims) <= 1 and any(
@@ -222,7 +222,7 @@ def _is_input_statistic(x: ir.Value) -> bool:
 
 
 def _is_data(x: ir.Value | None) -> bool:
-    """Tell whether a value is an input of the model, but for its type, layout and scale."""
+    """Return whether a value is an input of the model, up to its type, layout and scale."""
     while x is not None and not x.is_graph_input():
         node = x.producer()
         if node is None or node.op_type not in _BEFORE_STATISTICS:

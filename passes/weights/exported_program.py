@@ -1,7 +1,7 @@
-"""Read what PyTorch's exporter (`dynamo=True`) writes.
+"""Read the records of PyTorch's exporter (`dynamo=True`).
 
-It keeps the signature of the exported program in the graph's metadata, beside a folded value the names that it was made
-from, and beside a node the call of the program that it comes from.
+Its metadata contains the signature of the exported program, for each folded value the names from which it was made,
+and for each node the call of the program from which it comes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
-# Calls of ATen that move numbers and compute none.
+# Calls of ATen that only move numbers.
 _MOVING = {
     *("alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"),
     *(
@@ -46,11 +46,11 @@ _MOVING = {
     *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
     *("flip", "movedim", "permute", "roll", "t", "transpose"),
 }
-# Those of them that may give one number several times.
+# Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
-# Operators that the exporter drops a bias of zeros from.
+# Operators from which the exporter drops a bias of zeros.
 _BIASED = CONVOLUTIONS | {"Gemm"}
-# Calls of ATen with an inverse: the operator, and the inverse.
+# Invertible calls of ATen: the operator and its inverse.
 _INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "exp": ("Exp", np.log),
     "log": ("Log", np.exp),
@@ -65,7 +65,7 @@ _INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """An input of an exported program: what it is, and its path in the module."""
+    """Describe an input of an exported program: its kind, and its path in the module."""
 
     kind: Kind
     target: str
@@ -76,7 +76,7 @@ _Use = tuple[ir.Value, ir.Node, int]
 
 
 def signature(model: ir.Model) -> dict[str, Spec]:
-    """Return the parameters and buffers of the exported program, by their placeholders."""
+    """Return the parameters and buffers of the exported program by their placeholders."""
     text = note_of(model.graph, _SIGNATURE) or ""
     found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
     specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
@@ -90,9 +90,9 @@ def signature(model: ir.Model) -> dict[str, Spec]:
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
-    """Yield what each floating initializer and constant is, and its name; nothing of what the signature leaves open.
+    """Yield name and kind of each floating-point initializer and constant that the signature determines.
 
-    Keras's variables are no parameters to PyTorch's exporter: their values are constants there, as literals are.
+    Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
     """
     kinds = {spec.target: spec.kind for spec in specs.values()}
     placeholders = {spec.target: name for name, spec in specs.items()}
@@ -137,11 +137,11 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
 
 
 def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
-    """Give weights that were merged an initializer each again; return what these are, by name.
+    """Separate weights that were merged into one initializer, and return their kinds by name.
 
-    The call that a node comes from names the parameters that it takes. Where an initializer is none of them, it stands
-    for one of them that was merged with it or, where all are accounted for, for a constant of equal values. An
-    initializer that no call names is what the exporter folded something into.
+    The call from which a node comes names the parameters that it reads. If an initializer is none of them, it replaces
+    one of them that was merged with it or, if all are known, a constant with equal values. The exporter folded
+    something into an initializer that no call names.
     """
     placeholders = {spec.target: name for name, spec in specs.items()}
     parted: dict[str, Origin] = {}
@@ -171,7 +171,7 @@ def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 
 
 def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
-    """Compute again what the exporter computed from one parameter; return what these parameters are, by name."""
+    """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     parameters = {spec.target for spec in specs.values() if spec.kind is Kind.PARAMETER}
     inverted: dict[str, Origin] = {}
     for value in floating(model):
@@ -204,7 +204,7 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 
 
 def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
-    """Gather again what the exporter gathered from one parameter; return what these parameters are, by name."""
+    """Recompute gathers that the exporter folded from one parameter, and return the kinds of these parameters."""
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
     for value in floating(model):
@@ -218,7 +218,7 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
-    """Add the biases that the exporter dropped because they start at zero; return what these are, by name."""
+    """Restore the biases that the exporter dropped because they start at zero, and return their kinds by name."""
     held = _held(model)
     restored: dict[str, Origin] = {}
     for node in model.graph.all_nodes():
@@ -235,12 +235,12 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         bias = existing or register(model, gone[0], np.zeros(channels, weight.dtype.numpy()))
         node.resize_inputs(3)
         node.replace_input_with(2, bias)
-        restored[gone[0]] = _named(Kind.PARAMETER, ", which the exporter dropped as it is zero")
+        restored[gone[0]] = _named(Kind.PARAMETER, ", which the exporter dropped because it is zero")
     return restored
 
 
 def left_out(model: ir.Model, specs: Signature) -> list[str]:
-    """Return the parameters that the file holds in no form.
+    """Return the parameters that the file does not contain in any form.
 
     The exporter folds BatchNormalization into a convolution before it.
     """
@@ -256,12 +256,12 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
 
 
 def _held(model: ir.Model) -> set[str]:
-    """Return the names of what the file holds, itself or in what the exporter computed from it."""
+    """Return the names of the values in the file, and of those from which the exporter computed its values."""
     return {name for value in floating(model) for name in (str(value.name), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:
-    """Return the calls of the program that nodes come from, and the floating initializers that these read."""
+    """Return the calls of the program from which nodes come, and the floating-point initializers that these read."""
     calls: dict[str, list[_Use]] = {}
     for node in model.graph.all_nodes():
         uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_weight(x)]
@@ -271,20 +271,20 @@ def _calls(model: ir.Model) -> dict[str, list[_Use]]:
 
 
 def _arguments(call: str) -> list[str]:
-    """Return the values that a call takes."""
+    """Return the values that a call reads."""
     return re.findall(r"%(\w+)", call.partition("](args = ")[2])
 
 
 def _call_of(name: str) -> str:
-    """Return the call that a value is named for."""
+    """Return the call for which a value is named."""
     return re.sub(r"_\d+$", "", name)
 
 
 def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[str]) -> bool:
-    """Tell whether a folded value holds the numbers of parameters, and not others computed from them.
+    """Return whether a folded value contains numbers of parameters instead of others computed from them.
 
-    It does where calls take the parameters themselves, of which the exporter has then changed the layout alone, and
-    where the folded calls move numbers alone, and repeat none, whose gradients belong to one parameter.
+    Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
+    move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
     """
     folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
@@ -292,11 +292,11 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     calls = [_arguments(note_of(node, _CALL) or "") for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
-    return bool(folded) and folded <= _MOVING | {"arange"}  # which makes places, as of positions, no weights
+    return bool(folded) and folded <= _MOVING | {"arange"}  # which makes positions, not weights
 
 
 def _sources(value: ir.Value) -> tuple[str, ...]:
-    """Return the names of what the exporter computed a value from."""
+    """Return the names from which the exporter computed a value."""
     try:
         names = ast.literal_eval(note_of(value, _FOLDED_FROM) or "[]")
     except (SyntaxError, ValueError):

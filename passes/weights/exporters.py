@@ -1,4 +1,4 @@
-"""Read what the exporter of a model wrote down about its initializers."""
+"""Read the exporter's records about a model's initializers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from passes.weights.initializers import floating
 
 
 def read(model: ir.Model) -> dict[str, Origin]:
-    """Undo what the exporter did to parameters, where that can be, and return what its initializers are, by name.
+    """Reverse the exporter's changes to parameters where possible, and return the kinds of its initializers by name.
 
-    PyTorch's exporters merge weights of equal first values, which become initializers of their own again, compute
-    functions of one parameter, such as exp(scale), and gather its rows, which the graph does again, and drop biases of
-    zeros, which come back.
+    PyTorch's exporters merge weights with equal initial values, fold functions of one parameter, such as exp(scale),
+    fold gathers of its rows, and drop biases of zeros. Merged weights become separate initializers, the graph computes
+    folded functions and gathers again, and dropped biases are restored.
     """
     signature = exported_program.signature(model)
     if signature:
@@ -38,7 +38,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
 
 
 def left_out(model: ir.Model) -> list[str]:
-    """Return the parameters of the exported program that the file holds in no form."""
+    """Return the parameters of the exported program that the file does not contain in any form."""
     signature = exported_program.signature(model)
     return exported_program.left_out(model, signature) if signature else []
 

@@ -1,4 +1,4 @@
-"""Undo a gather that an exporter folded: a value whose rows repeat becomes a table of rows again, and a Gather."""
+"""Reverse folded gathers: replace a value with repeated rows by a table of distinct rows and a Gather."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from passes.weights.initializers import array, register
 
 
 def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
-    """Compute an initializer from a table of its distinct rows; return the table, or None where no rows repeat.
+    """Compute an initializer from a table of its distinct rows, and return the table, or None if no rows repeat.
 
     Args:
-        name: the table's name; an initializer that already has it is the table.
+        name: the name of the table. An initializer that already has it is the table.
     """
     numbers = array(value)
     axis = _axis(numbers)
@@ -44,12 +44,12 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
 
 
 def repeats(numbers: np.ndarray) -> bool:
-    """Tell whether rows repeat along an axis, or all numbers are one."""
+    """Return whether rows repeat along an axis, or all numbers are equal."""
     return _axis(numbers) is not None or len(np.unique(numbers)) < 2 <= numbers.size
 
 
 def _axis(numbers: np.ndarray) -> int | None:
-    """Return the axis along which rows lie, which leaves the fewest numbers once equal rows are one; or None."""
+    """Return the axis along which distinct rows have the fewest numbers, or None."""
     if numbers.ndim < 2 or numbers.size == 0 or np.all(numbers == numbers.flat[0]):
         return None
     found = []
@@ -62,6 +62,6 @@ def _axis(numbers: np.ndarray) -> int | None:
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:
-    """Return rows without those that came before, in their order."""
+    """Return distinct rows in the order of their first occurrence."""
     _, first = np.unique(rows, axis=0, return_index=True)
     return np.ascontiguousarray(rows[np.sort(first)])

@@ -1,4 +1,4 @@
-"""Read, copy and add floating initializers."""
+"""Read, copy and add floating-point initializers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import onnx_ir as ir
 
 
 def floating(model: ir.Model) -> list[ir.Value]:
-    """Return the floating initializers of a model, of its bodies too."""
+    """Return the floating-point initializers of a model, including its bodies."""
     return [value for graph in model.graphs() for value in graph.initializers.values() if is_weight(value)]
 
 
 def is_weight(x: ir.Value | None) -> bool:
-    """Tell whether a value is an initializer of floating numbers, and no input."""
+    """Return whether a value is a floating-point initializer and not an input."""
     tensor = None if x is None or x.is_graph_input() or not x.is_initializer() else x.const_value
     return tensor is not None and tensor.dtype.is_floating_point()
 
 
 def array(value: ir.Value) -> np.ndarray:
-    """Return the numbers of an initializer."""
     assert value.const_value is not None
     return value.const_value.numpy()
 
 
 def fill(x: ir.Value | None) -> float | None:
-    """Return the one number that a constant holds everywhere, or None."""
+    """Return the number with which a constant is filled, or None."""
     tensor = None if x is None else ir.convenience.get_const_tensor(x)
     numbers = None if tensor is None else tensor.numpy()
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
@@ -35,12 +34,12 @@ def fill(x: ir.Value | None) -> float | None:
 
 
 def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
-    """Register a copy of an initializer under a name, or one like it that is free."""
+    """Register a copy of an initializer under a name, or under a similar free one."""
     return register(model, name, array(value).copy())
 
 
 def register(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    """Register an initializer under a name, or one like it that is free."""
+    """Register an initializer under a name, or under a similar free one."""
     taken = ir.convenience.create_value_mapping(model.graph)
     names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
     free = next(candidate for candidate in names if candidate not in taken)

@@ -1,4 +1,4 @@
-"""Find copies of a weight, transposed or reshaped, and make them the weight itself again."""
+"""Find copies of a weight, transposed or reshaped, and compute them from the weight."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphopt.graph.metadata import Copy
 from graphopt.graph.values import like
 from passes.weights.initializers import array, duplicate
 
-_FEWEST = 8  # elements that must be equal before equal numbers tell of a tie
+_FEWEST = 8  # the fewest equal elements that indicate a tie
 
 
 def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Group weights that hold the same numbers, in any order of their axes; a weight in a shape of its own is alone."""
+    """Group weights with the same numbers, in any order of their axes. Each other weight is a separate group."""
     found: dict[object, list[ir.Value]] = defaultdict(list)
     for weight in weights:
         found[_fingerprint(array(weight))].append(weight)
@@ -26,10 +26,10 @@ def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
 
 
 def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, list[int]] | None:
-    """Return the operator, and its argument, that makes `copy` of `weight`: Identity, Transpose or Reshape; or None.
+    """Return the operator that makes `copy` from `weight` (Identity, Transpose or Reshape) and its argument, or None.
 
     Args:
-        transposed: prefer a Transpose where symmetric numbers leave it open.
+        transposed: prefer a Transpose if symmetric numbers allow both.
     """
     a, b = array(weight), array(copy)
     if a.dtype != b.dtype or a.size != b.size:
@@ -46,13 +46,13 @@ def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, l
 
 
 def tells(weight: ir.Value) -> bool:
-    """Tell whether equal numbers tell of a tie: numbers that initialization repeats, such as zeros, do not."""
+    """Return whether equal numbers indicate a tie. Numbers that initialization repeats, such as zeros, do not."""
     numbers = array(weight).ravel()
     return numbers.size >= _FEWEST and len(np.unique(numbers[:4096])) >= min(_FEWEST, numbers.size // 2)
 
 
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
-    """Compute an initializer from the weight that it is a copy of."""
+    """Compute an initializer from the weight of which it is a copy."""
     op_type, argument = made_by
     with Emitter(model) as op:
         emit: dict[str, Callable[[], ir.Value]] = {
@@ -71,7 +71,7 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, l
 
 
 def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
-    """Give each use of an initializer but the first one a copy of its own; return the copies."""
+    """Copy an initializer for each use except the first, and return the copies."""
     copies: list[ir.Value] = []
     for node, index in list(weight.uses())[1:]:
         copies.append(duplicate(model, weight, f"{weight.name}.{len(copies) + 1}"))
@@ -80,6 +80,6 @@ def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
 
 
 def _fingerprint(numbers: np.ndarray) -> tuple[str, int, int]:
-    """Return a number that does not change when elements change places: the sum of their bits, modulo 2^64."""
+    """Return the sum of the numbers' bits modulo 2^64, which does not depend on their order."""
     bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
     return numbers.dtype.str, numbers.size, int(bits.sum(dtype=np.uint64))

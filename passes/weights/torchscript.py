@@ -1,8 +1,7 @@
-"""Read what PyTorch's older exporter (`dynamo=False`) writes.
+"""Read the records of PyTorch's older exporter (`dynamo=False`).
 
-It names parameters and buffers by their path in the module and what it folds of them `onnx::MatMul_12`, leaves an
-Identity that bears the other name where it merges two of equal values, keeps literals as Constant nodes, and names a
-node by its module.
+It names parameters and buffers by their path in the module, and folded values `onnx::MatMul_12`. Where it merges two
+equal values, it leaves an Identity with the other name. Literals are Constant nodes. A node is named after its module.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from graphopt.graph.operators import LITERALS, MATRIX_PRODUCTS, RECURRENT
 from passes.weights import gathers
 from passes.weights.initializers import duplicate, floating, is_weight
 
-# Names of buffers in PyTorch's own modules and in the usual libraries.
+# Names of buffers in PyTorch's modules and in common libraries.
 _BUFFERS = {
     *("anchors", "attention_mask", "attn_mask", "causal_mask", "mask"),
     *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq", "original_inv_freq"),
     *("pe", "position_ids", "position_table", "relative_coords_table", "relative_position_index"),
     *("running_mean", "running_var", "num_batches_tracked", "embed_scale", "final_logits_bias"),
 }
-# Operators that read a folded value of which the exporter has changed the layout alone: a transpose, a new axis.
+# Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = MATRIX_PRODUCTS | RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "Mul", "Sub"}
 
 
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
-    """Yield what each floating initializer and constant is, and its name."""
+    """Yield name and kind of each floating-point initializer and constant."""
     for value in floating(model):
         yield str(value.name), _origin(str(value.name), value.consumers())
     for node in model.graph.all_nodes():
@@ -38,9 +37,9 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 
 
 def part(model: ir.Model) -> dict[str, Origin]:
-    """Give weights that were merged an initializer each again; return what these are, by name.
+    """Separate weights that were merged into one initializer, and return their kinds by name.
 
-    A folded value that one module reads at several places stays one.
+    A folded value that one module reads at several places stays one initializer.
     """
     parted: dict[str, Origin] = {}
     modules = {path.rpartition(".")[0] for path in map(str, model.graph.initializers)}
@@ -61,7 +60,7 @@ def part(model: ir.Model) -> dict[str, Origin]:
 
 
 def restore_rows(model: ir.Model) -> dict[str, Origin]:
-    """Gather again what the exporter gathered and added, as a bias of relative positions; return what these are."""
+    """Recompute gathers and sums that the exporter folded, as for biases of relative positions; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in floating(model):
         name, readers = str(value.name), list(value.consumers())
@@ -76,8 +75,8 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
 
 
 def _origin(name: str, readers: Iterable[ir.Node], named: bool = False) -> Origin:
-    """Return what an initializer is, by its name and the nodes that read it."""
-    if name.rpartition("/")[2].startswith("Constant_"):  # of a file that a runtime has rewritten
+    """Return the kind of an initializer from its name and the nodes that read it."""
+    if name.rpartition("/")[2].startswith("Constant_"):  # in a file that a runtime has rewritten
         return Origin(Kind.CONSTANT, "a literal of the exported program")
     if _is_folded(name):
         readers = list(readers)
@@ -98,11 +97,11 @@ def _is_folded(name: str) -> bool:
 
 
 def _module(node: ir.Node) -> str:
-    """Return the path of the module that a node comes from."""
+    """Return the path of the module from which a node comes."""
     return (node.name or "").rpartition("/")[0][1:].replace("/", ".")
 
 
 def _modules(nodes: Iterable[ir.Node], known: set[str]) -> set[str]:
-    """Return the modules that nodes come from; further calls of a module, and no modules, have a number behind."""
+    """Return the modules from which nodes come. Further calls of a module, and non-modules, have a numeric suffix."""
     paths = map(_module, nodes)
     return {path if path in known else re.sub(r"_\d+(?=\.|$)", "", path) for path in paths}
