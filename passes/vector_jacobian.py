@@ -138,7 +138,7 @@ def yielding(model: ir.Model) -> ir.Model:
 
 
 def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
-    """Return the values to save, in graph order: without those that are recomputed from others, from inputs or from constants."""
+    """Return the values to save in graph order, without those that can be recomputed from others or from inputs."""
     there = {*graph.inputs, *graph.initializers.values(), *boundary}
     saved = []
     for value in boundary:
