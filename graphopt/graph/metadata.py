@@ -1,7 +1,7 @@
-"""Read and write what passes note in a model's metadata for later passes, the executor and the export.
+"""Read and write notes in a model's metadata, which passes leave for later passes, the executor and the export.
 
-Each note is typed: a flag, a text, or a dataclass that is written as JSON. It is saved with the model, so that a file
-may hold anyone's: reading checks its form. No other file touches `metadata_props`.
+Each note has a type: a flag, a text, or a dataclass in JSON. Notes are saved with the model and may come from an
+untrusted file, so reading checks their form. No other module accesses `metadata_props`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Holder = ir.Model | ir.Graph | ir.Node | ir.Value
 N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
-MANY = 64  # more opsets, IR versions and outputs of an operator than there are
+MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
 EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A mark that is there or not."""
+    """Mark models, graphs, nodes or values."""
 
     key: str
 
@@ -44,12 +44,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
-    """A note of one text."""
+    """Store one text as a note."""
 
     key: str
 
     def write(self, holder: Holder, text: str) -> None:
-        """Note a text."""
+        """Write the text."""
         holder.metadata_props[self.key] = text
 
     def read(self, holder: Holder) -> str | None:
@@ -57,18 +57,20 @@ class Text:
         return holder.metadata_props.get(self.key)
 
     def remove(self, holder: Holder) -> None:
-        """Remove the note where there is one."""
+        """Remove the note if it exists."""
         holder.metadata_props.pop(self.key, None)
 
 
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
-ORIGINAL_NAME = Text("graphopt.original_name")  # of a value that was renamed, in the model that came in
+ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name in the original model
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
-RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that has its operators
+RUNTIME = Text(
+    "graphopt.needs_runtime"
+)  # of a model: the package of the only runtime that supports its operators
 HOST = Text("graphopt.host")  # of a model: what hosts feed and read, in JSON; see graphopt.hosts.contract
-FROZEN = Flag("graphopt.frozen")  # an initializer that trains only when it is asked for by name
-UNTRAINED = Flag("graphopt.untrained")  # a weight that could train, and does not in this training graph
-OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization of the inference form with its input's statistics
+FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
+UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
+OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 SHAPE_INFERENCE_ERROR = Text(
     "pkg.onnxscript.shape_inference_error"
@@ -76,29 +78,29 @@ SHAPE_INFERENCE_ERROR = Text(
 
 
 def original_name(value: ir.Value) -> str:
-    """Return the name that a value has in the model that came in."""
+    """Return the name of a value in the original model."""
     noted = ORIGINAL_NAME.read(value)
     return str(value.name) if noted is None else noted
 
 
 def copy(source: Holder, target: Holder) -> None:
-    """Give `target` all notes of `source`."""
+    """Copy all notes of `source` to `target`."""
     target.metadata_props.update(source.metadata_props)
 
 
 def replace(source: Mapping[str, str], target: Holder) -> None:
-    """Give `target` these notes and no others."""
+    """Replace all notes of `target`."""
     target.metadata_props.clear()
     target.metadata_props.update(source)
 
 
 def all_of(holder: Holder) -> dict[str, str]:
-    """Return a copy of all notes, graphopt's and others', by key."""
+    """Return a copy of all metadata by key, including other programs' entries."""
     return dict(holder.metadata_props)
 
 
 def remove_own(holder: Holder, keep: Iterable[Flag] = ()) -> None:
-    """Remove graphopt's notes, but for some flags."""
+    """Remove graphopt's notes except the flags in `keep`."""
     kept = {flag.key for flag in keep}
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
@@ -106,13 +108,13 @@ def remove_own(holder: Holder, keep: Iterable[Flag] = ()) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """A note of several fields, in JSON; a leaf gives its key and its fields, and may check them."""
+    """Store several fields as a note in JSON. A subclass declares its key and fields, and may check them."""
 
     KEY: ClassVar[str]
-    EXPECTED: ClassVar[str]  # what an error says of the fields
+    EXPECTED: ClassVar[str]  # the description of the fields in errors
 
     def write(self, holder: Holder) -> None:
-        """Write the note, without fields that are as by default."""
+        """Write the note without fields that have their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         fields = {name: x for name, x in dataclasses.asdict(self).items() if x != defaults[name]}
         holder.metadata_props[self.KEY] = json.dumps(fields, default=lambda x: x.value)  # of an enumeration
@@ -122,7 +124,7 @@ class Note:
         """Return the note, or None.
 
         Raises:
-            GraphoptError: the metadata has another form.
+            GraphoptError: the metadata is malformed.
         """
         text = holder.metadata_props.get(cls.KEY)
         if text is None:
@@ -138,10 +140,10 @@ class Note:
 
     @classmethod
     def of(cls: type[N], fields: dict[str, Any]) -> N:
-        """Return the note of fields as JSON has them.
+        """Build the note from decoded JSON fields.
 
         Raises:
-            KeyError, TypeError, ValueError: they are others.
+            KeyError, TypeError, ValueError: a field is missing, unknown or invalid.
         """
         return cls(**fields)
 
@@ -152,12 +154,12 @@ class Note:
 
     @classmethod
     def remove(cls, holder: Holder) -> None:
-        """Remove the note where there is one."""
+        """Remove the note if it exists."""
         holder.metadata_props.pop(cls.KEY, None)
 
     @classmethod
     def wrong(cls, holder: Holder, expected: str = "") -> GraphoptError:
-        """Return the error of a note that does not fit."""
+        """Return the error for a malformed note."""
         name = "the model" if isinstance(holder, ir.Model) else f"value {holder.name!r}"
         found = holder.metadata_props[cls.KEY][:80]
         return GraphoptError(
@@ -172,13 +174,13 @@ def _check(*right: bool) -> None:
 
 @dataclass(frozen=True)
 class TargetSpec(Note):
-    """Describe how a loss compares a prediction with its target, for metrics and for the check of labels.
+    """Describe how a loss compares a prediction with its target, to compute metrics and check labels.
 
     Args:
         output: the name of the prediction.
         task: `regression`, `binary` or `classification`.
-        axis, classes, ignore_index, target_probabilities: of a classification; see `CrossEntropy`.
-        threshold, labels: of a binary one: the label above a prediction of `threshold` is the second.
+        axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
+        threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
     KEY = "graphopt.metric"
@@ -216,10 +218,10 @@ class InferenceForm(Note):
     """Describe how inference computes a node's first output, if training computes it in another way.
 
     Args:
-        inputs: other inputs, by number: names of the graph's inputs.
-        same_as: the number of the input that the output is.
-        operator: the operator that computes it instead, with its attributes; `reads` are its inputs by name, and
-            `output` is which of its outputs it is.
+        inputs: names of graph inputs that replace the node's inputs, by input number.
+        same_as: the number of the input that the output equals.
+        operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
+            its inputs, and `output` is the number of its output.
     """
 
     KEY = "graphopt.inference"
@@ -251,7 +253,7 @@ class InferenceForm(Note):
 
 @dataclass(frozen=True)
 class Versions(Note):
-    """The opset of the default domain and the IR version that a model came in."""
+    """Record the original opset of the default domain and the original IR version."""
 
     KEY = "graphopt.came_in"
     EXPECTED = "an opset and an IR version"
@@ -269,7 +271,7 @@ class Versions(Note):
 
 @dataclass(frozen=True)
 class Detached(Note):
-    """Outputs that were detached from a model: the names of all of its own, and the parts that compute the others."""
+    """Record the names of a model's original outputs, and the detached parts that compute some of them."""
 
     KEY = "graphopt.aside"
     EXPECTED = "outputs and the parts that compute them"
@@ -284,22 +286,22 @@ class Detached(Note):
         return detached
 
     def models(self) -> list[onnx.ModelProto]:
-        """Return the parts, in the order that they were detached in."""
+        """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(base64.b64decode(text, validate=True)) for text in self.parts]
 
 
 class Kind(enum.Enum):
-    """Say what an initializer is in the program that the model was exported from."""
+    """Classify an initializer by its role in the exported program."""
 
-    PARAMETER = "parameter"  # trains there
-    COMPUTED = "computed"  # computed by the exporter from parameters, which the file no longer holds
-    BUFFER = "buffer"  # state that does not train there: running statistics, tables, masks
-    CONSTANT = "constant"  # a number of the program
+    PARAMETER = "parameter"  # trained in that program
+    COMPUTED = "computed"  # computed by the exporter from parameters that the file no longer contains
+    BUFFER = "buffer"  # state that is not trained: running statistics, tables, masks
+    CONSTANT = "constant"  # a constant of the program
 
 
 @dataclass(frozen=True)
 class Copy:
-    """An initializer that is computed from a weight again, of which the exporter had made it; and how."""
+    """Record how to compute an initializer from the weight that the exporter derived it from."""
 
     name: str
     shape: tuple[int, ...]
@@ -308,14 +310,14 @@ class Copy:
 
 @dataclass(frozen=True)
 class Origin(Note):
-    """Say what a floating-point initializer is.
+    """Record the kind of a floating-point initializer and the evidence for it.
 
     Args:
         why: the evidence, as a phrase that a report shows.
-        certain: whether the user or the exporter says so; otherwise a rule decided.
-        named: whether it bears the name of one parameter or buffer of the exported program.
-        by_exporter: whether an exporter that merges equal weights wrote it.
-        sources: the parameters and buffers that the exporter made it from.
+        certain: whether the user or the exporter declared the kind; otherwise, a rule decided.
+        named: whether it has the name of a parameter or buffer of the exported program.
+        by_exporter: whether the exporter that wrote it merges equal weights.
+        sources: the parameters and buffers that the exporter derived it from.
         copies: the initializers that were tied to it.
     """
 
@@ -332,12 +334,12 @@ class Origin(Note):
 
     @property
     def trains(self) -> bool:
-        """Return whether it trains, unless the user says otherwise."""
+        """Return whether the initializer trains by default."""
         return self.kind in (Kind.PARAMETER, Kind.COMPUTED)
 
     @property
     def reason(self) -> str:
-        """The evidence, and what is tied."""
+        """Return the evidence and the names of tied initializers."""
         return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
 
     @classmethod
@@ -351,7 +353,7 @@ class Origin(Note):
 
 @dataclass(frozen=True)
 class LeftOut(Note):
-    """The exported program's parameters that the exporter left out of the file."""
+    """Record the exported program's parameters that are missing in the file."""
 
     KEY = "graphopt.left_out"
     EXPECTED = "names of parameters"
@@ -364,5 +366,5 @@ class LeftOut(Note):
 
 
 def note_of(holder: Holder, key: str) -> str | None:
-    """Return what another program noted under a key of its own, or None."""
+    """Return the metadata of another program under a key, or None."""
     return holder.metadata_props.get(key)

@@ -1,6 +1,6 @@
-"""The metadata by which passes talk to each other, as a file may have it: checked once, when a model is loaded.
+"""Check graphopt's metadata once, when a model is loaded: a file may contain any metadata.
 
-What passes write is right by construction; what a file says may be anyone's.
+Metadata written by passes is valid by construction and is not checked again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, R
 
 
 def check(model: ir.Model) -> None:
-    """Check the metadata that a model has of graphopt's.
+    """Check graphopt's metadata in a model.
 
     Raises:
-        GraphoptError: names the value, the key, what was expected and what was found.
+        GraphoptError: the metadata is inconsistent with the graph.
     """
     graph = model.graph
     for values, roles in ((graph.inputs, INPUTS), (graph.outputs, OUTPUTS)):
@@ -117,7 +117,7 @@ def _is_input(node: ir.Node, index: int) -> bool:
 
 
 def check_detached(model: ir.Model) -> None:
-    """Check what a model says was detached: also before anything more is, which comes before all other checks."""
+    """Check the metadata of detached outputs; also called before more outputs are detached."""
     detached = Detached.read(model)
     if detached is None:
         return

@@ -1,6 +1,6 @@
-"""Name what a pass derives from a value: the next value of a state, a gradient, a seed.
+"""Derive names of values: the next value of a state, a gradient, a seed.
 
-A name, or the value that bears it, in; a name out.
+Each function accepts a name or a value, and returns a name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 Named = ir.Value | str
 
-COUNTERS = "graphopt."  # how names of an on-device checkpoint start that are no weight's
+COUNTERS = "graphopt."  # the prefix of entries in an on-device checkpoint that are not weights
 _NEXT, _GRADIENT, _SEED = ".next", ".grad", ".seed"
 
 
@@ -24,12 +24,12 @@ def state_of(following: Named) -> str:
 
 
 def gradient_of(value: Named) -> str:
-    """Return the name of the gradient by a value."""
+    """Return the name of the gradient with respect to a value."""
     return f"{_name(value)}{_GRADIENT}"
 
 
 def value_of(gradient: Named) -> str:
-    """Return the name of the value that a gradient is by."""
+    """Return the name of the value that belongs to a gradient."""
     return _name(gradient).removesuffix(_GRADIENT)
 
 

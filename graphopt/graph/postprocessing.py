@@ -21,12 +21,12 @@ def set_aside(
     role: Role | None = None,
     types: Mapping[str, onnx.TypeProto] | None = None,
 ) -> None:
-    """Move `outputs`, and the nodes that they alone need, into the model's metadata, until `restore`.
+    """Move `outputs`, and the nodes that only they need, into the model's metadata, for `restore`.
 
     Args:
-        is_source: tells the values at which the way back from `outputs` ends; they become outputs of the model.
-        role: what such an output gets.
-        types: the types of `outputs` by name, where onnx_ir has none for them.
+        is_source: returns whether the detached part starts at a value, which becomes an output of the model.
+        role: the role of these new outputs.
+        types: the types of `outputs` by name, if onnx_ir does not support them.
     """
     before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs], [])
     sources = _sources(outputs, is_source)
@@ -47,15 +47,15 @@ def set_aside(
 
 
 def parts_aside(model: ir.Model) -> list[onnx.ModelProto]:
-    """Return what was moved aside out of a model, the last first."""
+    """Return the detached parts of a model, the last one first."""
     return (Detached.read(model) or Detached([], [])).models()[::-1]
 
 
 def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelProto]) -> None:
-    """Give the inference model inside the training graph `model` the outputs that were set aside, in their order.
+    """Restore the detached outputs, in their original order, in the inference model of training graph `model`.
 
     Args:
-        parts: what `parts_aside` returned, in the opset of `proto`.
+        parts: the result of `parts_aside`, in the opset of `proto`.
     """
     detached = Detached.read(model)
     if detached is None:
@@ -76,7 +76,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
 
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
-    """Return the values that end the ways back from `outputs`; what is constant on the way belongs to it."""
+    """Return the values at which the detached part of `outputs` starts; constants belong to the part."""
     found = dict.fromkeys(output for output in outputs if output.is_graph_input())
     front, seen = list(outputs), set(outputs)
     while front:

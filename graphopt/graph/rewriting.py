@@ -1,4 +1,4 @@
-"""The base class of every pass."""
+"""Define the base class of all passes, and protect nodes from rewriters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
 from graphopt.intervals import check_intervals
 
-# What ONNX's packages raise for a model that they cannot handle: it is valid as far as their checker tells.
+# Exceptions of ONNX's packages for models that pass the checker but that they cannot handle.
 LIBRARIES = (
     DecodeError,
     ir.passes.InvariantError,
@@ -36,11 +36,11 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Pass(ir.passes.InPlacePass):
-    """A rewriting of a model: a frozen dataclass whose fields are its options, a callable on an onnx_ir model.
+    """Rewrite an onnx_ir model in place. A pass is a frozen dataclass whose fields are its options.
 
-    A leaf gives `rewrite`, and the intervals of numbers by `graphopt.intervals.within`. Between passes the model is a
-    valid, self-contained ONNX model; while `rewrite` runs, initial values of state are detached (see
-    `graphopt.graph.state`), so that any rewriter is safe there.
+    A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
+    passes, the model is valid, self-contained ONNX. While `rewrite` runs, initial values of state are detached (see
+    `graphopt.graph.state`), so that any rewriter is safe.
     """
 
     def __post_init__(self) -> None:
@@ -96,10 +96,10 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
 
 
 def needed(model: ir.Model) -> list[ir.Node]:
-    """Return the Identity and Cast nodes that look redundant and must be kept.
+    """Return the Identity and Cast nodes that look redundant but must be kept.
 
-    These are: where gradients stop; what bodies return, of which an output could else be an outer value, which is
-    invalid; and casts that inference leaves out, as a constant that was cast would stay so.
+    They stop gradients, keep outer values from becoming outputs of bodies, which would be invalid, or are casts that
+    inference omits and that therefore must not be folded.
     """
     results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
     return [
@@ -111,7 +111,7 @@ def needed(model: ir.Model) -> list[ir.Node]:
 
 
 def retire(model: ir.Model, output: ir.Value) -> None:
-    """Take an output's role and public name away, so that another value can have them."""
+    """Remove an output's role and rename it, so that another value can have its role and name."""
     clear_role(output)
     output.name = f"{output.name}.before.{len(model.graph)}"
 
@@ -120,6 +120,6 @@ Pattern = str | tuple[str, ...] | list[str] | None
 
 
 def matches(name: str | None, pattern: Pattern) -> bool:
-    """Return whether `name` fits a shell-style pattern or one of several; None fits nothing."""
+    """Return whether `name` matches at least one shell-style pattern; None matches nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     return any(fnmatchcase(name or "", one) for one in patterns)

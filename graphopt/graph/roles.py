@@ -1,4 +1,4 @@
-"""Mark what each input and output of a training graph is for, in metadata that survives saving."""
+"""Record the role of each input and output of a training graph in metadata."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ TRAINING_RUNTIME = "onnxruntime-training"
 
 
 class Role(enum.Enum):
-    """The roles of the contract between compiler and executor."""
+    """List the roles in the contract between compiler and executor."""
 
     DATA = "data"  # input: fed each step
-    TARGET = "target"  # input: what a loss compares a prediction with
+    TARGET = "target"  # input: the target that a loss compares a prediction with
     SAMPLE_WEIGHT = "sample_weight"  # input: a weight for each row
     PARAMETER = "parameter"  # state: trained
-    SLOT = "slot"  # state: an optimizer's own, one or more a parameter
+    SLOT = "slot"  # state: of an optimizer or another pass, such as momentum
     STATISTIC = "statistic"  # state: gathered from the data, such as a running mean
     COUNTER = "counter"  # state: the number of steps done
-    HYPERPARAMETER = "hyperparameter"  # input with a default: fed to change it
+    HYPERPARAMETER = "hyperparameter"  # input with a default: feed it to change it
     SEED = "seed"  # input NAME.seed: the derivative of what follows the model with respect to output NAME
     LOSS = "loss"  # output: the objective
     PREDICTION = "prediction"  # output: the model's own
-    SOURCE = "source"  # output: what outputs that were set aside are computed from
+    SOURCE = "source"  # output: an input of detached outputs
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
-    SAVED = "saved"  # output of a forward part: what its backward part reads
+    SAVED = "saved"  # output of a forward part: a value for its backward part
     GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME
     NEXT = "next"  # output NAME.next: replaces state NAME
 
@@ -43,10 +43,10 @@ OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED})
 
 
 def role_of(value: ir.Value) -> Role | None:
-    """Return the role of a graph input or output, or None where no pass has given it one.
+    """Return the role of a graph input or output, or None if it has none.
 
     Raises:
-        GraphoptError: the metadata, which a file may have from anyone, names no role.
+        GraphoptError: the metadata contains an unknown role.
     """
     name = metadata.ROLE.read(value)
     if name is not None and name not in _NAMES:
@@ -55,13 +55,13 @@ def role_of(value: ir.Value) -> Role | None:
 
 
 def set_role(value: ir.Value, role: Role) -> ir.Value:
-    """Give `value` a role and return it."""
+    """Set the role of `value` and return the value."""
     metadata.ROLE.write(value, role.value)
     return value
 
 
 def stop_gradient_at(value: ir.Value) -> ir.Value:
-    """Mark the node that makes `value` as one that no gradient passes, and return the value."""
+    """Mark the node that computes `value` as a stop of gradients, and return the value."""
     node = value.producer()
     assert node is not None
     metadata.STOP_GRADIENT.set(node)
@@ -69,13 +69,13 @@ def stop_gradient_at(value: ir.Value) -> ir.Value:
 
 
 def needs_training_runtime(model: ir.Model) -> None:
-    """Note that a model has operators of com.microsoft that onnxruntime-training alone runs."""
+    """Record that a model contains operators of com.microsoft that only onnxruntime-training supports."""
     metadata.RUNTIME.write(model, TRAINING_RUNTIME)
     model.opset_imports.setdefault("com.microsoft", 1)
 
 
 def clear_role(value: ir.Value) -> None:
-    """Take the role of `value` away."""
+    """Remove the role of `value`."""
     metadata.ROLE.remove(value)
 
 
@@ -85,7 +85,7 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
 
 
 def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
-    """Return the one value with `role`; an error names the pass that needs it."""
+    """Return the only value with `role`; errors name the pass that needs it."""
     found = with_role(model, role)
     if role is Role.LOSS and not found:
         raise GraphoptError(

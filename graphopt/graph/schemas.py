@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 @functools.cache
 def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
-    """Return the defaults of an operator's attributes, those that have one; none of an unknown operator."""
+    """Return the default values of an operator's attributes; of an unknown operator, an empty mapping."""
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
@@ -23,7 +23,7 @@ def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
 
 @functools.cache
 def input_name(domain: str, op_type: str, version: int, index: int) -> str:
-    """Return the name that an operator gives an input; its index where the operator is unknown."""
+    """Return the name of an operator's input, or its index if the operator is unknown."""
     try:
         inputs = onnx.defs.get_schema(op_type, version, domain).inputs
     except onnx.defs.SchemaError:
@@ -35,7 +35,7 @@ def input_name(domain: str, op_type: str, version: int, index: int) -> str:
 
 
 def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
-    """Return whether an input of a node may be of a floating type; a few are float32 alone."""
+    """Return whether an input of a node accepts a floating-point type; a few accept float32 only."""
     if node.domain != "":
         return True
     schema = onnx.defs.get_schema(node.op_type, version, "")
@@ -46,6 +46,6 @@ def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
 
 
 def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
-    """Return the values of a node's attributes, the schema's defaults included."""
+    """Return the values of a node's attributes, including the schema's defaults."""
     given = {name: attribute.value for name, attribute in node.attributes.items()}
     return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | given

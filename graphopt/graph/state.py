@@ -1,8 +1,8 @@
-"""State and hyperparameters of a training graph: graph inputs that carry an initial value.
+"""Declare state and hyperparameters of a training graph: graph inputs with an initial value.
 
-In a model at rest each is an overridable initializer (an initializer that is also a graph input), as the
-contract says. While a pass runs, `detached` keeps the values apart: rewriters take an input with a constant
-value for a constant, and fold a step counter that starts at 0 for ever.
+Between passes, each is an overridable initializer: an initializer that is also a graph input. While a pass runs,
+`detached` removes the initial values, because rewriters would take such an input for a constant and fold, for
+example, a step counter that starts at 0.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def detached(model: ir.Model) -> Iterator[None]:
 
 
 def initial(value: ir.Value) -> ir.TensorProtocol | None:
-    """Return the value a state or hyperparameter starts with, or None for data; in and out of a pass."""
+    """Return the initial value of a state or hyperparameter, or None for data; inside or outside a pass."""
     found: ir.TensorProtocol | None = value.meta.get(_INITIAL, value.const_value)
     return found
 
 
 def set_initial(value: ir.Value, array: np.ndarray) -> None:
-    """Replace the value that a state or hyperparameter starts with, out of a pass."""
+    """Replace the initial value of a state or hyperparameter; outside a pass only."""
     value.const_value = ir.tensor(array, name=value.name)
 
 
 def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
-    """Take the initial values of state and hyperparameters out of a model at rest, which keeps plain inputs."""
+    """Remove and return the initial values of state and hyperparameters, which become plain inputs."""
     taken = {}
     for value in model.graph.inputs:
         if value.is_initializer() and value.const_value is not None:
@@ -71,7 +71,7 @@ def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
 
 
 def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
-    """Make a plain initializer an input that carries its value; inside a pass."""
+    """Turn an initializer into an input with an initial value; inside a pass only."""
     assert initializer.name is not None
     del model.graph.initializers[initializer.name]
     initializer.meta[_INITIAL] = initializer.const_value
@@ -81,7 +81,7 @@ def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
 
 
 def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Value:
-    """Add an input `name` that starts with `array`; inside a pass."""
+    """Add an input `name` with initial value `array`; inside a pass only."""
     if role is not Role.SLOT:
         check_free(model, name)
     tensor = ir.tensor(array, name=name)
@@ -98,7 +98,7 @@ def set_next(model: ir.Model, value: ir.Value, following: ir.Value) -> None:
 
 
 def counter(model: ir.Model) -> ir.Value:
-    """Return the step counter, an int64 scalar that is 0 in the first step; declare it where it is missing."""
+    """Return the step counter, an int64 scalar that is 0 in the first step; declare it if missing."""
     found = with_role(model, Role.COUNTER)
     if found:
         return found[0]
@@ -109,12 +109,12 @@ def counter(model: ir.Model) -> ir.Value:
 
 
 def make_room(model: ir.Model) -> None:
-    """Rename values that are called as what training adds, of itself or of a weight: `step`, `w.momentum` beside `w`.
+    """Rename values whose names training needs: `step`, or `w.momentum` for a weight `w`.
 
-    An initializer has its own name again in the trained model.
+    Initializers regain their names in the trained model.
 
     Raises:
-        GraphoptError: an input or output of the model is called so, which keeps its name.
+        GraphoptError: an input or output, which cannot be renamed, has such a name.
     """
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
@@ -132,7 +132,7 @@ def make_room(model: ir.Model) -> None:
 
 
 def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
-    """Give a value a name that no other has."""
+    """Rename a value to a unique name."""
     own = str(value.name)
     names = (own.replace(".", "_") + "_" * i for i in itertools.count())
     value.name = next(name for name in names if name not in taken)
@@ -141,10 +141,10 @@ def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
 
 
 def check_free(model: ir.Model, name: str) -> None:
-    """Rename a value inside the graph that is called `name`.
+    """Rename the inner value `name`, if it exists.
 
     Raises:
-        GraphoptError: an input or output is called so, which keeps its name.
+        GraphoptError: an input or output, which cannot be renamed, has this name.
     """
     values = ir.convenience.create_value_mapping(model.graph)
     if name not in values:

@@ -1,4 +1,4 @@
-"""Follow a graph: what a node reads, what a value is computed from, the order that nodes run in."""
+"""Traverse graphs: inputs of nodes, ancestors of values, and execution order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt.graph.roles import Role, with_role
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """Return the graphs that a node's attributes hold: the branches of an If, the body of a loop."""
+    """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
     return [
         attribute.as_graph()
         for attribute in node.attributes.values()
@@ -20,7 +20,7 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
-    """Return the values of graphs around a node that the node's own graphs use."""
+    """Return the outer values that a node's subgraphs use."""
     inside: set[ir.Value] = set()
     used: dict[ir.Value, None] = {}
     graphs = subgraphs(node)
@@ -34,12 +34,12 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 
 def values_read(node: ir.Node) -> list[ir.Value]:
-    """Return what a node reads, the outer values that its bodies use among it."""
+    """Return the values that a node reads, including the outer values that its subgraphs use."""
     return [x for x in [*node.inputs, *captured(node)] if x is not None]
 
 
 def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> set[ir.Node]:
-    """Return the nodes that compute `values`, back to those `known`."""
+    """Return the nodes that compute `values`; stop at nodes in `known`."""
     found: set[ir.Node] = set()
     waiting = list(values)
     while waiting:
@@ -58,10 +58,10 @@ def forward_nodes(model: ir.Model) -> set[ir.Node]:
 
 
 def execution_order(graph: ir.Graph) -> list[ir.Node]:
-    """Return the nodes in the order that ONNX Runtime runs them in, but for what it fuses.
+    """Return the nodes in ONNX Runtime's execution order, except for the effect of its fusions.
 
-    Back from each node without a reader, the last in the file first, and from a node to what it reads, again the last
-    in the file first: GraphViewer's default order (core/graph/graph_viewer.cc).
+    This is GraphViewer's default order (core/graph/graph_viewer.cc): a depth-first search from each node without a
+    reader to its inputs, where the last node in the file comes first.
     """
     position = {node: i for i, node in enumerate(graph)}
     waiting = [(node, False) for node in graph if not any(y.uses() for y in node.outputs)]
@@ -81,7 +81,7 @@ def execution_order(graph: ir.Graph) -> list[ir.Node]:
 
 
 def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
-    """Return for each of some nodes, which are in order, a mask of itself and of those that it depends on."""
+    """Return, for each of some sorted nodes, a bit mask of the node and its dependencies."""
     found: dict[ir.Node | None, int] = {}
     for i, node in enumerate(nodes):
         mask = 1 << i
@@ -94,8 +94,9 @@ def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
 def results_when_ready(graph: ir.Graph) -> None:
     """Reorder the result nodes so that ONNX Runtime updates each parameter as soon as its gradient is ready.
 
-    It starts from the last in the file: what depends on the fewest nodes, such as the update of the last layer, which
-    by another order would wait, and what it reads with it, for the whole backward pass.
+    The runtime starts from the last node in the file. This function therefore puts the node with the fewest
+    dependencies last, such as the update of the last layer. Otherwise it would wait for the whole backward pass and
+    keep its inputs alive.
     """
     depends = dependencies(graph)
     last = [node for node in graph if not any(y.uses() for y in node.outputs)]

@@ -1,4 +1,4 @@
-"""Several steps in one call: the step becomes the body of a Scan over stacked batches."""
+"""Run several steps in one call: the step becomes the body of a Scan over stacked batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from graphopt.intervals import within
 
 @dataclass(frozen=True)
 class Unroll(Pass):
-    """Run several steps in one call: take their batches stacked along a new first axis, and carry the state along.
+    """Run several steps in one call, on batches stacked along a new first axis.
 
-    Reports come back stacked, and the state is that after the last step, bit for bit. What is the same in
-    every step, such as the size of a batch, is computed once.
+    Reports come back stacked, and the state is bit-identical to that after single steps. Values that are the same in
+    every step, such as the size of a batch, are computed once.
 
     Args:
-        steps: the number of steps per call; None for as many as there are batches.
+        steps: the number of steps per call; None for any number of stacked batches.
 
     Raises:
         GraphoptError: `steps` is less than 1, or nothing trains.
@@ -84,7 +84,7 @@ class Unroll(Pass):
 
 
 def _twin(x: ir.Value, first: int | ir.SymbolicDim | None = None) -> ir.Value:
-    """Return another value of the name, type and role of `x`, with a first axis more where one is given."""
+    """Return a copy of value `x` with its name, type and role, and an additional first axis if given."""
     shape = x.shape if first is None or x.shape is None else ir.Shape([first, *x.shape])
     twin = ir.Value(name=x.name, type=x.type, shape=shape)
     metadata.copy(x, twin)
@@ -95,7 +95,7 @@ def _twin(x: ir.Value, first: int | ir.SymbolicDim | None = None) -> ir.Value:
 def _counted(
     op: Emitter, model: ir.Model, following: dict[str, ir.Value], sequence: ir.Value | None
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """Take counters that no step reads out of the states to carry; return each and what follows it after all steps."""
+    """Remove counters that no step reads from the carried states; return each with its value after all steps."""
     counted = []
     for x in with_role(model, Role.COUNTER) if sequence is not None else ():
         y = following[str(x.name)]

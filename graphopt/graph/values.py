@@ -1,4 +1,4 @@
-"""Ask what a value is: its type, its dimensions, its numbers."""
+"""Return facts about values: type, dimensions, constant contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphopt.errors import GraphoptError
 
 
 def is_floating(value: ir.Value | None) -> bool:
-    """Return whether a value is of a floating type."""
+    """Return whether a value has a floating-point type."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
@@ -21,7 +21,7 @@ def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """Return the numbers of a value that is known when the graph is built, or None."""
+    """Return the array of a constant value, or None if the value is not constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
