@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pkgutil
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import recipes
 from graphopt.cli import validation
 from graphopt.cli.help import fields
 from graphopt.compiler import STANDARD
+from graphopt.runtime.executor_options import ExecutorOptions
 
 FOLDER = Path(recipes.__file__).parent
 FILES = sorted(
@@ -149,6 +151,13 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
             if inspect.isclass(member) and issubclass(member, family) and not inspect.isabstract(member)
         }
         assert leaves <= named, group
+
+
+def test_every_pass_and_every_option_of_an_executor_is_in_a_test() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    options = [field.name for field in dataclasses.fields(ExecutorOptions)]
+    assert not [name for name in passes.__all__ if not re.search(rf"\bpasses\.{name}\b", tests)]
+    assert not [name for name in options if not re.search(rf"\b{name}\b", tests)]
 
 
 def test_the_primary_config_has_the_standard_pipeline() -> None:
