@@ -1,4 +1,4 @@
-"""Artifacts that train on a device, files of onnxruntime-training's Module and Optimizer, and the way back.
+"""Write artifacts for onnxruntime-training's Module and Optimizer, and read trained checkpoints.
 
 The checkpoint is a flatbuffer; every ONNX Runtime has the classes that read and write it. Its schema:
 onnxruntime/core/flatbuffers/schema/ort_training_checkpoint.fbs.
@@ -93,7 +93,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
         from onnxruntime.training import api
     except ImportError as error:
         raise GraphoptError(
-            f"training artifacts needs {TRAINING_RUNTIME}, and torch, which it imports, found: {error}: pip install "
+            f"training artifacts: expected {TRAINING_RUNTIME} and torch, which it imports, found: {error}: pip install "
             f"onnxruntime-training==1.19.2 torch in an environment without another onnxruntime"
         ) from error
     try:

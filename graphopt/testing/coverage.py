@@ -1,11 +1,11 @@
 """Prove which operators have gradients, by finite differences of ONNX Runtime's forward pass on ONNX's node tests.
 
-`python -m graphopt.testing.coverage [OPERATOR ...]` prints the table: operator, cases, passed, elements compared of
-how many, cases that show nothing, and why others are refused; below it what computed the forward, and what the
-gradients were compared with. In a checkout `python tests/torch_oracle.py` does the same with PyTorch's autograd as
-the oracle, and finite differences where PyTorch has no such operator. With `--runtime` it tells whether ONNX Runtime
-computes the same gradients in float32; with `--gradient onnxruntime`, whether onnxruntime-training's own gradients
-are the same, and who refuses the others.
+`python -m graphopt.testing.coverage [OPERATOR ...]` prints a table: operator, cases, passed cases, compared elements,
+vacuous cases, and the reasons for refused cases. Below the table, it lists what computed the forward pass and what
+the gradients were compared with. In a checkout, `python tests/torch_oracle.py` uses PyTorch's autograd as the oracle,
+and finite differences for operators that PyTorch lacks. `--runtime` checks that ONNX Runtime computes the same
+gradients in float32. `--gradient onnxruntime` checks that onnxruntime-training's own gradients are the same, and
+reports the cause of each refusal.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from graphopt.testing.gradients import (
 from graphopt.testing.gradients import run as evaluate
 from passes import GradientSource
 
-# Floating inputs that choose how much there is, and not what it is: no small change shows, or all change.
-HELD = {
+# Floating-point inputs that determine sizes, not values: small changes have no effect, or change everything.
+FIXED_INPUTS = {
     "Dropout": {"ratio"},
     "MelWeightMatrix": {"lower_edge_hertz", "upper_edge_hertz"},
     "OneHot": {"indices", "depth"},
@@ -58,16 +58,16 @@ HELD = {
     "Upsample": {"scales"},
 }
 
-# Operators whose integers are constants of a model that is differentiated: its shapes and axes.
+# Operators whose integer inputs, such as shapes and axes, must be constants in a differentiated model.
 CONSTANT = {"Col2Im", "DFT", "Resize"}
 
-# Operators that are defined above 1, not below.
+# Operators that are defined for inputs above 1 only.
 ABOVE = {"Acosh"}
 
-# What is computed in float32 whatever it is given, and the step that shows most of a slope there.
+# Operators that always compute in float32, and the best step of finite differences for them.
 FLOAT32_ALONE = {"Celu": 1e-2, "DequantizeLinear": 1e-2, "DynamicQuantizeLinear": 1e-3}
 
-# Where the gradient pass comes from, by the name of its recipe.
+# Gradient passes by the name of their recipe.
 SOURCES = {"standard": "Gradient", "onnxruntime": "OrtGradient"}
 
 # How far two float32 gradients may be apart, relative to the largest element.
@@ -79,7 +79,7 @@ RUNTIME_TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A node test, and the operator that it tests."""
+    """Hold a node test and the operator that it tests."""
 
     name: str
     op_type: str
@@ -87,22 +87,22 @@ class Case:
     inputs: Arrays
 
     @property
-    def held(self) -> set[str]:
-        """The inputs that are not moved."""
+    def fixed_inputs(self) -> set[str]:
+        """Return the names of the inputs that finite differences do not move."""
         node = next(node for node in self.model.graph.node if node.op_type == self.op_type)
         schema = onnx.defs.get_schema(self.op_type, self.model.opset_import[0].version)
-        names = HELD.get(self.op_type, set())
+        names = FIXED_INPUTS.get(self.op_type, set())
         return {
             x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names
         }
 
     def at_a_point(self) -> tuple[onnx.ModelProto, Arrays]:
-        """Return the model to differentiate, and where."""
-        model = self.known() if self.op_type in CONSTANT else self.model
+        """Return the model to differentiate and the point at which to differentiate it."""
+        model = self.with_constant_integers() if self.op_type in CONSTANT else self.model
         return model, _moved(self, model)
 
-    def known(self) -> onnx.ModelProto:
-        """Return the model with its integers as constants."""
+    def with_constant_integers(self) -> onnx.ModelProto:
+        """Return the model with its integer inputs as constants."""
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         for x in self.model.graph.input:
@@ -144,24 +144,26 @@ def _is_floating(value: onnx.ValueInfoProto) -> bool:
 
 
 def refusal(case: Case, oracle: Oracle | None = None) -> str:
-    """Return why the gradient of a case is not proved, or nothing where it is."""
+    """Return the reason why the gradient of a case is not proved, or ""."""
     return attempt(lambda: proved(case, oracle))
 
 
 def runtime_refusal(case: Case) -> str:
-    """Return why a gradient is not what ONNX Runtime computes in float32, or nothing where it is."""
+    """Return how the gradient of a case differs from ONNX Runtime's in float32, or ""."""
     return attempt(lambda: check_runtime(case, proved(case, sample=0).gradients))
 
 
 def source_refusal(case: Case, gradient: GradientSource) -> str:
-    """Return who refuses a gradient of a case, and why, or how it differs from the rules'; nothing where it agrees."""
+    """Return who refuses a gradient and why, or how it differs from that of the rules, or ""."""
     if case.op_type in FATAL:
         return "runtime: onnxruntime 1.19 ends the process on it"
-    return attempt(lambda: check_sources(case.at_a_point()[0], case.at_a_point()[1], gradient, case.held))
+    return attempt(
+        lambda: check_sources(case.at_a_point()[0], case.at_a_point()[1], gradient, case.fixed_inputs)
+    )
 
 
 def attempt(check: Callable[[], object]) -> str:
-    """Return the error that a check ends with, or nothing."""
+    """Return the error message of a check, or ""."""
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -174,21 +176,21 @@ def attempt(check: Callable[[], object]) -> str:
 
 
 def proved(case: Case, oracle: Oracle | None = None, sample: int | None = None) -> Proof:
-    """Return the proof of a case's gradients, of all elements unless there are many.
+    """Prove a case's gradients, for all elements unless their number is large.
 
     Raises:
-        GraphoptError: they are not those of the oracle, or of finite differences.
+        GraphoptError: the gradients differ from those of the oracle or of finite differences.
     """
     step = FLOAT32_ALONE.get(case.op_type)
     options: dict[str, Any] = {} if step is None else {"double": False, "step": step, "tolerance": 1e-3}
-    return prove(*case.at_a_point(), held=case.held, sample=sample, oracle=oracle, **options)
+    return prove(*case.at_a_point(), held=case.fixed_inputs, sample=sample, oracle=oracle, **options)
 
 
 def check_runtime(case: Case, gradients: Arrays) -> None:
     """Compare gradients with those of ONNX Runtime in float32, to a thousandth of the largest.
 
     Raises:
-        GraphoptError: they differ, or the runtime refuses the graph: it lacks an operator's kernel or the opset.
+        GraphoptError: the gradients differ, or the runtime does not support an operator or the opset.
     """
     source, point = case.at_a_point()
     model = in_precision(normalized(source), ir.DataType.FLOAT)
@@ -203,20 +205,20 @@ def check_runtime(case: Case, gradients: Arrays) -> None:
 
 
 def check_sources(
-    source: Source, point: Arrays, gradient: GradientSource, held: Collection[str] = ()
+    source: Source, point: Arrays, gradient: GradientSource, fixed: Collection[str] = ()
 ) -> None:
-    """Compare the gradients that two passes give in float32, by each input apart, to 1e-5 of the largest.
+    """Compare the float32 gradients of two passes for each input separately, to 1e-5 of the largest.
 
-    Gradients on which float32 itself is that far from float64 are compared with those in float64.
+    If float32 itself differs that much from float64, compare with float64 gradients.
 
     Raises:
-        GraphoptError: they differ, or one who can be named refuses: a pass, or the runtime.
+        GraphoptError: the gradients differ, or a pass or the runtime refuses the model.
     """
     model = in_precision(normalized(source), ir.DataType.FLOAT)
     point = in_types(model, point)
     seeds = random_seeds(evaluate(model, point))
     problems: dict[str, list[str]] = {}
-    for name in (str(x.name) for x in model.graph.inputs if x.name not in held):
+    for name in (str(x.name) for x in model.graph.inputs if x.name not in fixed):
         if is_floating(point[name]):
             problem = attempt(functools.partial(_check_source, model, point, seeds, gradient, name))
             problems.setdefault(problem, []).append(repr(name))
@@ -244,7 +246,7 @@ def _check_source(model: ir.Model, point: Arrays, seeds: Arrays, gradient: Gradi
 
 
 def _apart(found: Arrays, expected: Arrays) -> float:
-    """Return how far gradients are apart; one that is not there is zero."""
+    """Return the distance between gradients; a missing gradient counts as zero."""
     return max(
         (
             distance(finite(found.get(name, np.zeros_like(gradient))), finite(gradient), 1e-3)
@@ -256,7 +258,7 @@ def _apart(found: Arrays, expected: Arrays) -> float:
 
 @contextlib.contextmanager
 def _said_by(who: str) -> Iterator[None]:
-    """Let an error in the block tell who refuses."""
+    """Add the name of the refusing component to errors in the block."""
     try:
         yield
     except NoGradient as error:
@@ -268,14 +270,14 @@ def _said_by(who: str) -> Iterator[None]:
 
 
 def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
-    """Return a case's inputs, off the round numbers that tests like, where many operators have kinks."""
+    """Return a case's inputs, moved away from round numbers, where many operators have kinks."""
     random = np.random.default_rng(0)
     point = {}
     inputs = {x.name for x in model.graph.input}
     for name, x in case.inputs.items():
         if name not in inputs:
             continue
-        if is_floating(x) and name not in case.held:
+        if is_floating(x) and name not in case.fixed_inputs:
             move = random.uniform(0.002, 0.02, x.shape)
             x = np.where(x == 0, 10 * move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
                 x.dtype
@@ -286,23 +288,23 @@ def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
 
 @dataclasses.dataclass
 class Tally:
-    """Hold the results of an operator's cases: the proofs, and why others are refused."""
+    """Hold the results of an operator's cases: the proofs, and the reasons for refusals."""
 
     proofs: list[Proof] = dataclasses.field(default_factory=list)
     refusals: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def compared(self) -> str:
-        """How many elements were compared of how many."""
+        """Return the number of compared elements and the number of all elements."""
         return f"{sum(x.compared for x in self.proofs)} of {sum(x.total for x in self.proofs)}"
 
     def vacuous(self, by_nature: bool) -> int:
-        """Return how many proofs show nothing."""
+        """Return the number of vacuous proofs."""
         return sum(x.vacuous and x.by_nature == by_nature for x in self.proofs)
 
 
 def tally(op_types: Collection[str] = (), oracle: Oracle | None = None) -> dict[str, Tally]:
-    """Prove ONNX's node tests and return what was found of each operator."""
+    """Prove ONNX's node tests and return the results by operator."""
     found: dict[str, Tally] = {}
     for case in cases(op_types):
         of = found.setdefault(case.op_type, Tally())
@@ -312,7 +314,7 @@ def tally(op_types: Collection[str] = (), oracle: Oracle | None = None) -> dict[
 
 
 def report(found: dict[str, Tally]) -> Iterator[str]:
-    """Yield the lines of a table of what was found."""
+    """Yield the lines of a table of results."""
     yield f"{'operator':<28}{'cases':>6}{'passed':>8}{'elements compared':>20}{'vacuous':>9}  refused because"
     for op_type, of in sorted(found.items()):
         passed, count = len(of.proofs), len(of.proofs) + len(of.refusals)
@@ -346,7 +348,7 @@ def _total(refusals: Collection[str], by_operator: Collection[Collection[str]]) 
 
 
 def main(oracle: Oracle | None = None) -> None:
-    """Print the table; with an oracle, of another origin than finite differences."""
+    """Print the table; compare with the oracle if given, otherwise with finite differences."""
     parser = argparse.ArgumentParser(
         prog="python -m graphopt.testing.coverage", description=__doc__.splitlines()[0]
     )

@@ -1,7 +1,7 @@
-"""Proves gradients: what rules emit against an oracle of another origin, or finite differences of the runtime.
+"""Prove gradients: compare those that rules emit with an independent oracle, or with finite differences.
 
-Both sides are float64. ONNX Runtime computes the forward and the emitted gradient where it has kernels for float64; the
-reference evaluator does elsewhere, and its forward is compared with the runtime's in float32.
+Both sides are float64. ONNX Runtime computes the forward and the emitted gradient where it has kernels for float64;
+the reference evaluator does elsewhere, and its forward is compared with the runtime's in float32.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def prove(
         held: inputs that are not moved.
         sample: how many random elements of each input finite differences move; by default all of up to 1,000, and 8
             of more.
-        oracle: returns a model's outputs at a point, and the gradients by its inputs of their sum weighed by the seeds
-            `NAME.seed`, or raises NoOracle. By default, and where it has no equivalent of the model or computes other
-            outputs, central differences of the forward are the oracle.
+        oracle: returns a model's outputs at a point, and the gradients by its inputs of their sum weighed by the
+            seeds `NAME.seed`, or raises NoOracle. By default, and where it has no equivalent of the model or computes
+            other outputs, central differences of the forward are the oracle.
 
     Raises:
         GraphoptError: a gradient is wrong, names all that are; or there is no rule for an operator.

@@ -15,8 +15,8 @@ graph [fontname="{_FONT}", fontsize=14, labelloc=t, nodesep=0.15, ranksep=0.3, p
 node [fontname="{_FONT}", fontsize=11, shape=box, height=0.3, margin="0.1,0.04"]
 edge [fontname="{_FONT}", fontsize=9, color="#868e96", fontcolor="#495057", arrowsize=0.6]"""
 
-# Beyond so many boxes, the layout is less thorough: it takes 0.8 s for 300 boxes, and otherwise grew with the cube.
-_HASTE = (
+# Above these numbers of boxes, use a faster layout: 300 boxes take 0.8 s, and the time grows with the cube.
+_LAYOUT_LIMITS = (
     (300, "nslimit=2; nslimit1=2; mclimit=0.2"),
     (800, "nslimit=0.5; nslimit1=1; mclimit=0.1; splines=line"),
 )
@@ -30,7 +30,7 @@ def dot(drawing: Drawing) -> str:
 def _dot(drawing: Drawing) -> Iterator[str]:
     yield _HEAD
     boxes = len(drawing.boxes())
-    yield from (setting for most, setting in _HASTE if boxes > most)
+    yield from (setting for most, setting in _LAYOUT_LIMITS if boxes > most)
     yield f"label=<{''.join(_legend(drawing.kinds()))}>"
     for frame in drawing.frames:
         yield from _cluster(frame, "peripheries=0")
