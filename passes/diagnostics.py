@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import value_of
+from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 
@@ -59,7 +59,7 @@ class ReportGradients(Pass):
             raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
         with Emitter(model) as op:
             for name, gradient in chosen.items():
-                reported = op.Identity(gradient, _outputs=[f"{name}.gradient"])
+                reported = op.Identity(gradient, _outputs=[report_of(name)])
                 model.graph.outputs.append(set_role(reported, Role.DIAGNOSTIC))
 
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import seed_of
+from graphopt.graph.names import derivative_of, seed_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
@@ -61,7 +61,7 @@ class Differentiate(Pass):
                     raise GraphoptError(
                         f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
                     )
-                model.graph.outputs.append(op.Identity(gradients[x], _outputs=[f"{y.name}.grad.{x.name}"]))
+                model.graph.outputs.append(op.Identity(gradients[x], _outputs=[derivative_of(y, x)]))
 
     def _output(self, model: ir.Model) -> ir.Value:
         floating = [output for output in model.graph.outputs if is_floating(output)]

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as common
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
+from graphopt.graph.names import constant_copy_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -254,7 +255,7 @@ def _part_constant_uses(model: ir.Model) -> None:
         uses = list(value.uses())
         constant = [use for use in uses if evidence.constant_use(*use)]
         if 0 < len(constant) < len(uses):
-            copy = duplicate(model, value, f"{value.name}.constant")
+            copy = duplicate(model, value, constant_copy_of(value))
             for node, index in constant:
                 node.replace_input_with(index, copy)
 

@@ -1,4 +1,4 @@
-"""Derive names of values: the next value of a state, a gradient, a seed.
+"""Derive names of values: the next value of a state, a gradient, a slot.
 
 Each function accepts a name or a value, and returns a name.
 """
@@ -10,7 +10,7 @@ import onnx_ir as ir
 Named = ir.Value | str
 
 COUNTERS = "graphopt."  # the prefix of entries in an on-device checkpoint that are not weights
-_NEXT, _GRADIENT, _SEED = ".next", ".grad", ".seed"
+_NEXT, _GRADIENT, _SEED, _REPORT, _CONSTANT = ".next", ".grad", ".seed", ".gradient", ".constant"
 
 
 def next_of(state: Named) -> str:
@@ -41,6 +41,32 @@ def seed_of(output: Named) -> str:
 def output_of(seed: Named) -> str:
     """Return the name of the output that a seed weighs."""
     return _name(seed).removesuffix(_SEED)
+
+
+def derivative_of(output: Named, value: Named) -> str:
+    """Return the name of the derivative of an output with respect to a value."""
+    return f"{gradient_of(output)}.{_name(value)}"
+
+
+def report_of(parameter: Named) -> str:
+    """Return the name of the output that reports the gradient with respect to a parameter."""
+    return f"{_name(parameter)}{_REPORT}"
+
+
+def slot_of(state: Named, slot: str) -> str:
+    """Return the name of a slot that belongs to a parameter or other state, such as a momentum."""
+    return f"{_name(state)}.{slot}"
+
+
+def parted(derived: Named) -> tuple[str, str]:
+    """Return the name that another is derived from, and what is added: `w` and `momentum` of `w.momentum`."""
+    owner, _, suffix = _name(derived).rpartition(".")
+    return owner, suffix
+
+
+def constant_copy_of(weight: Named) -> str:
+    """Return the name of the copy of a weight that stays constant."""
+    return f"{_name(weight)}{_CONSTANT}"
 
 
 def _name(value: Named) -> str:

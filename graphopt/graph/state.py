@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ORIGINAL_NAME
-from graphopt.graph.names import next_of
+from graphopt.graph.names import next_of, parted
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 
 _INITIAL = "graphopt.initial"
@@ -118,7 +118,7 @@ def make_room(model: ir.Model) -> None:
     """
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
-        weight, _, suffix = name.rpartition(".")
+        weight, suffix = parted(name)
         inside = not (value.is_graph_input() or value.is_graph_output())
         if name in RESERVED and inside:
             _rename(value, values)

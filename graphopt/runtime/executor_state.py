@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 from graphopt.graph.loading import Source, load
+from graphopt.graph.names import parted
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import ACCUMULATED, STEP
 from graphopt.runtime.checkpoint import Property, save_state, state_bytes
@@ -119,7 +120,7 @@ class ExecutorState(ExecutorOptions):
 
     def reset_gradients(self) -> None:
         """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
-        names = [name for name in self._of(Role.SLOT) if name.split(".")[-1] == ACCUMULATED]
+        names = [name for name in self._of(Role.SLOT) if parted(name)[1] == ACCUMULATED]
         if not names:
             raise GraphoptError(
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import state_of
+from graphopt.graph.names import parted, state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
@@ -43,7 +43,9 @@ class StateBuffers:
         self.sets = (first, first | second)
         self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
-        self._may_overflow = {name for name in kept if scaled and name.endswith(f".{ACCUMULATED}")}
+        self._may_overflow = {
+            name for name in kept if scaled and name != ACCUMULATED and parted(name)[1] == ACCUMULATED
+        }
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin, note_of
+from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from passes.weights import gathers
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
@@ -157,7 +158,7 @@ def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         for x, node, index in uses:
             if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill(x) is None):
                 continue
-            name, origin = f"{x.name}.constant", Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
+            name, origin = constant_copy_of(x), Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
             if left:
                 ends = tuple(placeholder.rpartition("_")[2] for placeholder in own[x])
                 spec = specs[next((name for name in left if name.endswith(ends)), left[0])]

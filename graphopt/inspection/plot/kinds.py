@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.names import state_of
+from graphopt.graph.names import parted, state_of
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 
@@ -104,7 +104,7 @@ def _next_by_owner(graph: ir.Graph) -> Iterable[list[ir.Value]]:
     by_owner: dict[str, list[ir.Value]] = {}
     for value in _outputs(graph, Role.NEXT):
         state = state_of(value)
-        by_owner.setdefault(state.rpartition(".")[0] if state in slots else state, []).append(value)
+        by_owner.setdefault(parted(state)[0] if state in slots else state, []).append(value)
     return by_owner.values()
 
 
