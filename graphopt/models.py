@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, nn
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import FROZEN
 from graphopt.graph.opsets import IR_VERSION, OPSET
 
 
@@ -109,6 +110,8 @@ def _model(
     y = network(GraphBuilder(graph).op, x)
     y.name = "y"
     graph.outputs.append(y)
+    for constant in (x for x in graph.initializers.values() if not isinstance(x, nn.Parameter)):
+        FROZEN.set(constant)
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
 
 
