@@ -89,6 +89,19 @@ def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch)
     assert not Path("out/trained.onnx").exists()
 
 
+def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["hosts", "my.onnx", "folder=out", "optimizer=sgd", "optimizer.momentum=0.9"]
+    assert cli.main([*arguments, "hosts.batch=8"]) == 0
+    assert "host.json, state.safetensors, evaluate.onnx" in capsys.readouterr().out
+    contract = json.loads(Path("out/host.json").read_text())
+    assert [x["shape"][0] for x in contract["feeds"]] == [8, 8]
+    assert [x["name"] for x in contract["state"] if x["role"] == "slot"] == [
+        f"fc{i}.{part}.momentum" for i in range(2) for part in ("bias", "weight")
+    ]
+    assert cli.main([*arguments, "hosts.bach=8"]) == 1
+    assert "hosts: unknown field 'bach'; known: batch, target, unroll" in capsys.readouterr().err
+
+
 def test_artifacts_have_the_recipe_s_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["model=my.onnx", "run=artifacts", "folder=out"]
     assert cli.main([*arguments, "optimizer=sgd", "optimizer.momentum=0.9", "clip=global_norm"]) == 0
@@ -235,10 +248,10 @@ REFUSED = {
     ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
-    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, report, train"),
+    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, hosts, report, train"),
     "a word": (
         ["fly"],
-        "fly: expected train, compile, artifacts, report, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, compile, hosts, artifacts, report, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

@@ -33,13 +33,14 @@ from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
 from graphopt.graph.roles import Role, with_role
+from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.fit import fit
 
 INTERRUPTED = 130
-RUNS = ("train", "compile", "artifacts", "report")
+RUNS = ("train", "compile", "hosts", "artifacts", "report")
 MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -142,7 +143,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     try:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
-        runs = dict(zip(RUNS, (_train, _compile, _artifacts, _report), strict=True))
+        runs = dict(zip(RUNS, (_train, _compile, _hosts, _artifacts, _report), strict=True))
         run = recipe.fields.get("run")
         if run not in RUNS:
             raise GraphoptError(unknown("run", str(run), runs))
@@ -194,6 +195,13 @@ def _compile(recipe: Recipe, folder: Path) -> None:
     write(folder / "config.yaml", recipe.text())
     say(console, "model", f"{recipe.fields['model']}, {_parameters(step)}")
     say(console, "written", f"{folder}/step.onnx, {size(step)} nodes")
+
+
+def _hosts(recipe: Recipe, folder: Path) -> None:
+    export_hosts(recipe.compile(), folder, **recipe.fields["hosts"])
+    write(folder / "config.yaml", recipe.text())
+    graphs = ", ".join(path.name for path in sorted(folder.glob("*.onnx")))
+    say(Console(), "written", f"{folder}: {CONTRACT}, {STATE_FILE}, {graphs}")
 
 
 def _artifacts(recipe: Recipe, folder: Path) -> None:

@@ -21,6 +21,7 @@ Train an ONNX model with a recipe.
   graphopt my.onnx optimizer=sgd optimizer.learning_rate=0.1
   graphopt report my.onnx                          list what would train, and what blocks training
   graphopt compile my.onnx                         write step.onnx, run nothing
+  graphopt hosts my.onnx                           write what hosts in other languages train
   graphopt artifacts my.onnx                       write artifacts for onnxruntime-training
   graphopt experiment=text_transformer             run another recipe
   graphopt -m optimizer=sgd,adamw fit.epochs=5,10  run every combination, and print a table
@@ -122,7 +123,7 @@ def _fields(
         place = f"{path}.{name}" if path else str(name)
         if name == TARGET:
             continue
-        if isinstance(value, Mapping) and (TARGET in value or place in ("fit", "models")):
+        if isinstance(value, Mapping) and (TARGET in value or place in ("fit", "hosts", "models")):
             yield from _fields(value, place, comments)
         elif value is not None or path:  # otherwise a group that is omitted
             if path == "pipeline" and value == f"${{{name}}}":

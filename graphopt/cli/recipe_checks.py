@@ -12,6 +12,7 @@ from graphopt.cli.validation import MISSING, check, check_fields, mappings
 from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
+from graphopt.hosts.export import export_hosts
 from graphopt.training.fit import fit
 
 FILES = ("path",)  # names of fields whose values are files
@@ -31,7 +32,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     Raises:
         GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
-    for key in ("data", "executor", "fit", "limits", "models", "pipeline"):
+    for key in ("data", "executor", "fit", "hosts", "limits", "models", "pipeline"):
         if not isinstance(fields.get(key), dict):
             raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
     for name, model in fields["models"].items():
@@ -45,6 +46,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
     training = {name: value for name, value in fields["fit"].items() if name != "log_steps"}
     check_fields(Limits, fields["limits"], "limits")
+    check_fields(export_hosts, fields["hosts"], "hosts", ("step", "folder"))
     check_fields(fit, {**training, "validation": None}, "fit", ("executor", "data", "observers"))
     if command_line.folders:
         _check_files(fields, command_line)
