@@ -22,6 +22,7 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
+from graphopt.graph import metadata
 from graphopt.graph.folding import fold
 from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.traversal import results_when_ready
@@ -117,7 +118,8 @@ def simplify(model: ir.Model) -> None:
 class Simplify(Pass):
     """Fold constants, merge common subexpressions and remove unused nodes. The results stay the same.
 
-    Result nodes are ordered so that ONNX Runtime computes each as soon as its inputs are ready.
+    Exporters' notes that no pass reads, such as stack traces, are removed. Result nodes are ordered so that ONNX
+    Runtime computes each as soon as its inputs are ready.
 
     >>> from graphopt import models
     >>> graphopt.Pipeline(simplify=passes.Simplify())(models.linear((2,), 1)).graph.num_nodes()
@@ -126,4 +128,6 @@ class Simplify(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         simplify(model)
+        for node in model.graph.all_nodes():
+            metadata.remove_foreign(node)
         results_when_ready(model.graph)

@@ -443,3 +443,19 @@ def test_roles_and_reasons_survive_saving(tmp_path) -> None:
     found.metadata_props["graphopt.origin"] = "{"
     with pytest.raises(GraphoptError, match="expected JSON, found"):
         Origin.read(found)
+
+
+@pytest.mark.parametrize("kind", [Attention, Positioned])
+def test_a_step_leaves_stack_traces_out_and_trains_the_same_when_it_is_compiled_again(
+    kind: type[nn.Module],
+) -> None:
+    def compiled(source: onnx.ModelProto) -> ir.Model:
+        return graphopt.compile(source, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+
+    step = compiled(exported(kind, "dynamo"))
+    notes = {key for node in step.graph.all_nodes() for key in node.metadata_props}
+    assert not notes & {"pkg.torch.onnx.stack_trace", "pkg.torch.onnx.class_hierarchy", "namespace"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = compiled(graphopt.Executor(step).trained())
+    assert trained(again).keys() == trained(step).keys()

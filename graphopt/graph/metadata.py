@@ -72,6 +72,7 @@ FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected 
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
+EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text(
     "pkg.onnxscript.shape_inference_error"
 )  # of a node: what onnxscript's inference says
@@ -104,6 +105,13 @@ def remove_own(holder: Holder, keep: Iterable[Flag] = ()) -> None:
     kept = {flag.key for flag in keep}
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
+
+
+def remove_foreign(node: ir.Node) -> None:
+    """Remove the documentation of a node and exporters' notes that no pass reads, such as stack traces."""
+    node.doc_string = None
+    for key in [key for key in node.metadata_props if not key.startswith(PREFIX) and key != EXPORTED_CALL]:
+        del node.metadata_props[key]
 
 
 @dataclass(frozen=True)

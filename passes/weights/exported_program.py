@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Kind, Origin, note_of
+from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from passes.weights import gathers
@@ -23,7 +23,6 @@ from passes.weights.initializers import array, duplicate, fill, floating, is_wei
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
-_CALL = "pkg.torch.onnx.fx_node"
 _FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
@@ -225,7 +224,7 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for node in model.graph.all_nodes():
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
-        arguments = [specs[name] for name in _arguments(note_of(node, _CALL) or "") if name in specs]
+        arguments = [specs[name] for name in _arguments(note_of(node, EXPORTED_CALL) or "") if name in specs]
         gone = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in held]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
@@ -266,7 +265,7 @@ def _calls(model: ir.Model) -> dict[str, list[_Use]]:
     calls: dict[str, list[_Use]] = {}
     for node in model.graph.all_nodes():
         uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_weight(x)]
-        if call := note_of(node, _CALL):
+        if call := note_of(node, EXPORTED_CALL):
             calls.setdefault(call, []).extend(uses)
     return calls
 
@@ -290,7 +289,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
         return False
-    calls = [_arguments(note_of(node, _CALL) or "") for node in value.consumers()]
+    calls = [_arguments(note_of(node, EXPORTED_CALL) or "") for node in value.consumers()]
     if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
         return True
     return bool(folded) and folded <= _MOVING | {"arange"}  # which makes positions, not weights
