@@ -1,8 +1,8 @@
-"""Build untrained inference models from an input `x` to an output `y`, with onnxscript.nn.
+"""Build untrained inference models with an input `x` and an output `y`.
 
-Every builder takes the shape of one row of `x`, without the batch, and the number of outputs; the batch
-stays dynamic. Weights are drawn with a seed: by He's normal initialization before a ReLU, by Glorot's uniform one
-elsewhere.
+Every builder takes the shape of one row of `x`, without the batch, and the number of outputs. The batch stays dynamic.
+The seed determines the initial weights. Layers before a ReLU use He's normal initialization, others Glorot's uniform
+one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def cnn(
     hidden: int = 64,
     seed: int = 0,
 ) -> ir.Model:
-    """Return a convolutional network for images: 3x3 convolution, ReLU and 2x2 max pooling, `channels` times.
+    """Return a convolutional network for images: 3x3 convolution, ReLU and 2x2 max pooling for each of `channels`.
 
     Raises:
-        GraphoptError: the features are no images (channels, height, width).
+        GraphoptError: the features are not images (channels, height, width).
     """
     if len(features) != 3:
         raise GraphoptError(
@@ -85,17 +85,17 @@ def transformer(
 
     Args:
         vocabulary: the number of different tokens; `outputs` by default.
-        causal: let a position attend to itself and earlier positions only; otherwise to all.
+        causal: let each position attend to itself and earlier positions only.
 
     Raises:
-        GraphoptError: the features are no sequences (length,), or `heads` does not divide `width`.
+        GraphoptError: the features are not sequences (length,), or `heads` does not divide `width`.
     """
     if len(features) != 1:
         raise GraphoptError(
             f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
         )
     if width % heads:
-        raise GraphoptError(f"models.transformer: expected heads that divide width {width}, found {heads}")
+        raise GraphoptError(f"model transformer: expected heads that divide width {width}, found {heads}")
     random = _random(seed)
     blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
     network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)

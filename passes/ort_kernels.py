@@ -1,6 +1,6 @@
-"""Kernels of onnxruntime-training that work on all tensors of a step at once, as sequences.
+"""Emit kernels of onnxruntime-training that update all tensors of a step at once, as sequences.
 
-They update in place. SequenceConstruct copies what it is given, so that the buffers of the state stay as they are.
+The kernels update in place. SequenceConstruct copies its inputs, so that the buffers of the state do not change.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ def call(
     """Emit a kernel and return the tensors of its outputs.
 
     Args:
-        scalars: its first inputs.
-        columns: the tensors of its other inputs, a sequence each, float32.
-        updated: those of `columns` that it returns, updated.
-        flag: whether its first output tells that it has run.
+        op: the emitter of the training graph.
+        model: the training graph.
+        op_type: the operator.
+        scalars: the first inputs.
+        columns: the tensors of the other inputs, each of which is a sequence of float32 tensors.
+        updated: the columns that the kernel updates and returns.
+        flag: whether the first output is a flag that the kernel has run.
+        attributes: the operator's attributes.
 
     Raises:
-        GraphoptError: a tensor is of another type than float32.
+        GraphoptError: a tensor is not float32.
     """
     for x in (x for column in columns for x in column):
         if x.dtype != ir.DataType.FLOAT:
             raise GraphoptError(
-                f"fused: {op_type} of onnxruntime-training takes float32, found {x.name!r} of {x.dtype}: set fused to "
-                f"false"
+                f"fused: {op_type} of onnxruntime-training expects float32, found {x.name!r} of {x.dtype}: set "
+                f"fused=False"
             )
     needs_training_runtime(model)
     sequences = [op.SequenceConstruct(*column) for column in columns]

@@ -103,7 +103,7 @@ def test_the_rate_of_a_schedule_is_told() -> None:
         ({"epochs": 0}, "^epochs: expected 1 or more"),
         ({"batch_size": 0}, "^batch_size: expected 1 or more"),
         ({"validation": 1.0}, "^validation: expected a share"),
-        ({"validation": 0.999}, "that leaves some"),
+        ({"validation": 0.999}, "that leaves rows to train on"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], error: str) -> None:
@@ -122,7 +122,7 @@ def test_a_fixed_batch_must_fit() -> None:
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 5
     fit(executor(model), DATA, epochs=1, batch_size=5)
-    with pytest.raises(graphopt.GraphoptError, match="takes 5 rows at a time"):
+    with pytest.raises(graphopt.GraphoptError, match="expected 5, the batch of the model"):
         fit(executor(model), DATA, epochs=1, batch_size=8)
 
 

@@ -51,7 +51,7 @@ class Case:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("y",)
     domain: str = "com.microsoft"
-    held: tuple[str, ...] = ()
+    fixed_inputs: tuple[str, ...] = ()
     tolerance: float = 1e-5
     runs: bool = True  # on the CPU provider
     double: bool = True
@@ -108,7 +108,7 @@ MASKS = {
 
 def attention(mask: np.ndarray | None = None, bias: np.ndarray | None = BIAS, **attributes: Any) -> Case:
     inputs = {"x": X, "w": W, "b": bias, "mask": mask}
-    return Case("Attention", inputs, {"num_heads": N, **attributes}, held=("mask",))
+    return Case("Attention", inputs, {"num_heads": N, **attributes}, fixed_inputs=("mask",))
 
 
 def multi_head(
@@ -420,7 +420,7 @@ def test_a_lowering_has_the_gradient_of_what_it_computes(name):
         pytest.skip("without a gradient, or a form that the checker knows under another name")
     case = ALL[name]
     case.runs &= not (OLD and name in NEWER)
-    point = {k: x for k, x in case.feeds.items() if k not in case.held}
+    point = {k: x for k, x in case.feeds.items() if k not in case.fixed_inputs}
     for k, x in point.items():
         if x.dtype == np.float32:
             spread = np.linspace(0.5, 0.9, x.size).reshape(x.shape)  # off the kinks at 0 and at equal numbers

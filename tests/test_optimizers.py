@@ -336,7 +336,7 @@ def test_an_optimizer_without_a_kernel_says_so(optimizer):
 
 def test_fused_kernels_take_no_double():
     with pytest.raises(
-        graphopt.GraphoptError, match=r"^fused: AdamWOptimizer .* takes float32, found 'fc0.bias'"
+        graphopt.GraphoptError, match=r"^fused: AdamWOptimizer .* expects float32, found 'fc0.bias'"
     ):
         graphopt.compile(
             mlp(dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)

@@ -1,4 +1,4 @@
-"""Types and shapes: inferred, computed where they are known, named where they are not."""
+"""Infer types and shapes, compute static sizes, and name unknown dimensions."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.traversal import forward_nodes, subgraphs
 
-REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # what ONNX's inference raises
-LONG = 2**20  # elements of a vector: ONNX's inference takes a second to propagate so many
+REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
+LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
 
 def ensure_typed(model: ir.Model) -> None:
-    """Infer types where some are missing, in a model that `Normalize` has not seen."""
+    """Infer types if some are missing, as in a model without `Normalize`."""
     if next(_untyped(model), None) is not None:
         infer(model)
 
 
 def fold_shapes(model: ir.Model) -> None:
-    """Compute what is known of shapes: integers alone, since a transposed weight must stay what it is.
+    """Fold computations of static sizes; only integers, because a transposed weight must not become a constant.
 
-    An If whose condition turns out to be known is replaced by its branch, and shapes after it are known then.
+    An If with a constant condition is replaced by its branch, which may make later shapes static.
     """
     ifs = _ifs(model)
     _fold(model)
@@ -52,7 +52,7 @@ def _ifs(model: ir.Model) -> int:
 def _fold(model: ir.Model) -> None:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
-    with protect([*dropouts, *needed(model)]):  # a Dropout may yet be switched on
+    with protect([*dropouts, *needed(model)]):  # a later pass may enable Dropout
         fold(model, floating=False, infer_shapes=True)
 
 
@@ -65,7 +65,7 @@ def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
 
 
 def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
-    """Return the sizes of `x` along the axes `index`, or None where they are not known."""
+    """Return the sizes of `x` along the axes `index`, or None if one is dynamic."""
     axes = ir.convenience.get_const_tensor(index)
     if axes is None or x.shape is None:
         return None
@@ -88,7 +88,7 @@ STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
 
 
 def infer(model: ir.Model) -> None:
-    """Infer the type and shape of every value, those of bodies too; unknown dimensions get names."""
+    """Infer the type and shape of every value, including values in bodies, and name unknown dimensions."""
     names = (f"unknown_{i}" for i in itertools.count())
     name_dimensions(model.graph.inputs, names)
     propagate = check_expanded(model)
@@ -114,7 +114,7 @@ def _untyped(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
-    """Type an output, of unknown shape, by an input of the same type: some schemas come without inference."""
+    """Copy an output's type from an input of the same type variable: some schemas have no inference."""
     try:
         schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[node.domain], node.domain)  # type: ignore[union-attr]
     except (onnx.defs.SchemaError, KeyError):
@@ -127,16 +127,16 @@ def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
 
 
 def check_expanded(model: ir.Model) -> bool:
-    """Raise an error if constants would take more memory than they may, before anything computes them.
+    """Check the memory of constants before they are computed.
 
-    Sizes come of ONNX's inference without the propagation of data, which itself computes vectors of integers, and of
-    folding small ones.
+    Sizes come from folding and from ONNX's inference without data propagation, which itself computes vectors of
+    integers.
 
     Returns:
-        whether no vector is so long that propagating data would take long.
+        whether all vectors are short enough for data propagation.
 
     Raises:
-        GraphoptError: see `graphopt.graph.limits.check_constants`.
+        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
     """
     probe = model.clone()
     set_limits(probe, limits_of(model))
@@ -157,15 +157,15 @@ def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
 
 
 def is_ceiled(node: ir.Node) -> bool:
-    """Return whether a node is a pool with a last, partial window."""
+    """Return whether a node is a pool that rounds its output size up, with a partial last window."""
     return node.domain == "" and node.op_type in POOLS and bool(node.attributes.get_int("ceil_mode", 0))
 
 
 def _infer_all(model: ir.Model, propagate: bool) -> None:
-    """Type values as ONNX's inference does; it is spared the weights.
+    """Set types and shapes by ONNX's inference, without passing it the weights.
 
-    That of opset 22, which differs in pools alone: before, it counts a window that begins beyond the elements, and
-    may have left such sizes in the model.
+    Pools of opset 21 with `ceil_mode` are inferred as of opset 22, which differs only there: before, inference counted
+    a window that begins beyond the elements. The model may contain such sizes.
     """
     proto = _without_weights(model)
     ceiled = any(map(is_ceiled, model.graph.all_nodes()))
@@ -179,7 +179,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             del proto.graph.value_info[:]
             for y in proto.graph.output:
                 y.type.tensor_type.ClearField("shape")
-        try:  # without: onnx 1.23 propagates the data of an outer product of vectors wrong
+        try:  # onnx 1.23 propagates data through an outer product of vectors incorrectly
             typed = _inferred(proto, data_prop=False)
         except REFUSED as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
@@ -187,14 +187,14 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
 
 
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
-    """Return the shape of a value as far as ONNX's inference comes, in a model that may not pass it."""
+    """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
     typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model)))
     found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
     return None if found is None else found.shape
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
-    """Return a model whose large weights are inputs."""
+    """Return a copy of a model in which large weights are inputs."""
     initializers = model.graph.initializers
     large = {
         v: v.const_value
@@ -218,7 +218,7 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
 
 
 def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
-    """Type the values of a graph, and of the graphs in its nodes, like those of the same names in its twin."""
+    """Copy types and shapes to a graph and its bodies from the values of the same names in a typed copy."""
     inferred = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
     for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
         found = inferred.get(value.name or "")
@@ -230,9 +230,12 @@ def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
 
 
 def _shape_states(graph: ir.Graph) -> bool:
-    """Give states of Loops the shape that they start with, less what a step changes; tell if any is new.
+    """Infer the shapes of Loop states from their initial values, except for dimensions that an iteration changes.
 
-    ONNX infers none, as a step could change even the rank.
+    ONNX infers no shape, because an iteration may change even the rank.
+
+    Returns:
+        whether a shape changed.
     """
     new = False
     for node in graph:
@@ -269,9 +272,9 @@ def _shape_state(
 
 
 def sizes_of_inputs(model: ir.Model) -> None:
-    """Let the backward pass read sizes off the inputs that share a dimension, rather than off values inside.
+    """Make the backward pass read sizes from inputs with the same dimension instead of from intermediate values.
 
-    A value of which only the shape is read would be kept until then.
+    Otherwise these values would stay in memory only for their shapes.
     """
     forward = forward_nodes(model)
     inner = [
@@ -284,11 +287,11 @@ def sizes_of_inputs(model: ir.Model) -> None:
     model.graph.sort()
 
 
-Places = Mapping[str | None, tuple[ir.Value, int]]  # a dimension's name, and an axis of a value that has it
+Places = Mapping[str | None, tuple[ir.Value, int]]  # for each dimension's name, a value and an axis with it
 
 
 def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
-    """Return where the dimensions of some values are found, their axes before `first` left out."""
+    """Return a value and an axis for each named dimension of `values`; axes before `first` are ignored."""
     places: dict[str | None, tuple[ir.Value, int]] = {}
     for x in values:
         for axis, dim in list(enumerate(x.shape or ()))[first:]:
@@ -298,7 +301,7 @@ def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
 
 
 def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
-    """Let readers of Shape and Size nodes read off the values in `places`, where these have all dimensions."""
+    """Replace Shape and Size nodes by sizes of the values in `places`, if these have all dimensions."""
     for node in nodes:
         value = node.inputs[0]
         if value is None or value.shape is None:
@@ -324,14 +327,14 @@ def size_of(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
 
 
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
-    """Give every unknown dimension a name, so that equal names mean equal sizes."""
+    """Name every unknown dimension, so that equal names mean equal sizes."""
     for value in values:
         if value.shape is not None:
             value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
 
 
 def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
-    """Return a dimension, or a new name for one that has none: some exporters write -1 and ? for such."""
+    """Return a dimension, or a new name if it is unknown, which some exporters write as -1 or `?`."""
     if isinstance(dim, int):
         return dim if dim >= 0 else next(names)
     return next(names) if dim.value in (None, "?") else dim.value

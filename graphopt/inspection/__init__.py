@@ -1,1 +1,1 @@
-"""Show what a pipeline makes of a model: reports, pictures, operators without a CUDA kernel. Imports `compiler`."""
+"""Show how a pipeline changes a model: reports, pictures, operators without a CUDA kernel. Imports `compiler`."""

@@ -1,4 +1,4 @@
-"""Report what a pipeline makes of a model: what trains, what blocks training, how the graph grows."""
+"""Report how a pipeline changes a model: what trains, what blocks training, and how the graph grows."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
 
-MOST_DRAWN = 200  # nodes of a graph that a report draws
+MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
 
 
 @dataclass
 class Report:
-    """A pipeline's run on a model.
+    """Hold the results of running a pipeline on a model.
 
     Args:
         model: the model before the first pass.
-        stages: for each pass that ran its step, its repr, the model after it and the seconds it took.
-        blocked: the step that refused it and its error, or None.
-        batch: the size of symbolic dimensions, which bytes are estimated at; None for no estimate.
+        stages: for each pass that ran, its step, its repr, the model after it and its duration in seconds.
+        blocked: the step that raised an error, and the error; None without an error.
+        batch: the size of symbolic dimensions in the estimate of memory; None for no estimate.
     """
 
     model: ir.Model
@@ -42,11 +42,11 @@ class Report:
     batch: int | None = None
 
     def summary(self) -> str:
-        """Return what trains, what blocks it, the operators, and the passes with the nodes after each."""
+        """Return what trains, what blocks training, the operators, and the number of nodes after each pass."""
         return "\n".join(_summary(self)) + "\n"
 
     def on_cuda(self) -> str:
-        """Return which operators have no kernel of ONNX Runtime's CUDA provider, so that the host runs them."""
+        """Return the operators without a kernel in ONNX Runtime's CUDA provider, which run on the CPU."""
         final = self.stages[-1][2] if self.stages else self.model
         lacking = without_cuda_kernel(final)
         if not lacking:
@@ -56,13 +56,17 @@ class Report:
         return "\n".join(_table(rows)) + "\n"
 
     def listings(self) -> str:
-        """Return the graph before the first pass and after each, one line a node."""
+        """Return the graph before the first pass and after each pass, one line per node."""
         parts = [("before the first pass", self.model)]
         parts += [(f"after {step}: {text}", model) for step, text, model, _ in self.stages]
         return "\n".join(f"== {title} ==\n{listing(model)}" for title, model in parts)
 
     def picture(self, path: str | os.PathLike[str]) -> bool:
-        """Draw the graph before the first pass and after the last; tell whether pygraphviz and its size allow it."""
+        """Draw the graph before the first pass and after the last.
+
+        Returns:
+            whether the graph was drawn: pygraphviz is installed, and the graph is not too large.
+        """
         final = self.stages[-1][2] if self.stages else self.model
         if importlib.util.find_spec("pygraphviz") is None or size(final) > MOST_DRAWN:
             return False
@@ -71,10 +75,10 @@ class Report:
 
 
 def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Report:
-    """Run the steps of a pipeline on a copy of a model until one refuses it.
+    """Run the steps of a pipeline on a copy of a model until one raises an error.
 
     Args:
-        batch: the size of symbolic dimensions, to estimate memory at.
+        batch: the size of symbolic dimensions in the estimate of memory.
 
     Raises:
         GraphoptError: the model cannot be read.
@@ -122,7 +126,7 @@ def _summary(found: Report) -> Iterator[str]:
 def _memory(memory: Memory, batch: int) -> Iterator[str]:
     yield f"memory     {_megabytes(memory.peak)} at batch size {batch}, estimated"
     state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
-    step = f"at most; {_megabytes(memory.saved)} are kept for the backward pass"
+    step = f"at most; {_megabytes(memory.saved)} are saved for the backward pass"
     yield from _table(
         [("  state", _megabytes(memory.state), state), ("  a step", _megabytes(memory.step), step)]
     )
@@ -133,7 +137,7 @@ def _megabytes(count: int) -> str:
 
 
 def _weights(model: ir.Model) -> Iterator[str]:
-    """Count and list what trains, what is frozen, tied or constant, what only a rule decided, and why."""
+    """Count and list tensors by what becomes of them, such as trained, frozen or constant, and say why."""
     rows: dict[str, list[tuple[str, str, int, str]]] = {
         "trains": [], "frozen": [], "tied": [], "buffer": [], "constant": [], "unsure": []
     }  # fmt: skip
@@ -189,7 +193,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _operators(model: ir.Model) -> str:
-    """Count operators, those in functions and subgraphs too."""
+    """Count operators, including those in functions and subgraphs."""
     nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
     names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in nodes)
     counts = Counter(names).most_common()

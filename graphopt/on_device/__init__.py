@@ -1,1 +1,1 @@
-"""Write and read the files that onnxruntime-training trains with on devices. Imports `compiler` and `passes`."""
+"""Write and read the files from which onnxruntime-training trains on devices. Imports `compiler` and `passes`."""

@@ -1,6 +1,6 @@
 """Write artifacts for onnxruntime-training's Module and Optimizer, and read trained checkpoints.
 
-The checkpoint is a flatbuffer; every ONNX Runtime has the classes that read and write it. Its schema:
+The checkpoint is a flatbuffer. The classes that read and write it are part of every ONNX Runtime. The schema is
 onnxruntime/core/flatbuffers/schema/ort_training_checkpoint.fbs.
 """
 
@@ -30,7 +30,7 @@ from graphopt.pipeline import Pipeline
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
 FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
-VERSION = 2  # of the checkpoint's format, that of onnxruntime-training 1.19.2
+VERSION = 2  # of the checkpoint's format in onnxruntime-training 1.19.2
 LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
 
 WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
@@ -39,11 +39,12 @@ PathLike = str | os.PathLike[str]
 
 
 def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> None:
-    """Write the files with which onnxruntime-training's Module and Optimizer train `model`, on any device.
+    """Write the files from which onnxruntime-training's Module and Optimizer train `model` on a device.
 
-    The folder gets `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`, all or none.
-    Module takes the data in the order of the training graph's inputs, and returns the loss; in evaluation it returns
-    the losses and the model's outputs. Parameters keep their names. Any ONNX Runtime can write the files.
+    The files are `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`. After an error,
+    none is written. Module takes the data in the order of the training graph's inputs. It returns the loss in training,
+    and the losses and the model's outputs in evaluation. Parameters keep their names. Every ONNX Runtime can write the
+    files.
 
     Args:
         model: an inference model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
@@ -51,7 +52,7 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
         folder: the folder to write to.
 
     Raises:
-        GraphoptError: the model cannot be read, or a device cannot do what a step of the pipeline says.
+        GraphoptError: the model cannot be read, or a device does not support a step of the pipeline.
 
     >>> import os
     >>> from graphopt import models
@@ -80,7 +81,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
         device: the device to train on.
 
     Raises:
-        GraphoptError: a file is missing, or onnxruntime-training, or PyTorch, which its Python module imports.
+        GraphoptError: a file is missing, or onnxruntime-training or PyTorch, which it imports, is not installed.
 
     >>> state, module, optimizer = graphopt.load_artifacts("artifacts")  # doctest: +SKIP
     """
@@ -102,7 +103,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
         optimizer = api.Optimizer(Path(folder, OPTIMIZER), module)
     except RuntimeError as error:
         raise GraphoptError(
-            f"{folder}: {TRAINING_RUNTIME} refuses it: {' '.join(str(error).split())}"
+            f"{folder}: {TRAINING_RUNTIME} cannot load the artifacts: {' '.join(str(error).split())}"
         ) from error
     if LEARNING_RATE in state.properties:
         optimizer.set_learning_rate(state.properties[LEARNING_RATE])
@@ -110,14 +111,14 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
 
 
 def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint by name: what was trained, and running statistics and counters.
+    """Return the arrays of a checkpoint by name: parameters, running statistics and counters.
 
     Args:
-        checkpoint: the file, or the folder of artifacts that it is in.
+        checkpoint: the file, or the folder of artifacts that contains it.
 
     Raises:
-        GraphoptError: the file is missing, or is no such checkpoint, or has no values in it; or no ONNX Runtime is
-            installed, which has the classes that read it.
+        GraphoptError: the file is missing, is not such a checkpoint or does not contain the values, or no ONNX Runtime
+            is installed to read it.
     """
     path = Path(checkpoint, CHECKPOINT) if Path(checkpoint).is_dir() else Path(checkpoint)
     try:
@@ -131,7 +132,7 @@ def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
         state = fbs.Checkpoint.Checkpoint.GetRootAs(content).ModuleState()
         if state is None or state.IsNominalState() or state.HasExternalData():
             raise GraphoptError(
-                f"{path}: expected a checkpoint with the parameters in it, found one without: save it again"
+                f"{path}: expected a checkpoint that contains the parameters, found one without: save it again"
             )
         tensors = [state.RequiresGradParams(i) for i in range(state.RequiresGradParamsLength())]
         tensors += [state.FrozenParams(i) for i in range(state.FrozenParamsLength())]
@@ -143,10 +144,10 @@ def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
 
 
 def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
-    """Return an inference model with the parameters of a checkpoint, by their names.
+    """Return an inference model with the parameters of a checkpoint, which are matched by name.
 
     Args:
-        model: the model that was exported, or an `eval_model.onnx` or a training graph made of it: a path, an
+        model: the exported model, its `eval_model.onnx`, or a training graph compiled from it: a path, an
             onnx.ModelProto or an onnx_ir.Model; it is not changed.
         checkpoint: the file, or the folder of artifacts that contains it.
 
@@ -176,11 +177,11 @@ def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
 def _check(
     checkpoint: PathLike, arrays: Mapping[str, np.ndarray], values: Mapping[str, ir.Value], unknown: set[str]
 ) -> None:
-    """Refuse a checkpoint of another model."""
+    """Raise an error for a checkpoint of another model."""
     if unknown:
         raise GraphoptError(
-            f"{checkpoint}: expected the parameters of this model, found another's: {', '.join(sorted(unknown)[:5])} "
-            f"are not in both; take the {EVALUATION} beside it for the model"
+            f"{checkpoint}: expected the parameters of this model, found those of another: only one of the two has "
+            f"{', '.join(sorted(unknown)[:5])}: use the {EVALUATION} beside the checkpoint as the model"
         )
     for name, array in arrays.items():
         x = values[name]
@@ -188,20 +189,20 @@ def _check(
         if x.dtype.numpy() != array.dtype or x.shape.numpy() != array.shape:
             raise GraphoptError(
                 f"{checkpoint}: parameter {name!r}: expected {x.dtype.numpy()}{list(x.shape)}, found "
-                f"{array.dtype}{list(array.shape)}: it is another model's"
+                f"{array.dtype}{list(array.shape)}: use the checkpoint of this model"
             )
 
 
 def _classes() -> Any:
-    """Return the classes that read and write the checkpoint, which ONNX Runtime keeps beside its converters."""
+    """Return the classes that read and write the checkpoint, which are in a folder of ONNX Runtime's tools."""
     try:
-        import onnxruntime.tools.ort_format_model  # noqa: F401 - it lets the next line find them
+        import onnxruntime.tools.ort_format_model  # noqa: F401 - puts their folder on the path
 
         return importlib.import_module("ort_flatbuffers_py.fbs")
     except ImportError as error:
         raise GraphoptError(
-            f"a checkpoint of {TRAINING_RUNTIME} needs an ONNX Runtime's classes, found none: pip install "
-            f"onnxruntime ({error})"
+            f"a checkpoint of {TRAINING_RUNTIME}: expected an ONNX Runtime to read and write it, found none ({error}): "
+            f"pip install onnxruntime"
         ) from error
 
 
@@ -217,7 +218,7 @@ def _written(
     size = sum(array.nbytes for array in [*trained.values(), *untrained.values()])
     if size > LIMIT:
         raise GraphoptError(
-            f"on-device artifacts: expected parameters of less than 2 GB, which is a checkpoint's limit, found "
+            f"on-device artifacts: expected parameters of less than 2 GB, the limit of a checkpoint, found "
             f"{size / 2**30:.1f} GB: freeze some"
         )
     fbs = _classes()
@@ -255,9 +256,8 @@ def _written(
 
 
 def _tensor(builder: Any, schema: Any, name: str, array: np.ndarray) -> int:
-    data = builder.CreateByteVector(
-        array.tobytes()
-    )  # first, at the end of the file: a part of it is too short
+    # Bytes that are written first are last in the file: the tables before them show that a file is truncated.
+    data = builder.CreateByteVector(array.tobytes())
     dims = builder.CreateNumpyVector(np.array(array.shape, np.int64))
     text = builder.CreateString(name)
     schema.TensorStart(builder)

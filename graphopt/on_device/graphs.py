@@ -1,9 +1,9 @@
-"""Training on a device: a pipeline as the graphs that onnxruntime-training's Module and Optimizer run.
+"""Compile a pipeline into the graphs that onnxruntime-training's Module and Optimizer run on a device.
 
-A training model adds gradients up in buffers, an optimizer model updates all parameters from them, in place. Other
-state is updated in place by the training model: running statistics, and the counter that Dropout's mask comes from.
+The training model accumulates gradients in buffers. The optimizer model updates all parameters from them in place. The
+training model also updates other state in place: running statistics, and the counter that seeds the masks of Dropout.
 
-Their layout: orttraining/training_api/module.cc and optimizer.cc of onnxruntime 1.19.
+orttraining/training_api/module.cc and optimizer.cc of onnxruntime 1.19 define the layout of these graphs.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from passes.schedules import Schedule
 
 RESET = "lazy_reset_grad"
 RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
-COUNTED = 2**24  # where float32 stops counting
+COUNTED = 2**24  # the largest count that float32 represents exactly
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Hold what a device trains with: three graphs and their initial values.
+    """Hold the three graphs from which a device trains, and their initial values.
 
     Args:
-        training: the loss, and gradients into buffers; state is plain inputs.
-        evaluation: the loss and the model's outputs, in inference form, of the same state.
-        optimizer: the update.
+        training: computes the loss and accumulates gradients in buffers; its state is plain inputs.
+        evaluation: computes the loss and the model's outputs, in inference form, from the same state.
+        optimizer: updates the parameters.
         trained: the parameters by name.
         untrained: other state by name: running statistics and counters.
-        learning_rate: the rate to start with.
+        learning_rate: the initial rate.
     """
 
     training: ir.Model
@@ -70,16 +70,16 @@ class OnDevice:
 
 
 def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
-    """Compile an inference model by a pipeline, its optimizer and clipping into kernels of onnxruntime-training.
+    """Compile an inference model by a pipeline, its optimizer and clipping to kernels of onnxruntime-training.
 
     Raises:
-        GraphoptError: the model or a step of the pipeline has no place there; the line says what does.
+        GraphoptError: onnxruntime-training does not support the model or a step of the pipeline.
     """
     model = load(source)
     if with_role(model, Role.NEXT):
         raise GraphoptError(
-            "on-device artifacts: expected an inference model, found a training graph, whose optimizer is arithmetic: "
-            "give the model that it was compiled from, and the pipeline"
+            "on-device artifacts: expected an inference model, found a training graph: "
+            "pass the model that it was compiled from, and the pipeline"
         )
     steps = [one for step in pipeline.values() for one in step]
     optimizers = [one for one in steps if isinstance(one, Optimizer)]
@@ -98,7 +98,7 @@ def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
         raise GraphoptError(
             f"on-device artifacts: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
             f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}, which onnxruntime-training "
-            f"cannot load: export an older one"
+            f"cannot load: export the model with an older opset"
         )
     initial = take_initial(model)
     _fix_hyperparameters(model, initial)
@@ -122,7 +122,7 @@ def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
 
 
 def _own_name(value: ir.Value) -> str:
-    """Return the name that a state has in the model that was compiled."""
+    """Return the name of a state in the model before compilation."""
     if role_of(value) is Role.COUNTER:
         return f"{COUNTERS}{value.name}"
     return original_name(value)
@@ -147,7 +147,7 @@ def _refuse(steps: Sequence[Step]) -> None:
 
 
 def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
-    """Carry a counter as float32, the one type of state that is updated in place; it starts again after 2^24 steps."""
+    """Store a counter as float32, the only type that is updated in place; it wraps around after 2^24 steps."""
     uses = list(counter.uses())
     following = next(y for y in model.graph.outputs if y.name == next_of(counter))
     place = list(model.graph.outputs).index(following)
@@ -164,7 +164,7 @@ def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
 
 
 def _fix_hyperparameters(model: ir.Model, initial: dict[str, np.ndarray]) -> None:
-    """Make constants of what the graph could be fed and a device's program does not feed."""
+    """Turn hyperparameters into constants, because a device's program does not feed them."""
     for value in with_role(model, Role.HYPERPARAMETER):
         model.graph.inputs.remove(value)
         clear_role(value)
@@ -173,7 +173,7 @@ def _fix_hyperparameters(model: ir.Model, initial: dict[str, np.ndarray]) -> Non
 
 
 def _check(model: ir.Model) -> None:
-    """Refuse types that the kernels do not take, and names that Module would take for something else."""
+    """Raise an error for types that the kernels do not support, and for names that Module reserves."""
     if not with_role(model, Role.GRADIENT):
         raise GraphoptError("pipeline: expected a pass that differentiates, found none: add passes.Gradient")
     for value in with_role(model, *STATE):
@@ -185,13 +185,13 @@ def _check(model: ir.Model) -> None:
     for value in with_role(model, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT):
         if str(value.name).endswith(RESERVED) or value.name == RESET:
             raise GraphoptError(
-                f"on-device artifacts: input {value.name!r} has a name of another meaning in {TRAINING_RUNTIME}: "
-                f"rename it in the model"
+                f"on-device artifacts: expected names that {TRAINING_RUNTIME} does not reserve, found input "
+                f"{value.name!r}: rename it in the model"
             )
 
 
 def _evaluation(model: ir.Model) -> ir.Model:
-    """Return the model that computes losses and outputs as in inference; it takes all state, as Module gives it."""
+    """Return the model that computes losses and outputs in inference form; Module passes it all state."""
     outputs = with_role(model, Role.LOSS, Role.METRIC, Role.PREDICTION, Role.SOURCE)
     part = inference.extract(model, outputs)
     metadata.copy(model, part)
@@ -209,9 +209,9 @@ def _twin(value: ir.Value) -> ir.Value:
 
 
 def _update_in_place(model: ir.Model) -> None:
-    """Order the inputs as Module's documentation has them, and add each gradient to its buffer.
+    """Order the inputs as Module's documentation requires, and accumulate each gradient in its buffer.
 
-    Where `lazy_reset_grad` is fed true, a gradient overwrites its buffer; what follows other state always does.
+    A gradient overwrites its buffer if `lazy_reset_grad` is true. The next value of other state always overwrites it.
     """
     graph = model.graph
     results = {str(y.name): y for y in with_role(model, Role.GRADIENT, Role.NEXT)}

@@ -1,4 +1,4 @@
-"""The update as a model of its own: sequences of all parameters, gradients and moments in, updated in place."""
+"""Write the update as a separate model, which updates sequences of parameters and moments in place."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from passes.optimizers.descent import SGD
 from passes.optimizers.optimizer import Optimizer
 from passes.ort_kernels import DOMAIN
 
-# a, rate and b of an update a - rate * b, where a and b are sequences
+# the names of a, rate and b in an update a - rate * b of sequences a and b
 Step = tuple[str, str, str]
 
 
 def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
-    """Return the model by which onnxruntime-training's Optimizer updates parameters.
+    """Return the model with which onnxruntime-training's Optimizer updates parameters.
 
-    A model may have one node of an optimizer's kernel. What leads to it, such as the momentum, is in a branch of an
-    If: there SGDOptimizerV2, which is a - rate * b, is how a sequence changes in place. Moments are kept by Optimizer,
-    and in its checkpoints.
+    A model may contain only one node with an optimizer's kernel at its top level. Earlier arithmetic, such as momentum,
+    is in a branch of an If, where SGDOptimizerV2 computes a - rate * b in place on sequences. Optimizer stores the
+    moments, also in its checkpoints.
 
     Raises:
-        GraphoptError: there is no kernel for the optimizer or a clipping, or parameters are in groups.
+        GraphoptError: the optimizer or a clipping has no kernel, or parameters are in groups.
     """
     if optimizer.groups:
         raise GraphoptError(
@@ -62,7 +62,7 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
         inputs = ["rate", "t", "params", gradients, *moments]
     else:
         raise GraphoptError(
-            f"optimizer={optimizer}: onnxruntime-training has no kernel for it: take SGD, Adam or AdamW on a device"
+            f"optimizer={optimizer}: onnxruntime-training has no kernel for it: use SGD, Adam or AdamW on a device"
         )
     if before:
         lines.append(_one_by_one(before))
@@ -81,7 +81,7 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
 
 
 def _adamw(adam: Adam) -> str:
-    """Return the kernel with its attributes; a decay that is not decoupled is in the gradients already."""
+    """Return the kernel with its attributes; the gradients already include a decay that is not decoupled."""
     decay = float(adam.weight_decay) if adam.decoupled else 0.0
     found = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
     assert found is not None
@@ -91,7 +91,7 @@ def _adamw(adam: Adam) -> str:
 
 
 def _momentum(sgd: SGD) -> list[str]:
-    """Return what computes the factors of b = momentum b + (1 - dampening) g, whose dampening leaves the first step."""
+    """Return lines that compute the factors of b = momentum b + (1 - dampening) g; the first step is not dampened."""
     return [
         _constant("forget", 1 - sgd.momentum),
         *([_constant("momentum", sgd.momentum), "look_ahead = Mul(rate, momentum)"] if sgd.nesterov else []),
@@ -114,11 +114,11 @@ def _clipping(clip: Clip, gradients: str) -> str:
             {_constant("high", clip.limit)}
             bounded = Clip(g, low, high)
         }}>({gradients})"""
-    raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: take one of them")
+    raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: use one of them")
 
 
 def _one_by_one(updates: Sequence[Step]) -> str:
-    """Return an If, whose condition nothing folds, that does updates in order, and tells when it has."""
+    """Return an If that runs updates in order and outputs a flag; its condition is true but not a constant."""
     body, last = "", ""
     for i, (a, rate, b) in enumerate(updates):
         body += f"done_{i} = {DOMAIN}.SGDOptimizerV2({rate}, {a}, {b}{last}) "

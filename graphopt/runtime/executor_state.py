@@ -1,4 +1,4 @@
-"""Read, replace, save and load what an executor trains."""
+"""Read, replace, save and load the state of an executor."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def proved(case: Case, oracle: Oracle | None = None, sample: int | None = None) 
     """
     step = FLOAT32_ALONE.get(case.op_type)
     options: dict[str, Any] = {} if step is None else {"double": False, "step": step, "tolerance": 1e-3}
-    return prove(*case.at_a_point(), held=case.fixed_inputs, sample=sample, oracle=oracle, **options)
+    return prove(*case.at_a_point(), fixed_inputs=case.fixed_inputs, sample=sample, oracle=oracle, **options)
 
 
 def check_runtime(case: Case, gradients: Arrays) -> None:

@@ -1,7 +1,7 @@
-"""Prove gradients: compare those that rules emit with an independent oracle, or with finite differences.
+"""Prove emitted gradients by comparing them with those of an independent oracle, or with finite differences.
 
-Both sides are float64. ONNX Runtime computes the forward and the emitted gradient where it has kernels for float64;
-the reference evaluator does elsewhere, and its forward is compared with the runtime's in float32.
+Both are computed in float64. ONNX Runtime computes the forward pass and the emitted gradient if it has float64 kernels.
+Otherwise, the reference evaluator does, and its forward pass is compared with that of ONNX Runtime in float32.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ Arrays = dict[str, np.ndarray]
 PRECISIONS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
 FLOATING = {dtype for dtype in ir.DataType if dtype.is_floating_point()}
 
-
-# Inputs of up to so many elements are compared whole by finite differences, others by a sample of so many.
+# Finite differences compare all elements of inputs with up to WHOLE elements, and SAMPLE elements of larger ones.
 WHOLE, SAMPLE = 1000, 8
 
-# How far a forward in float32, or by an oracle, may be from that in float64, relative to the largest element.
+# The largest error of a forward pass in float32 or by an oracle, relative to the largest element.
 FORWARD_TOLERANCE = 1e-4
 
-# Operators on which ONNX Runtime 1.19 ends the process.
+# Operators that crash ONNX Runtime 1.19.
 FATAL = {"RotaryEmbedding"}
 
-# How far a gradient may be from an oracle's, relative to the largest element: scales of Resize are float32.
+# The largest error of a gradient from an oracle's, relative to the largest element: scales of Resize are float32.
 ORACLE_TOLERANCE = {ir.DataType.DOUBLE: 2e-6, ir.DataType.FLOAT: 2e-5}
 
-# The step of finite differences in float32, and how far a gradient may be from them.
+# The step of finite differences in float32, and the largest error of a gradient from them.
 ROUGH_STEP, ROUGH_TOLERANCE = 1e-2, 1e-3
 
 DIFFERENCES = "finite differences"
@@ -55,24 +54,24 @@ Oracle = Callable[[ir.Model, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 class NoOracle(GraphoptError):
-    """An oracle has no equivalent of an operator."""
+    """Report that an oracle has no equivalent of an operator."""
 
 
 class OtherForward(GraphoptError):
-    """Two evaluators compute different outputs."""
+    """Report that two evaluators compute different outputs."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold a comparison of gradients.
+    """Hold the result of comparing gradients.
 
     Args:
-        gradients: the emitted gradient of each floating input.
-        forward: what computed the outputs.
-        oracle: what the gradients were compared with: the name of the oracle's function, or finite differences.
-        compared, total: how many elements were, and how many there are.
-        vacuous: whether all that were compared are 0, so that a rule of zeros would pass.
-        by_nature: whether they must be: no operator on the way has a slope, or there are no elements.
+        gradients: the emitted gradient of each floating-point input.
+        forward: the evaluator that computed the outputs.
+        oracle: the name of the oracle's function, or finite differences.
+        compared, total: the number of compared elements, and of all elements.
+        vacuous: whether all compared elements are 0, so that a rule that returns zeros would pass.
+        by_nature: whether they have to be 0: no operator on the path has a derivative, or an input or output is empty.
     """
 
     gradients: Arrays
@@ -96,29 +95,31 @@ def prove(
     tolerance: float = 1e-6,
     step: float = 1e-5,
     double: bool = True,
-    held: Collection[str] = (),
+    fixed_inputs: Collection[str] = (),
     sample: int | None = None,
     oracle: Oracle | None = None,
 ) -> Proof:
-    """Compare the gradient of a random projection of a model's floating outputs with an oracle's.
+    """Compare the gradient of a random projection of a model's floating-point outputs with an oracle's.
 
-    All is float64 whatever the model's precision is, unless `double` is false: for operators that have no float64.
-    Where ONNX Runtime has an operator in float32 alone, and the reference evaluator computes another thing, all is
-    float32.
+    Both are computed in float64, whatever the model's precision. They are computed in float32 if `double` is false, or
+    if ONNX Runtime has an operator only in float32 and the reference evaluator computes other outputs.
 
     Args:
-        inputs: the point, an array for each of the model's inputs; without an oracle no kink is within `step` of it.
+        source: a path, an onnx.ModelProto or an onnx_ir.Model.
+        inputs: the point, an array for each of the model's inputs. Finite differences need a function that is smooth
+            within `step` of the point.
         tolerance: the largest error from finite differences, relative to the largest element of an input's gradient.
-        step: of finite differences.
-        held: inputs that are not moved.
-        sample: how many random elements of each input finite differences move; by default all of up to 1,000, and 8
-            of more.
-        oracle: returns a model's outputs at a point, and the gradients by its inputs of their sum weighed by the
-            seeds `NAME.seed`, or raises NoOracle. By default, and where it has no equivalent of the model or computes
-            other outputs, central differences of the forward are the oracle.
+        step: the step of finite differences.
+        double: compute in float64; false for operators that do not support it.
+        fixed_inputs: the names of inputs whose gradients are not compared.
+        sample: the number of random elements of each input that finite differences compare. The default is all
+            elements of inputs with up to 1,000, and 8 elements of larger inputs.
+        oracle: a function that returns a model's outputs at a point, and the gradients, by input, of their sum weighted
+            by the seeds `NAME.seed`. It raises NoOracle if it has no equivalent of the model. In this case, if it
+            computes other outputs, and by default, the oracle is central differences of the forward pass.
 
     Raises:
-        GraphoptError: a gradient is wrong, names all that are; or there is no rule for an operator.
+        GraphoptError: gradients are wrong, all of which the message names, or an operator has no rule.
     """
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
     model = in_precision(normalized(source), dtype)
@@ -127,7 +128,9 @@ def prove(
         forward, outputs, by = forward_of(model, point)
     except OtherForward:
         rough: dict[str, Any] = {"step": ROUGH_STEP, "tolerance": max(tolerance, ROUGH_TOLERANCE)}
-        return prove(source, inputs, double=False, held=held, sample=sample, oracle=oracle, **rough)
+        return prove(
+            source, inputs, double=False, fixed_inputs=fixed_inputs, sample=sample, oracle=oracle, **rough
+        )
     if dtype == ir.DataType.FLOAT and by == "runtime":
         by = "runtime in float32"
     seeds = random_seeds(outputs)
@@ -140,7 +143,7 @@ def prove(
         tolerance = ORACLE_TOLERANCE[dtype]
     gradients, wrong, compared, total, steepest = {}, [], 0, 0, 0.0
     for name, x in point.items():
-        if name in held or not is_floating(x):
+        if name in fixed_inputs or not is_floating(x):
             continue
         gradient = gradients[name] = found.get(gradient_of(name), np.zeros_like(x))
         count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
@@ -165,10 +168,12 @@ def prove(
 
 
 def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
-    """Return what runs a model, the runtime where it has the kernels, its outputs at a point, and who that is.
+    """Return an evaluator of a model, the outputs at a point, and the evaluator's name.
+
+    The evaluator is ONNX Runtime if it has the kernels, otherwise the reference.
 
     Raises:
-        OtherForward: the reference evaluator runs it, and its outputs are not those of the runtime in float32.
+        OtherForward: the outputs of the reference evaluator differ from those of ONNX Runtime in float32.
     """
     found = by_runtime(model, point)
     if found is not None:
@@ -181,19 +186,19 @@ def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
         return reference, outputs, "reference alone"
     for name, y in theirs[1].items():
         if not _is_same(outputs[name], y):
-            raise OtherForward(f"the reference evaluator's {name!r} is not ONNX Runtime's")
+            raise OtherForward(f"output {name!r} of the reference evaluator differs from ONNX Runtime's")
     return reference, outputs, "reference, as the runtime"
 
 
 def _is_same(found: Any, expected: Any) -> bool:
-    """Return whether two outputs are the same but for float32's rounding; integers are not compared."""
+    """Return whether two outputs agree within float32's rounding; integers are not compared."""
     if not is_floating(expected):
         return True
     return distance(finite(np.asarray(found)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
 
 
 class _Copying:
-    """A session that leaves its feeds as they are: BatchNormalization in training writes into its inputs."""
+    """Run a session on copies of its feeds, because BatchNormalization in training writes to its inputs."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -204,7 +209,7 @@ class _Copying:
 
 
 def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
-    """Return a session and a model's outputs, None where the runtime has no kernels, or draws its own numbers."""
+    """Return a session of ONNX Runtime and a model's outputs; None without kernels, or if the model draws numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
     device, outputs = Device("cpu", threads=1, flush_denormals=False), names(model.graph.outputs)
@@ -213,19 +218,19 @@ def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None
     try:
         session = _Copying(Session(device, model))
         return session, dict(zip(outputs, session.run(outputs, feeds), strict=True))
-    except Exception:  # noqa: BLE001 - the bindings of two versions raise types of their own
+    except Exception:  # noqa: BLE001 - versions raise different types
         return None
 
 
 def _draws(node: ir.Node) -> bool:
-    """Return whether a node draws random numbers, each evaluator its own."""
+    """Return whether a node draws random numbers, which differ between evaluators."""
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     known = None if training is None else ir.convenience.get_const_tensor(training)
     return node.op_type in DRAWING or (training is not None and (known is None or bool(known.numpy())))
 
 
 def computed(model: ir.Model, feeds: Arrays) -> Arrays:
-    """Run a model by ONNX Runtime, or by the reference evaluator where the runtime has no kernels for it."""
+    """Run a model in ONNX Runtime, or in the reference evaluator if ONNX Runtime has no kernels for it."""
     if not model.graph.outputs:
         return {}
     found = by_runtime(model, feeds)
@@ -235,7 +240,7 @@ def computed(model: ir.Model, feeds: Arrays) -> Arrays:
 def _asked(
     oracle: Oracle | None, model: ir.Model, point: Arrays, seeds: Arrays, outputs: Arrays
 ) -> tuple[Arrays | None, str]:
-    """Return an oracle's gradients, and its name; None where it has none."""
+    """Return an oracle's gradients and name; None and finite differences if it cannot compute them."""
     if oracle is not None:
         try:
             theirs, expected = oracle(model, point, seeds)
@@ -248,7 +253,7 @@ def _asked(
 
 
 def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
-    """Return arrays in the precisions that a model's inputs have."""
+    """Cast arrays to the precisions of a model's inputs."""
     dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype in PRECISIONS}
     return {name: x.astype(dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
 
@@ -256,11 +261,11 @@ def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
 def gradient_model(
     source: Source, gradient: GradientSource | None = None, by: Collection[str] | None = None
 ) -> ir.Model:
-    """Return the model from inputs, and a seed `NAME.seed` a floating output, to gradients `NAME.grad`.
+    """Return the model that computes gradients `NAME.grad` from inputs and a seed `NAME.seed` per output.
 
     Args:
-        gradient: the pass that the gradients come from; `passes.Gradient()` by default.
-        by: the inputs to differentiate by; all floating ones by default.
+        gradient: the pass that differentiates; `passes.Gradient()` by default.
+        by: the inputs to differentiate with respect to; by default all floating-point inputs.
     """
     import passes
 
@@ -282,7 +287,7 @@ def gradient_model(
 
 
 def normalized(source: Source) -> ir.Model:
-    """Return a copy of a model in the form that rules expect."""
+    """Return a normalized copy of a model, as rules expect it."""
     model = load(source)
     import passes
 
@@ -291,7 +296,7 @@ def normalized(source: Source) -> ir.Model:
 
 
 def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
-    """Return a copy of a model with one floating type in the place of every other, where operators take it."""
+    """Return a copy of a model with one floating-point type instead of all others, if its operators accept it."""
     model = load(source)
     version = model.opset_imports[""]
     results = {y for graph in model.graphs() for y in graph.outputs}
@@ -320,13 +325,13 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
             elif _is_precision(node, name) and attribute.as_int() in FLOATING:
                 node.attributes.add(ir.AttrInt64(name, dtype))
     infer(model)
-    for y, shape in inferred.items():  # some ranks are known where a rule emits a node, and lost without
+    for y, shape in inferred.items():  # inference loses some ranks that rules set
         y.shape = shape if y.shape is None else y.shape
     return model
 
 
 def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
-    """Change the floating type of an input or initializer, where all that use it take another."""
+    """Change the floating-point type of an input or initializer if all its readers accept the new one."""
     if x.dtype in FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
         x.type = ir.TensorType(dtype)
         if x.const_value is not None:
@@ -340,24 +345,24 @@ def _is_precision(node: ir.Node, name: str) -> bool:
 
 
 def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """Return floating numbers in a precision and others as they are."""
+    """Cast floating-point numbers to a precision; return other arrays unchanged."""
     return array.astype(dtype.numpy()) if is_floating(array) else array
 
 
 def is_floating(array: Any) -> bool:
-    """Return whether `array` is one of floating numbers, of 2 bytes or more."""
+    """Return whether `array` contains floating-point numbers of a type that NumPy has."""
     return isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating)
 
 
 def finite(array: np.ndarray) -> np.ndarray:
-    """Return an array with 0 for what is no number."""
+    """Replace NaN and infinities by 0."""
     return np.nan_to_num(array, nan=0, posinf=0, neginf=0)
 
 
 def chosen(x: np.ndarray, sample: int | None, outputs: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return the indices of all elements, or of a random sample of them, that are finite.
+    """Return the indices of the finite elements, or of a random sample of them.
 
-    In outputs of the same shape they are too: where a function of each element is no number, it has no slope.
+    The elements are finite in outputs of the same shape, too: elementwise functions have no derivative at NaN.
     """
     defined = np.isfinite(x)
     for y in outputs:
@@ -370,7 +375,7 @@ def chosen(x: np.ndarray, sample: int | None, outputs: Iterable[np.ndarray]) -> 
 
 
 def random_seeds(outputs: Mapping[str, np.ndarray]) -> Arrays:
-    """Return the weights `NAME.seed` of a projection, for each floating output; 0 for what is no number."""
+    """Return random weights `NAME.seed` for each floating-point output; 0 where the output is not finite."""
     random = np.random.default_rng(0)
     floating = {name: y for name, y in outputs.items() if is_floating(y)}
     return {
@@ -387,7 +392,7 @@ def differences(
     step: float,
     at: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    """Return the central differences of the projected outputs by the elements `at` some indices of one input."""
+    """Return central differences of the projected outputs with respect to the elements `at` of one input."""
     projected = [output_of(name) for name in seeds]
     slopes = np.zeros_like(point[name][at])
     indices = zip(*at, strict=True) if at else [()]
@@ -403,7 +408,7 @@ def differences(
 
 
 def distance(found: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest expected number, or `least`, unless all are 0."""
+    """Return the error relative to the larger of the largest expected number and `least`."""
     if found.shape != expected.shape:
         return float("inf")
     scale = float(np.max(np.abs(expected), initial=least)) or 1.0
@@ -411,10 +416,10 @@ def distance(found: np.ndarray, expected: np.ndarray, least: float = 0.0) -> flo
 
 
 def run(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
-    """Run a model by the reference evaluator and return its outputs by name."""
+    """Run a model in the reference evaluator and return its outputs by name."""
     return dict(zip(names(model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True))
 
 
 def names(values: Any) -> list[str]:
-    """Return the names of values."""
+    """Return the names of `values` as a list."""
     return [value.name for value in values]

@@ -22,8 +22,8 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.metrics import metrics
 
-AHEAD = 2  # batches
-SLOWEST = 1e-6
+AHEAD = 2  # batches that are prefetched
+SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 
 Record = dict[str, Any]
 Data = Dataset | Mapping[str, np.ndarray]
@@ -32,9 +32,9 @@ Data = Dataset | Mapping[str, np.ndarray]
 class Observer(Protocol):
     """Watch a training run: `start` is called once, `step` after each step and `epoch` after each epoch.
 
-    In `step` the executor's state is that after this very step, and can be saved. An observer that does not look at
-    it sets an attribute `reads_state` to False. If all observers do, several steps may run in one call before the
-    first is shown.
+    During `step`, the executor has the state after exactly this step, and can save it. An observer that does not read
+    the state sets its attribute `reads_state` to False. If all observers do so, several steps may run in one call
+    before the first one is observed.
     """
 
     def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
@@ -63,8 +63,8 @@ def fit(
     A record has the epoch, the number of steps so far, the mean of each reported number over the epoch, the
     `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
 
-    The order of an epoch's rows follows from the seed and from the epochs that the executor's steps make up: two
-    epochs, and two more after `executor.save` and `load`, are four, bit for bit.
+    The order of rows in an epoch depends only on the seed and on the number of epochs so far. Two epochs, followed by
+    `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs.
 
     Args:
         executor: the executor of a training graph.
@@ -82,7 +82,7 @@ def fit(
         observers: objects that watch the run, such as a display; see `graphopt.training.fit.Observer`.
 
     Raises:
-        GraphoptError: the data does not fit the model; names the array, what was expected and what was found.
+        GraphoptError: the data does not fit the model, or an option is wrong.
         NonFiniteLoss: the loss is infinite or not a number.
 
     >>> import numpy
@@ -103,8 +103,7 @@ def fit(
         raise GraphoptError(f"seed: expected 0 or more, found {seed}")
     if "loss" not in executor.reported:
         raise GraphoptError(
-            "report: expected an executor that reports its loss, which the records hold, found an empty report: "
-            "leave it out"
+            "report: expected an executor that reports its loss, found an empty report: leave it out"
         )
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
@@ -130,7 +129,7 @@ def fit(
             validation_rows=len(held_out.rows) if held_out else 0,
         )
     records = []
-    before = round(executor.batches / math.ceil(len(rows) / batch_size))  # epochs
+    before = round(executor.batches / math.ceil(len(rows) / batch_size))  # epochs in previous calls
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
         drawn = draw(rows, batch_size, shuffle, np.random.default_rng([seed, before + epoch]))
@@ -149,15 +148,14 @@ def fit(
 
 
 class Adaptive:
-    """Divide the learning rate by 5 whenever the loss of several epochs in a row has not fallen; an observer for `fit`.
+    """Divide the learning rate by 5 if the loss has not fallen for several epochs. This is an observer for `fit`.
 
-    This is scikit-learn's schedule `adaptive`, except that training does not end when the rate falls below 1e-6: the
-    rate stays.
+    scikit-learn's schedule `adaptive` ends training once the rate falls below 1e-6. This one keeps the rate instead.
 
     Args:
-        executor: the executor whose `learning_rate` it sets; its graph has no schedule.
-        patience: the number of epochs in a row.
-        tolerance: how far the mean loss of an epoch must be below the least so far to count as fallen.
+        executor: the executor whose `learning_rate` is set; its graph has no schedule.
+        patience: the number of consecutive epochs.
+        tolerance: the amount by which the mean loss of an epoch has to be less than the least loss so far.
     """
 
     reads_state = False
@@ -171,7 +169,7 @@ class Adaptive:
     def step(self, record: Record) -> None: ...
 
     def epoch(self, record: Record) -> None:
-        """Look at an epoch's loss."""
+        """Compare the loss of an epoch with the least loss so far."""
         self._waited = self._waited + 1 if record["loss"] > self._least - self._tolerance else 0
         self._least = min(self._least, record["loss"])
         if self._waited >= self._patience and self._executor.learning_rate > SLOWEST:
@@ -204,34 +202,38 @@ def evaluate(
 
 
 def held_out_rows(rows: int, share: float) -> int:
-    """Return how many of `rows` rows are held out for validation.
+    """Return the number of rows to hold out for validation.
 
     Raises:
-        GraphoptError: the share leaves no row on one of the sides.
+        GraphoptError: the share is not in [0, 1), or leaves no row to train on.
     """
     if not 0 <= share < 1:
-        raise GraphoptError(f"validation: expected a share of the rows, from 0 to 1, found {share}")
+        raise GraphoptError(
+            f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
+        )
     count = math.ceil(rows * share)
     if count >= rows:
-        raise GraphoptError(f"validation: expected a share of {rows} rows that leaves some, found {share}")
+        raise GraphoptError(
+            f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows"
+        )
     return count
 
 
 def reported(step: ir.Model) -> list[str]:
-    """Return the outputs of a training graph that go into a record: numbers, not predictions."""
+    """Return the names of the outputs that go into a record: losses, metrics and diagnostics."""
     roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
     return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
 
 
 class _HeldOut:
-    """Rows to validate on."""
+    """Hold rows out of training and evaluate them."""
 
     def __init__(self, batches: Batches, rows: Rows | None = None) -> None:
         self.rows: Rows = range(len(batches)) if rows is None else rows
         self._batches = batches
 
     def measure(self, executor: Executor, batch_size: int) -> dict[str, float]:
-        """Return the mean of the losses and the metrics over the rows."""
+        """Return the mean losses and the metrics over the rows."""
         chosen = metrics(executor.inputs)
 
         def losses() -> Iterator[tuple[int, Record]]:
@@ -257,12 +259,12 @@ def _steps(
     observers: Sequence[Observer],
     epoch: int,
 ) -> Iterator[tuple[int, Record]]:
-    drawn: deque[int] = deque()  # the sizes of batches whose steps have not come back yet
+    drawn: deque[int] = deque()  # the sizes of batches whose results are pending
 
     def feeds() -> Iterator[dict[str, Tensor]]:
         for rows in order:
             if isinstance(rows, np.ndarray):
-                rows.sort()  # memory-mapped rows are read in the file's order
+                rows.sort()  # read memory-mapped rows in the file's order
             drawn.append(len(rows))
             yield executor.on_device(batches.take(rows))
 
@@ -279,7 +281,7 @@ def _steps(
 
 
 def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
-    """Return the mean of each number, weighted by rows; of the learning rate the last."""
+    """Return the mean of each number, weighted by rows, and the last learning rate."""
     total = 0
     sums: dict[str, float] = {}
     last: Record = {}
@@ -300,6 +302,7 @@ def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> N
         raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
     if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
         raise GraphoptError(
-            f"the model takes {fixed} rows at a time, neither more nor fewer, found batch_size={batch_size} "
-            f"and {' and '.join(str(len(rows)) for rows in parts)} rows: export it with a dynamic batch"
+            f"batch_size: expected {fixed}, the batch of the model, and a multiple of it as number of rows, found "
+            f"batch_size={batch_size} and {' and '.join(str(len(rows)) for rows in parts)} rows: export the model with "
+            f"a dynamic batch"
         )

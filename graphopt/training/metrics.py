@@ -1,4 +1,4 @@
-"""Gather metrics of predictions batch by batch; the target's metadata chooses the metric."""
+"""Compute metrics of predictions batch by batch. The target's metadata determines the metric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphopt.graph.roles import Role, role_of
 
 
 class Metric(Protocol):
-    """Gathers batches, then tells numbers by name."""
+    """Accumulate batches and return metrics by name."""
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None: ...
 
@@ -23,10 +23,10 @@ class Metric(Protocol):
 
 
 class Accuracy:
-    """The share of predicted classes that are the target's.
+    """Compute the share of predictions that equal the target.
 
     Args:
-        spec: of a classification, or a binary one.
+        spec: the specification of the target of a classification.
     """
 
     def __init__(self, spec: TargetSpec) -> None:
@@ -57,12 +57,12 @@ class Accuracy:
 
 
 def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
-    """Return the coefficient of determination, the mean over the columns, as scikit-learn's `r2_score` does.
+    """Return the mean coefficient of determination over columns, as scikit-learn's `r2_score` does.
 
     Args:
-        squared_error: the sum of squared errors a column.
-        spread: the sum of squared differences from the column's mean; a column where it is 0 counts 1 without an error
-            and 0 with one.
+        squared_error: the sum of squared errors of each column.
+        spread: the sum of squared differences from the mean of each column. A column without spread counts as 1
+            without errors, and as 0 with errors.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         columns = np.where(spread > 0, 1 - squared_error / spread, np.where(squared_error > 0, 0.0, 1.0))
@@ -81,13 +81,13 @@ def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray |
 
 
 def weighted_accuracy(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
-    """Return the share of labels that are predicted, the mean over weighted rows."""
+    """Return the share of correct labels, averaged over weighted rows."""
     right = (predicted == target).reshape(len(target), -1).mean(axis=1)
     return float(np.average(right, weights=weights))
 
 
 class Regression:
-    """R2, the mean over the columns, and the mean absolute error."""
+    """Compute R2 as the mean over columns, and the mean absolute error."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -99,7 +99,7 @@ class Regression:
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
         prediction, target = (np.reshape(a, (len(a), -1)).astype(np.float64) for a in (prediction, target))
-        if self._shift is None:  # near the mean, so that the difference of sums below loses no digits
+        if self._shift is None:  # close to the mean, so that the difference of sums in `result` is accurate
             self._shift = target.mean(axis=0)
         self._rows += len(target)
         self._absolute += np.abs(prediction - target).sum(axis=0)
@@ -114,12 +114,12 @@ class Regression:
         return {"r2": r2(self._squared, spread), "mae": float(np.mean(self._absolute / self._rows))}
 
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
-        """Return the prediction."""
+        """Return the prediction itself."""
         return prediction
 
 
 def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:
-    """Return for each target among a training graph's inputs the output to compare, and a fresh metric."""
+    """Return the output to compare and a new metric for each target among a training graph's inputs."""
     chosen: dict[str, tuple[str, Metric]] = {}
     for name, value in inputs.items():
         spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None

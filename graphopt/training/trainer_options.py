@@ -1,4 +1,4 @@
-"""Declare the options of the estimator, as scikit-learn reads and sets them."""
+"""Declare the options of the estimator, which scikit-learn reads and sets."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source
 from graphopt.pipeline import Step
 
-SCHEDULES = {
-    "constant": None,
-    "adaptive": None,
-    "invscaling": "InverseScaling",
-    "optimal": "Optimal",
-}  # of passes
-
+# scikit-learn's schedules, and the classes of `passes` that implement them
+SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
 
 Options = TypeVar("Options", bound="TrainerOptions")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainerOptions:
-    """Declare the arguments of `Trainer`, and the passes that they stand for."""
+    """Declare the arguments of `Trainer`, and convert them to passes."""
 
     model: Source = field(kw_only=False)
     loss: Step | None = None
@@ -96,10 +91,10 @@ class TrainerOptions:
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
-        if isinstance(loss, passes.OwnLoss):  # its own message says what it takes and returns
+        if isinstance(loss, passes.OwnLoss):  # its inputs and output are fixed
             if fields:
                 raise GraphoptError(
-                    "losses: expected a loss per row, found a loss that the model itself reduces"
+                    "losses: expected a loss per row, found a loss that the model reduces: use a loss of `passes`"
                 )
             return loss
         return dataclasses.replace(loss, sample_weight=weighted, **fields)

@@ -1,4 +1,4 @@
-"""Emit the updates of an optimizer: each parameter alone, small vectors together, or all parameters in one kernel."""
+"""Emit the updates of an optimizer: for each parameter, for joined small vectors, or in one kernel for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from passes import ort_kernels
 
-SMALL = 4096  # numbers
+SMALL = 4096  # numbers in a vector that is updated together with others
 
 Formula = Callable[..., tuple[ir.Value, ...]]
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Tell whether the parameter is a vector so short that operators take longer to start than to compute."""
+        """Return whether the parameter is a vector so short that starting operators takes longer than computing."""
         shape = self.parameter.shape
         return shape is not None and len(shape) == 1 and shape.numpy()[0] <= SMALL
 
@@ -44,7 +44,7 @@ class Emission:
         model: the training graph.
         op: its emitter.
         rate: the learning rate.
-        step: the number of the step, 1 in the first.
+        step: the number of the step, starting at 1.
         decay: the weight decay.
         decoupled: whether the decay shrinks the parameter instead of being added to its gradient.
     """
@@ -57,12 +57,12 @@ class Emission:
     decoupled: bool
 
     def each(self, formula: Formula, rows: Sequence[Row]) -> None:
-        """Update each parameter alone."""
+        """Update each parameter on its own."""
         for row in rows:
             self._set_next(row, self._apply(formula, row.parameter, row.gradient, *row.slots))
 
     def flat(self, formula: Formula, rows: Sequence[Row]) -> None:
-        """Update several vectors as one, joined end to end."""
+        """Update several vectors as one concatenated vector."""
         joined = [
             self.op.Concat(*column, axis=0)
             for column in zip(*((row.parameter, row.gradient, *row.slots) for row in rows), strict=True)
@@ -73,7 +73,7 @@ class Emission:
         ]
         for row, new in zip(rows, zip(*columns, strict=True), strict=True):
             for part in new:
-                part.shape = row.parameter.shape  # where the gradient's was unknown
+                part.shape = row.parameter.shape  # if the gradient's shape is unknown
             self._set_next(row, new)
 
     def kernel(self, op_type: str, attributes: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -1,7 +1,7 @@
-"""Optimizers: how a parameter follows its gradient.
+"""Update parameters from their gradients.
 
-The base class declares the slots, the rate and the step counter, adds weight decay and takes the gradients out of
-the outputs; a leaf names its slots and is its mathematics, `update`.
+The base class declares the slots, the rate and the step counter, adds weight decay and removes the gradients from the
+outputs. A subclass names its slots and implements its formula in `update`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from passes.optimizers.emission import Emission, Row, wide
 
 @dataclass(frozen=True)
 class Group:
-    """Give the parameters whose names match `pattern` their own learning rate and weight decay.
+    """Set the learning rate and weight decay of the parameters whose names match `pattern`.
 
     Args:
         pattern: shell-style patterns of names, one or several.
-        learning_rate: the multiple of the optimizer's rate that these parameters train with.
-        weight_decay: their weight decay; None for the optimizer's.
+        learning_rate: the factor by which the optimizer's rate is multiplied.
+        weight_decay: the weight decay; None for the optimizer's.
 
     >>> passes.AdamW(groups=(passes.Group("*.bias", weight_decay=0.0),)).groups[0].learning_rate
     1.0
@@ -49,21 +49,22 @@ class Group:
 class Optimizer(Pass):
     """Add an output `NAME.next` for every parameter that has a gradient, and the hyperparameter `learning_rate`.
 
-    This is the base class of optimizers. A subclass writes `update`, and `slots` if it keeps state. 16-bit
-    parameters are updated in float32, in which their slots are kept.
+    This is the base class of optimizers. A subclass implements `update`, and `slots` if it has state. 16-bit
+    parameters are updated in float32, the type of their slots.
 
     Args:
-        learning_rate: the rate of all parameters; feed it to change it, unless a schedule computes it.
-        weight_decay: the factor of the parameter that is added to its gradient (in AdamW and Lion, the share of the
-            parameter that each step takes away, times the rate).
-        groups: other rates and weight decays, by name; the first group that matches a parameter applies.
-        flat: update vectors of up to 4096 numbers, such as biases, together as one; the results are the same.
-        fused: use one kernel of onnxruntime-training for all parameters; only AdamW and SGD without momentum have
-            one, for float32 and 16 bits.
+        learning_rate: the rate of all parameters. Unless a schedule computes it, feed the input to change it.
+        weight_decay: the multiple of the parameter that is added to its gradient. AdamW and Lion instead subtract
+            this multiple times the rate from the parameter.
+        groups: rates and weight decays for some parameters; the first group that matches a parameter's name applies.
+        flat: update vectors of up to 4096 numbers, such as biases, as one vector. The results are the same.
+        fused: use one kernel of onnxruntime-training for all parameters. Only AdamW and SGD without momentum have
+            such a kernel, for float32 and 16-bit parameters.
 
     Raises:
-        GraphoptError: a number is outside its interval, there are no gradients, a group matches no parameter, or
-            there is no such kernel. Rates, decays and epsilons are finite and 0 or more, moments' factors in [0, 1).
+        GraphoptError: a number is outside its interval, the graph has no gradients, a group matches no parameter, or
+            the optimizer has no kernel. Rates, decays and epsilons are finite and at least 0. Moments' factors are in
+            [0, 1).
 
     >>> class SignDescent(passes.Optimizer):
     ...     def update(self, op, w, g, rate, t):
@@ -81,17 +82,20 @@ class Optimizer(Pass):
     decoupled: ClassVar[bool] = False
 
     def slots(self) -> dict[str, float]:
-        """Return the names of the slots of a parameter, and what fills them at first."""
+        """Return the initial value of each slot of a parameter, by the slot's name."""
         return {}
 
     @abstractmethod
     def update(
         self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
     ) -> tuple[ir.Value, ...]:
-        """Emit the new parameter and its new slots; `t` is the step's number, 1 in the first."""
+        """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1."""
 
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
-        """Return the fused kernel and its attributes, or None; it takes the rate, with slots the step, and tensors."""
+        """Return the name and attributes of the fused kernel, or None.
+
+        The inputs of the kernel are the rate, the number of the step if there are slots, and the tensors.
+        """
         return None
 
     @final
@@ -132,7 +136,7 @@ class Optimizer(Pass):
         if kernel is not None:
             emission.kernel(*kernel, rows)
             return
-        worthwhile = self.flat and (self.slots() or emission.decay)  # w - rate g alone is as quick one by one
+        worthwhile = self.flat and (self.slots() or emission.decay)  # plain w - rate g gains nothing
         small = [row for row in rows if worthwhile and row.small]
         if len(small) > 1:
             emission.flat(self.update, small)

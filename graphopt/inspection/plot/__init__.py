@@ -1,4 +1,4 @@
-"""Pictures of graphs: `plot` with Graphviz, by the extra `plot`; `dot` and `mermaid` as text, with no library."""
+"""Draw graphs: `plot` with Graphviz (the extra `plot`), `dot` and `mermaid` as text without a package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from graphopt.inspection.plot import text
 from graphopt.inspection.plot.drawing import Drawing
 
 PICTURES = (".svg", ".png", ".pdf")
-MOST_BOXES = 5000  # which take minutes
+MOST_BOXES = 5000  # Graphviz takes minutes for so many
 TEXTS = {".dot": text.dot, ".gv": text.dot, ".mmd": text.mermaid, ".mermaid": text.mermaid}
 
 
 class Svg(str):
-    """A picture as SVG text, which notebooks show."""
+    """Hold a picture as SVG text, which notebooks display."""
 
     def _repr_svg_(self) -> str:
         return str(self)
@@ -32,23 +32,24 @@ def plot(
     names: bool = False,
     types: bool = False,
 ) -> Svg | None:
-    """Draw graphs side by side, into a file or, without `path`, as SVG, which notebooks show.
+    """Draw graphs side by side into a file, or without `path` as SVG, which notebooks display.
 
-    Values are coloured by role, and nodes by what needs them: the model, the loss, gradients or updates. Constants of
-    at most four numbers stand inside the nodes that read them. Bodies of If, Loop and Scan are frames. Graphviz
-    takes 0.6 s for 300 nodes, 3 s for 1000, and half a minute for 2000.
+    Colours show the roles of values, and whether nodes compute the model, the loss, gradients or updates. Constants of
+    at most four numbers are shown inside the nodes that read them. Frames show the bodies of If, Loop and Scan.
+    Graphviz takes 0.6 s for 300 nodes, 3 s for 1000, and half a minute for 2000.
 
     Args:
         model, more: paths, onnx.ModelProtos or onnx_ir.Models.
-        path: the file to write: .svg, .png and .pdf are drawn by Graphviz, from the package pygraphviz of the extra
-            `plot`; .dot and .gv are Graphviz's language, .mmd and .mermaid a Mermaid flowchart, and need no package.
-        titles: the title above each graph, one for each.
+        path: the file to write. Graphviz draws .svg, .png and .pdf; this needs the package pygraphviz, which the extra
+            `plot` installs. .dot and .gv are in Graphviz's language, .mmd and .mermaid are Mermaid flowcharts; these
+            need no package.
+        titles: the titles of the graphs, one for each.
         names: write the names of values on the edges between nodes.
         types: write the element types and shapes of values on the edges between nodes.
 
     Raises:
-        GraphoptError: a model cannot be read; the ending of `path` is another one; pygraphviz is not installed; there
-            are too many boxes for a picture; there are titles, but not one for each graph.
+        GraphoptError: a model cannot be read, `path` has another ending, pygraphviz is not installed, a picture has too
+            many boxes, or the number of titles differs from the number of graphs.
 
     >>> from graphopt import models
     >>> graphopt.plot(models.linear((2,), 1), path="graph.mmd")
@@ -101,18 +102,18 @@ def _drawing(models: Sequence[Source], titles: Sequence[str], names: bool, types
 
 
 def _picture(drawing: Drawing, ending: str) -> bytes:
-    """Have Graphviz lay a drawing out and draw it."""
+    """Lay out and draw a drawing with Graphviz."""
     try:
         import pygraphviz
     except ImportError as error:
         raise GraphoptError(
-            f"a picture ({ending}) needs the package pygraphviz, which is not installed: "
+            f"a picture ({ending}): expected the package pygraphviz, found none: "
             f"pip install pygraphviz, or write {', '.join(TEXTS)}"
         ) from error
     boxes = len(drawing.boxes())
     if boxes > MOST_BOXES:
         raise GraphoptError(
-            f"a picture ({ending}): expected at most {MOST_BOXES} boxes, found {boxes}: draw a part, by "
+            f"a picture ({ending}): expected at most {MOST_BOXES} boxes, found {boxes}: draw a part with "
             f"onnx_ir.convenience.extract, or write {', '.join(TEXTS)}"
         )
     return pygraphviz.AGraph(string=text.dot(drawing)).draw(format=ending[1:], prog="dot")

@@ -20,14 +20,14 @@ from graphopt.inspection.plot.kinds import (
     kinds_of_nodes,
 )
 
-MOST = 4  # numbers of a tensor that is shown whole
-FEW = 3  # numbers shown of a larger one
+MOST = 4  # numbers: larger tensors are abbreviated
+FEW = 3  # numbers shown of an abbreviated tensor
 LONGEST = 36  # characters of a line
 
 
 @dataclass(frozen=True)
 class Box:
-    """A value or a node: a title, and lines below it."""
+    """Describe a box for a value or a node: a title, and lines below it."""
 
     id: str
     kind: Kind
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value's way from box `start` to box `end`; `returned` leads from a body to its node."""
+    """Describe an edge from box `start` to box `end`; a `returned` edge leads from a body to its node."""
 
     start: str
     end: str
@@ -47,7 +47,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Frame:
-    """A graph, or a body of a node: boxes, and frames inside."""
+    """Describe a graph, or a body of a node: its boxes, and its inner frames."""
 
     id: str
     title: str
@@ -55,14 +55,14 @@ class Frame:
     frames: list[Frame] = field(default_factory=list)
 
     def all_boxes(self) -> Iterator[Box]:
-        """Return the boxes of this frame and of those inside."""
+        """Return the boxes of this frame and of its inner frames."""
         yield from self.boxes
         for frame in self.frames:
             yield from frame.all_boxes()
 
 
 class Drawing:
-    """Graphs beside each other.
+    """Lay out graphs side by side.
 
     Args:
         names: write the names of values on the edges between nodes.
@@ -77,7 +77,7 @@ class Drawing:
         self._boxes: dict[ir.Value, Box] = {}
 
     def add(self, title: str, graph: ir.Graph) -> None:
-        """Draw a graph beside those that are there."""
+        """Add a graph to the right of the previous ones."""
         self._versions = graph.opset_imports
         self.frames.append(self._frame(f"g{len(self.frames)}", title, graph, kinds_of_nodes(graph)))
 
@@ -86,7 +86,7 @@ class Drawing:
         return [box for frame in self.frames for box in frame.all_boxes()]
 
     def kinds(self) -> list[Kind]:
-        """Return the kinds of boxes that there are: a legend."""
+        """Return the kinds of boxes in the drawing, for the legend."""
         found = {box.kind for box in self.boxes()}
         return [kind for kind in KINDS if kind in found]
 
@@ -126,7 +126,7 @@ class Drawing:
         self._boxes.update(dict.fromkeys(node.outputs, box))
 
     def _details(self, node: ir.Node) -> Iterator[str]:
-        """Say what small constants a node reads, and its attributes that differ from their defaults."""
+        """Return lines for small constants that a node reads, and for attributes that differ from their defaults."""
         version = self._versions.get(node.domain, 0)
         for i, x in enumerate(node.inputs):
             if x is not None and (text := _inside(x)) is not None:
@@ -141,7 +141,7 @@ class Drawing:
         if value is None or value not in self._boxes:
             return
         start, label = self._boxes[value], ""
-        if start.kind.is_node and end.kind.is_node:  # a box of the value itself says the same
+        if start.kind.is_node and end.kind.is_node:  # the value's own box would show the same
             types = self._types and value.type is not None
             label = " ".join([str(value.name)] * self._names + [type_of(value)] * types)
         self.edges.append(Edge(start.id, end.id, _clipped(label)))
@@ -166,12 +166,12 @@ def _numbers(array: np.ndarray) -> str:
 
 
 def _inside(value: ir.Value) -> str | None:
-    """Return the numbers of a constant that stands in the nodes that read it: of no small weight, which has a name."""
+    """Return the numbers of a constant shown inside the nodes that read it; None for weights, which have boxes."""
     weight = value.is_initializer() and value.shape and value.dtype and value.dtype.is_floating_point()
     return None if weight else inline(value)
 
 
 def _clipped(text: str) -> str:
-    """Return text that fits in a line: long names differ at both ends."""
+    """Shorten text to the length of a line in the middle, because long names differ at both ends."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}..{text[1 - LONGEST // 2 :]}"

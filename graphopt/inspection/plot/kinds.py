@@ -1,4 +1,4 @@
-"""Colour values and nodes of a graph by what they are for."""
+"""Colour values and nodes of a graph by their purpose."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
 def kind_of_input(value: ir.Value) -> Kind:
-    """Return what an input of a graph is for."""
+    """Return the kind of a graph input."""
     role = role_of(value)
     if role is None:
         return INITIALIZER if value.is_initializer() else DATA
@@ -61,16 +61,16 @@ def kind_of_input(value: ir.Value) -> Kind:
 
 
 def kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> Kind:
-    """Return what an output of a graph is for, by the graph's inputs: what replaces a state is of its kind."""
+    """Return the kind of a graph output; the next value of a state has the kind of that input."""
     if role_of(value) is Role.NEXT:
         return kind_of_input(inputs[state_of(value)])
     return LOSS if role_of(value) is Role.LOSS else OUTPUT
 
 
 def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
-    """Tell apart the nodes that compute the model's outputs, the loss, gradients and updates.
+    """Classify nodes by whether they compute the model's outputs, the loss, gradients or updates.
 
-    What is after the loss belongs to a gradient as long as it reads no hyperparameter, slot or counter.
+    A node after the loss belongs to a gradient unless it depends on a hyperparameter, slot, statistic or counter.
     """
     of_model = ancestors(_outputs(graph, None, Role.PREDICTION, Role.SOURCE))
     of_loss = ancestors(_outputs(graph, Role.LOSS, Role.METRIC))
@@ -90,7 +90,7 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
     for values in _next_by_owner(graph):
         updates = [node for node in ancestors(values) if kinds[node] is UPDATE_NODE]
         front = {before for node in updates for before in _gradients_before(node, kinds)}
-        # An update may compute with a parameter's gradient in several places: the gradient is where they meet.
+        # An update may read several values that depend on the gradient: the gradient is where their paths join.
         while len(front) > 1:
             last = max(front, key=order.__getitem__)
             front = front - {last} | _gradients_before(last, kinds)
@@ -99,7 +99,7 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
 
 
 def _next_by_owner(graph: ir.Graph) -> Iterable[list[ir.Value]]:
-    """Return what replaces each parameter and its slots; other state is its own owner."""
+    """Group the next values of each parameter with those of its slots; other state forms groups of one."""
     slots = {value.name for value in graph.inputs if role_of(value) is Role.SLOT}
     by_owner: dict[str, list[ir.Value]] = {}
     for value in _outputs(graph, Role.NEXT):

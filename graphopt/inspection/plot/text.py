@@ -1,4 +1,4 @@
-"""Drawings as text: Graphviz's DOT language, and Mermaid."""
+"""Write drawings as text in Graphviz's DOT language or as Mermaid flowcharts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ graph [fontname="{_FONT}", fontsize=14, labelloc=t, nodesep=0.15, ranksep=0.3, p
 node [fontname="{_FONT}", fontsize=11, shape=box, height=0.3, margin="0.1,0.04"]
 edge [fontname="{_FONT}", fontsize=9, color="#868e96", fontcolor="#495057", arrowsize=0.6]"""
 
-# Above these numbers of boxes, use a faster layout: 300 boxes take 0.8 s, and the time grows with the cube.
+# Use faster layouts above these numbers of boxes: 300 boxes take 0.8 s, and the time grows with the cube.
 _LAYOUT_LIMITS = (
     (300, "nslimit=2; nslimit1=2; mclimit=0.2"),
     (800, "nslimit=0.5; nslimit1=1; mclimit=0.1; splines=line"),
@@ -23,7 +23,7 @@ _LAYOUT_LIMITS = (
 
 
 def dot(drawing: Drawing) -> str:
-    """Return a drawing in Graphviz's DOT language, as https://graphviz.org/doc/info/lang.html has it."""
+    """Return a drawing in Graphviz's DOT language (https://graphviz.org/doc/info/lang.html)."""
     return "\n".join(_dot(drawing)) + "\n"
 
 
@@ -55,7 +55,7 @@ def _cluster(frame: Frame, style: str) -> Iterator[str]:
 
 
 def _label(box: Box) -> str:
-    """Return a box's text in Graphviz's own HTML; a table, as lines of a text would touch each other."""
+    """Return a box's text as a table in Graphviz's HTML, in which, unlike in plain text, lines do not touch."""
     title = f"<b>{html.escape(box.title)}</b>"
     if not box.lines:
         return title
@@ -65,7 +65,7 @@ def _label(box: Box) -> str:
 
 
 def _legend(kinds: list[Kind]) -> Iterator[str]:
-    """Return a legend in Graphviz's own HTML: a row for values, and one for nodes."""
+    """Return a legend in Graphviz's HTML: a row for values and a row for nodes."""
     yield '<table border="0" cellspacing="3" cellpadding="3">'
     for is_node, title in ((False, "values"), (True, "nodes")):
         yield f'<tr><td align="left"><font point-size="10">{title}</font></td>'
@@ -83,7 +83,7 @@ def _escaped(text: str) -> str:
 
 
 def mermaid(drawing: Drawing) -> str:
-    """Return a drawing as a Mermaid flowchart, as https://mermaid.js.org/syntax/flowchart.html has it."""
+    """Return a drawing as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
     return "\n".join(_mermaid(drawing)) + "\n"
 
 
@@ -95,7 +95,7 @@ def _mermaid(drawing: Drawing) -> Iterator[str]:
     yield "flowchart TB"
     legend = [Box(f"legend_{id}", kind, kind.name) for kind, id in kinds.items()]
     yield from _subgraph(Frame("legend", "legend", legend), kinds, "LR")
-    for frame in reversed(drawing.frames):  # which are drawn from right to left
+    for frame in reversed(drawing.frames):  # Mermaid draws them from right to left
         yield from _subgraph(frame, kinds)
     for edge in drawing.edges:
         label = f'|"{_entities(edge.label)}"|' if edge.label else ""
@@ -118,5 +118,5 @@ def _subgraph(frame: Frame, kinds: Mapping[Kind, str], direction: str = "TB") ->
 
 
 def _entities(text: str) -> str:
-    """Return text for a quoted label, with Mermaid's own entities for what HTML and Mermaid would read otherwise."""
+    """Escape text for a quoted label with Mermaid's entities."""
     return "".join(f"#{ord(c)};" if c in '"<>&#`' else c for c in text)

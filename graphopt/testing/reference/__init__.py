@@ -1,4 +1,4 @@
-"""ONNX's reference evaluator, with operators mended that onnx 1.23 computes wrong, in part or in float32 alone."""
+"""Replace operators of ONNX's reference evaluator that onnx 1.23 computes wrongly, partly or only in float32."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ MENDED = [
 
 
 def evaluator(model: ir.Model) -> ReferenceEvaluator:
-    """Return the reference evaluator of a model."""
+    """Return the reference evaluator of a model, with the corrected operators."""
     return ReferenceEvaluator(ir.to_proto(model), new_ops=MENDED)

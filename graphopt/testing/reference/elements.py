@@ -1,4 +1,4 @@
-"""Functions of elements, and what moves elements about."""
+"""Correct elementwise functions, normalizations and operators that move elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def erf(x: np.ndarray) -> np.ndarray:
 
 
 class Erf(OpRun):
-    """The reference has float32's digits alone."""
+    """Compute erf in the input's precision; the reference has only float32's."""
 
     op_domain = ""
 
@@ -24,7 +24,7 @@ class Erf(OpRun):
 
 
 class Gelu(OpRun):
-    """The reference expands it to its own Erf."""
+    """Compute Gelu with this erf; the reference uses its own."""
 
     op_domain = ""
 
@@ -35,7 +35,7 @@ class Gelu(OpRun):
 
 
 class Softsign(OpRun):
-    """The reference refuses a number without axes."""
+    """Accept scalars, which the reference rejects."""
 
     op_domain = ""
 
@@ -44,7 +44,7 @@ class Softsign(OpRun):
 
 
 class LRN(OpRun):
-    """The reference takes the batch for the channels."""
+    """Normalize across channels; the reference mistakes the batch for the channels."""
 
     op_domain = ""
 
@@ -57,7 +57,7 @@ class LRN(OpRun):
 
 
 class LpNormalization(OpRun):
-    """The reference sums numbers for p = 1, not their magnitudes."""
+    """Sum magnitudes for p = 1; the reference sums signed numbers."""
 
     op_domain = ""
 
@@ -67,7 +67,7 @@ class LpNormalization(OpRun):
 
 
 class GatherElements(OpRun):
-    """The reference takes no more than 64 elements, and no fewer than there are along the other axes."""
+    """Gather any number of elements; the reference accepts at most 64, and as many along other axes as in the data."""
 
     op_domain = ""
 
@@ -78,7 +78,7 @@ class GatherElements(OpRun):
 
 
 class Pad(OpRun):
-    """The reference refuses negative pads."""
+    """Accept negative pads, which the reference rejects."""
 
     op_domain = ""
 
@@ -99,7 +99,7 @@ class Pad(OpRun):
 
 
 class Unique(OpRun):
-    """The reference takes unsorted elements from the first axis, and sorts where nothing else is asked for."""
+    """Find unique elements; the reference gathers unsorted ones along the first axis, and sorts others unasked."""
 
     op_domain = ""
 

@@ -1,4 +1,4 @@
-"""Loops as specified: Scan has axes and directions, Loop stacks; RNN, GRU and LSTM go a row and a step at a time."""
+"""Run Scan with axes and directions, Loop with stacked outputs, and RNN, GRU and LSTM one row and step at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _WithBody(OpRun):
 
 
 class Scan(_WithBody):
-    """The reference has neither axes nor directions."""
+    """Support axes and directions, which the reference lacks."""
 
     def _run(self, *args: Any, context: Any = None, bindings: Any = None, **attributes: Any) -> Any:
         count = attributes["num_scan_inputs"]
@@ -28,7 +28,8 @@ class Scan(_WithBody):
             return attributes.get(name) or [0] * len(self.onnx_node.output) + [0] * count
 
         sequences = [np.moveaxis(x, axis, 0) for x, axis in zip(args[n:], numbers("scan_input_axes"))]  # noqa: B905
-        sequences = [x[::-1] if way else x for x, way in zip(sequences, numbers("scan_input_directions"))]  # noqa: B905
+        reversals = zip(sequences, numbers("scan_input_directions"))  # noqa: B905
+        sequences = [x[::-1] if reverse else x for x, reverse in reversals]
         states, stacks = list(args[:n]), []
         for slices in zip(*sequences, strict=True):
             inputs = {**(context or {}), **dict(zip(self.body.input_names, [*states, *slices], strict=True))}
@@ -36,13 +37,14 @@ class Scan(_WithBody):
             states = results[:n]
             stacks.append(results[n:])
         outputs = [np.stack(steps) for steps in zip(*stacks, strict=True)]
-        outputs = [y[::-1] if way else y for y, way in zip(outputs, numbers("scan_output_directions"))]  # noqa: B905
+        reversals = zip(outputs, numbers("scan_output_directions"))  # noqa: B905
+        outputs = [y[::-1] if reverse else y for y, reverse in reversals]
         axes = zip(outputs, numbers("scan_output_axes"))  # noqa: B905
         return (*states, *(np.moveaxis(y, 0, axis) for y, axis in axes))
 
 
 class Loop(_WithBody):
-    """The reference joins the steps' outputs along an axis that they have."""
+    """Stack the outputs of iterations along a new axis; the reference concatenates them along an existing one."""
 
     def _run(
         self, trips: Any, going: Any, *states: Any, context: Any = None, bindings: Any = None, **_: Any
@@ -83,9 +85,10 @@ def activation(name: str, alpha: Any, beta: Any, clip: float) -> Any:
 
 
 class _Recurrent(OpRun):
-    """A row and a step at a time, as specified; a clip is for gates, as ONNX Runtime has it.
+    """Run a recurrent operator one row and one step at a time, as specified.
 
-    Activations without parameters come after those with some.
+    As in ONNX Runtime, `clip` applies to the gates only. `activation_alpha` and `activation_beta` list the parameters
+    of the activations that have them.
     """
 
     op_domain = ""

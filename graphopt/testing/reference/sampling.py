@@ -1,4 +1,4 @@
-"""Sampling between pixels, in float64 where the reference has float32."""
+"""Sample between pixels in float64, where the reference uses float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx.reference.ops import op_affine_grid, op_grid_sample
 
 
 class AffineGrid(OpRun):
-    """The reference returns float32."""
+    """Return the type of `theta`; the reference returns float32."""
 
     op_domain = ""
 
@@ -22,9 +22,9 @@ class AffineGrid(OpRun):
 
 
 class GridSample(op_grid_sample.GridSample):
-    """The reference has positions in float32, and moves those outside to the border for cubic weights, too.
+    """Sample at positions in their own precision, and clip pixels, not positions, for cubic interpolation at a border.
 
-    PyTorch and ONNX Runtime move the pixels alone there.
+    PyTorch and ONNX Runtime do the same. The reference has positions in float32, and clips them.
     """
 
     op_domain = ""
@@ -46,7 +46,7 @@ class GridSample(op_grid_sample.GridSample):
 
 
 class DeformConv(OpRun):
-    """The reference samples in float32."""
+    """Sample in the input's precision; the reference samples in float32."""
 
     op_domain = ""
 
@@ -85,7 +85,7 @@ class DeformConv(OpRun):
 
 
 def interpolated(plane: np.ndarray, at: np.ndarray) -> float:
-    """Return the value between the pixels around a position, 0 outside."""
+    """Interpolate linearly between the pixels around a position; pixels outside the plane are 0."""
     first, total = np.floor(at).astype(int), 0.0
     for corner in itertools.product((0, 1), repeat=plane.ndim):
         pixel = first + corner
@@ -95,7 +95,7 @@ def interpolated(plane: np.ndarray, at: np.ndarray) -> float:
 
 
 class MaxRoiPool(OpRun):
-    """The reference has none."""
+    """Implement an operator that the reference lacks."""
 
     op_domain = ""
 

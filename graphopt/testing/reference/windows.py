@@ -1,4 +1,4 @@
-"""Convolution and pooling."""
+"""Correct transposed convolution and pooling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnx.reference.op_run import OpRun
 
 
 class ConvTranspose(OpRun):
-    """The reference mixes the channels of groups, and takes no output padding that is as large as the stride."""
+    """Separate the channels of groups, which the reference mixes, and accept output padding as large as the stride."""
 
     op_domain = ""
 
@@ -60,9 +60,10 @@ def windows(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the elements of each window along a last axis, and their positions in a plane.
+    """Return the elements of each window along a last axis, their positions in a plane, and two masks.
 
-    Then which of them are elements, and which are that or padding: a last window may reach beyond both.
+    The first mask selects elements of the input, the second one elements and padding. The last window may extend beyond
+    both.
     """
     n, sizes = len(kernel), x.shape[2:]
     pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
@@ -91,7 +92,7 @@ def windows(
 
 
 class AveragePool(OpRun):
-    """The reference refuses SAME padding where strides leave elements out."""
+    """Accept SAME padding with strides that skip elements, which the reference rejects."""
 
     op_domain = ""
 
@@ -104,7 +105,7 @@ class AveragePool(OpRun):
 
 
 class MaxPool(OpRun):
-    """Maxima with their positions: the reference has none for strides of 1, and mistakes SAME_LOWER."""
+    """Return maxima with their positions, which the reference omits for strides of 1; it also misplaces SAME_LOWER."""
 
     op_domain = ""
 
@@ -123,7 +124,7 @@ class MaxPool(OpRun):
 
 
 class LpPool(OpRun):
-    """The reference refuses SAME padding where strides leave elements out."""
+    """Accept SAME padding with strides that skip elements, which the reference rejects."""
 
     op_domain = ""
 
@@ -133,7 +134,7 @@ class LpPool(OpRun):
 
 
 class GlobalMaxPool(OpRun):
-    """The reference takes every input for an image."""
+    """Reduce any number of axes; the reference assumes images."""
 
     op_domain = ""
 
@@ -142,7 +143,7 @@ class GlobalMaxPool(OpRun):
 
 
 class GlobalLpPool(OpRun):
-    """The reference has none."""
+    """Implement an operator that the reference lacks."""
 
     op_domain = ""
 
