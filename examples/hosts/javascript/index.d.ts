@@ -1,0 +1,115 @@
+import type { InferenceSession, Tensor, TensorConstructor, InferenceSessionFactory } from "onnxruntime-common";
+
+/** ONNX Runtime: what `import * as ort from "onnxruntime-node"`, `"onnxruntime-web"` or `"onnxruntime-web/webgpu"` gives. */
+export interface Runtime {
+  Tensor: TensorConstructor;
+  InferenceSession: InferenceSessionFactory;
+}
+
+/** A host folder: its files by name, a function that reads one by name, or the URL of the folder. */
+export type Files =
+  | Record<string, Uint8Array | ArrayBuffer>
+  | ((name: string) => Uint8Array | ArrayBuffer | Promise<Uint8Array | ArrayBuffer>)
+  | string
+  | URL;
+
+export interface Options {
+  /** Where to compute, such as `["webgpu"]` or `["wasm"]`; the runtime's own choice by default. */
+  executionProviders?: InferenceSession.SessionOptions["executionProviders"];
+  /** Further options of the sessions. */
+  sessionOptions?: InferenceSession.SessionOptions;
+  /** The most steps that `run` does in one call of the runtime; 16 by default. With WebGPU it is always 1. */
+  stepsPerCall?: number;
+  /** What training steps report, by name; everything by default. Fewer reports are fewer copies. */
+  report?: string[];
+}
+
+export type NumberArray =
+  | Float32Array
+  | Float64Array
+  | Uint16Array
+  | BigInt64Array
+  | Int32Array
+  | Int16Array
+  | Int8Array
+  | BigUint64Array
+  | Uint32Array
+  | Uint8Array;
+
+interface Nested extends Array<number | bigint | Nested> {}
+
+/** A feed: a tensor; or numbers, of which the shape follows if the shape in host.json leaves one size open. */
+export type Feed = Tensor | NumberArray | Nested;
+
+/** A batch by the names in host.json. */
+export type Feeds = Record<string, Feed>;
+
+/** What a graph reports, by name: scalars as numbers, others as tensors. */
+export type Reports = Record<string, any>;
+
+/** A value in host.json. */
+export interface Description {
+  name: string;
+  role: string;
+  type: string;
+  shape: (number | string | null)[];
+}
+
+/** The contract, host.json. */
+export interface Host {
+  format: "graphopt.host";
+  version: 1;
+  files: Record<string, string>;
+  feeds: (Description & { labels?: [number, number] })[];
+  state: (Description & { next: string; offset: number; bytes: number })[];
+  hyperparameters: (Description & { default: any })[];
+  reports: Description[];
+  graphs: Record<string, { feeds: string[]; state: string[]; hyperparameters: string[]; reports: string[] }>;
+}
+
+/** Report what a user can mend, in one line: the thing, what was expected, what was found, what to do. */
+export class GraphoptError extends Error {}
+
+/** Hold a training graph with its state, and train it. Calls run one after the other, in the order they are made. */
+export class Trainer {
+  private constructor();
+
+  /** Read a host folder, and open a session of its training graph. */
+  static create(ort: Runtime, files: Files, options?: Options): Promise<Trainer>;
+
+  /** The contract, host.json. */
+  readonly host: Host;
+
+  /** Do one training step on a batch, and return what it reports: `loss`, and what else the graph has. */
+  step(feeds: Feeds): Promise<Reports>;
+
+  /** Do a step on each batch, several in one call of the runtime where that is faster; return what each reports. */
+  run(batches: Feeds[]): Promise<Reports[]>;
+
+  /** Return the losses, metrics and predictions of a batch in the inference form. The state stays as it is. */
+  evaluate(feeds: Feeds): Promise<Reports>;
+
+  /** Return the model's outputs in the inference form. */
+  predict(feeds: Feeds): Promise<Reports>;
+
+  /** Set hyperparameters for all later steps: `set({ learning_rate: 1e-4 })`. */
+  set(values: Record<string, number | number[]>): void;
+
+  /** Return copies of the state by name: parameters, optimizer slots, statistics and counters. */
+  state(): Promise<Record<string, NumberArray>>;
+
+  /** Return the state as a checkpoint: the bytes of a safetensors file, which graphopt loads in Python too. */
+  save(): Promise<Uint8Array>;
+
+  /** Replace the state by that of a checkpoint. If the checkpoint does not fit, nothing is replaced. */
+  load(checkpoint: Uint8Array | ArrayBuffer): Promise<void>;
+
+  /** Return the trained model as two files: `inference.onnx`, and `state.safetensors` that holds its weights. */
+  trained(): Promise<Record<string, Uint8Array>>;
+
+  /** Return a session of the trained model. */
+  trainedSession(options?: InferenceSession.SessionOptions): Promise<InferenceSession>;
+
+  /** Give back the sessions, and the state on the device. */
+  dispose(): Promise<void>;
+}

@@ -1,0 +1,37 @@
+/**
+ * Run the scenario in headless Chromium: node in_browser.js wasm|webgpu FOLDER [OPTIONS AS JSON].
+ * It prints the result as JSON, or `{"skip": reason}` where the browser finds no adapter for WebGPU.
+ */
+
+import { dirname } from "node:path";
+import { fileURLToPath } from "node:url";
+import { browser, serve } from "./browser.js";
+
+const [provider, folder, options = "{}"] = process.argv.slice(2);
+const here = dirname(fileURLToPath(import.meta.url));
+const server = await serve({ package: dirname(here), host: folder });
+const chromium = await browser();
+const page = await chromium.newPage();
+page.on("console", (message) => console.error(message.text()));
+await page.goto(`${server.address}/package/test/blank.html`);
+const result = await page.evaluate(
+  async ({ provider, options }) => {
+    if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) return { skip: "no adapter for WebGPU" };
+    const name = provider === "webgpu" ? "ort.webgpu.min.mjs" : "ort.wasm.min.mjs";
+    const ort = await import(`/package/test/node_modules/onnxruntime-web/dist/${name}`);
+    ort.env.wasm.numThreads = 1;
+    ort.env.logLevel = "error";
+    const { scenario } = await import("/package/test/scenario.js");
+    const files = async (name) => new Uint8Array(await (await fetch(`/host/${name}`)).arrayBuffer());
+    const { saved, end, ...others } = await scenario(ort, files, { executionProviders: [provider], ...options });
+    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/package/storage.js");
+    await saveToIndexedDB("try", end);
+    await saveToOPFS("try", end);
+    const kept = [await loadFromIndexedDB("try"), await loadFromOPFS("try"), await loadFromOPFS("none")];
+    return { ...others, kept: kept.map((bytes) => bytes && String(bytes) === String(end)) };
+  },
+  { provider, options: JSON.parse(options) },
+);
+await chromium.close();
+server.close();
+console.log(JSON.stringify(result));

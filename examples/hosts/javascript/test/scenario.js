@@ -1,0 +1,55 @@
+/** What a host is tried with, the same in Node and in a browser: train, cross checkpoints, evaluate, predict. */
+
+import { Trainer } from "../index.js";
+
+/**
+ * Train on batches from a host folder, and return what Python compares.
+ *
+ * @param ort ONNX Runtime
+ * @param files the host folder, and `batches.json`: a list of batches, each the numbers of each feed
+ * @param {{ checkpoint?: Uint8Array, from?: number, save?: number, executionProviders?: any[] }} options
+ *   go on from a checkpoint at batch `from`, and save one after batch `save`
+ */
+export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ...options } = {}) {
+  const batches = JSON.parse(new TextDecoder().decode(await files("batches.json")));
+  const feeds = batches.map((batch) => {
+    const entries = Object.entries(batch).map(([name, { type, dims, data }]) => {
+      const numbers = type === "int64" ? BigInt64Array.from(data, BigInt) : Float32Array.from(data);
+      return [name, new ort.Tensor(type, numbers, dims)];
+    });
+    return Object.fromEntries(entries);
+  });
+  const trainer = await Trainer.create(ort, files, options);
+  if (checkpoint) await trainer.load(checkpoint);
+  const losses = [];
+  let saved;
+  for (const [i, batch] of feeds.entries()) {
+    if (i === save) saved = await trainer.save();
+    if (i >= from) losses.push((await trainer.step(batch)).loss);
+  }
+  const state = await trainer.state();
+  const evaluated = (await trainer.evaluate(feeds[0])).loss;
+  const { target, ...data } = feeds[0];
+  const predicted = numbers((await trainer.predict(data)).y);
+  const session = await trainer.trainedSession();
+  const trained = numbers((await session.run(data)).y);
+  const end = await trainer.save();
+  await session.release();
+  await trainer.dispose();
+
+  const other = await Trainer.create(ort, files, { stepsPerCall: 8, report: ["loss"], ...options });
+  if (checkpoint) await other.load(checkpoint);
+  const together = (await other.run(feeds.slice(from))).map(({ loss }) => loss);
+  const found = await other.state();
+  await other.dispose();
+  const differences = Object.entries(state).map(([name, array]) => difference(array, found[name]));
+  return { losses, together, difference: Math.max(...differences), evaluated, predicted, trained, saved, end };
+}
+
+function difference(a, b) {
+  return a.reduce((most, x, i) => Math.max(most, Math.abs(Number(x) - Number(b[i]))), 0);
+}
+
+function numbers(tensor) {
+  return Array.from(tensor.data, Number);
+}

@@ -1,0 +1,24 @@
+// What the compiler of TypeScript checks the types with: tsc --noEmit --strict --module nodenext types.ts
+
+import * as ort from "onnxruntime-node";
+import * as web from "onnxruntime-web";
+import { GraphoptError, Trainer, type Reports } from "../index.js";
+import { loadFromOPFS, saveToOPFS } from "../storage.js";
+
+export async function train(files: Record<string, Uint8Array>): Promise<Reports[]> {
+  const trainer = await Trainer.create(ort, files, { executionProviders: ["cpu"], stepsPerCall: 4 });
+  const batch = {
+    x: new Float32Array(6),
+    target: [
+      [1, 2],
+      [3, 4],
+    ],
+  };
+  const { loss } = await trainer.step(batch);
+  if (!Number.isFinite(loss)) throw new GraphoptError(trainer.host.files.train);
+  trainer.set({ learning_rate: 1e-4 });
+  await trainer.load((await loadFromOPFS("mine")) ?? (await trainer.save()));
+  await saveToOPFS("mine", await trainer.save());
+  await Trainer.create(web, "./host/", { executionProviders: ["webgpu"] });
+  return trainer.run([batch, batch]);
+}
