@@ -1,0 +1,183 @@
+"""The JavaScript package in Node and in headless Chromium: it trains as Python does, and checkpoints cross."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host_graphs import GRAPHS, STEPS, batches
+
+import graphopt
+
+PACKAGE = Path(__file__).parents[1] / "examples" / "hosts" / "javascript"
+TESTS = PACKAGE / "test"
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+SAVED = 20  # the batches before the checkpoint that crosses
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None or not (TESTS / "node_modules" / "onnxruntime-node").exists(),
+    reason="needs Node and `npm install --prefix examples/hosts/javascript/test`",
+)
+Run = Callable[..., dict[str, Any]]
+
+
+def javascript(program: str, *arguments: str | os.PathLike[str], timeout: float = 300) -> dict[str, Any]:
+    """Run a program of the package's tests, and return the JSON that it prints."""
+    command = ["node", TESTS / program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def write_batches(folder: Path, name: str, steps: int = STEPS) -> None:
+    described = [
+        {key: {"type": x.dtype.name, "dims": x.shape, "data": x.ravel().tolist()} for key, x in batch.items()}
+        for batch in batches(name, steps)
+    ]
+    (folder / "batches.json").write_text(json.dumps(described))
+
+
+class Reference:
+    """A host folder, and what Python's executor computes on the same batches."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.step = name, folder, GRAPHS[name][0]()
+        graphopt.export_hosts(self.step, folder)
+        write_batches(folder, name)
+        self.executor = graphopt.Executor(self.step, threads=1)
+        self.losses = self.train(self.executor)
+
+    def train(self, executor: graphopt.Executor, begin: int = 0, end: int = STEPS) -> list[float]:
+        return [float(executor.step(batch)["loss"]) for batch in batches(self.name)[begin:end]]
+
+
+@pytest.fixture(scope="module", params=GRAPHS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def check(found: Mapping[str, Any], reference: Reference, rtol: float = 1e-5) -> None:
+    """Compare what the scenario returns with Python."""
+    np.testing.assert_allclose(found["losses"], reference.losses, rtol=rtol)
+    np.testing.assert_allclose(found["together"], reference.losses, rtol=rtol)
+    assert found["difference"] <= 1e-6  # of the state after steps and after run
+    batch = batches(reference.name, 1)[0]
+    evaluated = reference.executor.evaluate(batch)["loss"]
+    np.testing.assert_allclose(found["evaluated"], evaluated, rtol=100 * rtol)
+    (expected,) = graphopt.run(reference.executor.trained(), {"x": batch["x"]}).values()
+    for name in ("predicted", "trained"):
+        np.testing.assert_allclose(found[name], expected.ravel(), rtol=100 * rtol, atol=10 * rtol)
+
+
+@pytest.mark.parametrize("runtime", ["node", "wasm"])
+def test_it_trains_as_python_does(reference: Reference, runtime: str) -> None:
+    check(javascript("in_node.js", runtime, reference.folder), reference)
+
+
+def test_checkpoints_cross(reference: Reference, tmp_path: Path) -> None:
+    javascript("in_node.js", "node", reference.folder)
+    executor = graphopt.Executor(reference.step, threads=1)
+    executor.load(reference.folder / "saved.safetensors")  # after 20 batches in Node
+    losses = reference.train(executor, SAVED)
+    np.testing.assert_allclose(losses, reference.losses[SAVED:], rtol=1e-5)
+
+    executor = graphopt.Executor(reference.step, threads=1)
+    reference.train(executor, 0, SAVED)
+    executor.save(reference.folder / "python.safetensors")
+    options = json.dumps({"checkpoint": "python.safetensors", "from": SAVED})
+    found = javascript("in_node.js", "node", reference.folder, options)
+    np.testing.assert_allclose(found["losses"], reference.losses[SAVED:], rtol=1e-5)
+    executor.load(reference.folder / "end.safetensors")
+    for name, array in reference.executor.state.items():
+        np.testing.assert_allclose(executor.state[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def chromium(provider: str, reference: Reference) -> dict[str, Any]:
+    if not Path(CHROMIUM).exists() or not (TESTS / "node_modules" / "playwright-core").exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    found = javascript("in_browser.js", provider, reference.folder)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    return found
+
+
+@pytest.mark.slow
+def test_it_trains_in_chromium(reference: Reference) -> None:
+    found = chromium("wasm", reference)
+    check(found, reference)
+    assert found["kept"] == [True, True, None]  # in IndexedDB, in OPFS; what is not there
+
+
+@pytest.mark.exhaustive
+def test_it_trains_in_chromium_on_webgpu(reference: Reference) -> None:
+    """Compare with the tolerance of another device's arithmetic."""
+    if reference.name == "transformer":
+        pytest.skip("Concat and Split of 13 tensors exceed the storage buffers of a shader")
+    check(chromium("webgpu", reference), reference, rtol=1e-4)
+
+
+ERRORS = {
+    "a missing file": "state.safetensors: expected its bytes, a Uint8Array or an ArrayBuffer, found undefined",
+    "another version": "host.json: expected graphopt.host version 1, found graphopt.host version 2: install",
+    "a type of no array": "'x': expected a type that JavaScript has, found bfloat16: train in float32",
+    "a graph of state with defaults": "train.onnx: expected a plain input 'layers.0.bias', found none: write the",
+    "a file that is no graph": "train.onnx: expected a graph for ONNX Runtime 1.* or newer, found: ",
+    "an unknown feed": "feed 'y': unknown; expected x, target",
+    "a missing feed": "feed 'target': missing; found x",
+    "another type": r"feed 'target': expected int64 \(BigInt64Array\), found Int32Array: convert it",
+    "a tensor of another type": r"feed 'target': expected int64 \(BigInt64Array\), found int32: convert it",
+    "a broken row": r"feed 'x': expected \[batch,8\], found 15 numbers: pass an ort.Tensor",
+    "another shape": r"feed 'x': expected shape \[batch,8\], found \[4,4\]",
+    "sizes that differ": "dimension 'batch': expected one size, found 2 in 'x', 3 in 'target'",
+    "a wrong label": "feed 'target': expected labels 0 to 3, found 4",
+    "an unknown hyperparameter": "hyperparameter 'rate': unknown; expected base_learning_rate",
+    "a hyperparameter that is no number": r"hyperparameter 'learning_rate': expected finite numbers \[\], found NaN",
+    "no checkpoint": "checkpoint: expected a safetensors file, found 5 bytes: ",
+    "no bytes": "checkpoint: expected its bytes, a Uint8Array or an ArrayBuffer, found state",
+    "a checkpoint of another graph": "checkpoint: expected state '.*', found none: take a checkpoint of this",
+    "a checkpoint of other names": "checkpoint: expected state 'layers.0.bias', found none: take a checkpoint of",
+    "a checkpoint of other shapes": r"checkpoint: state '.*': expected F32 \[8,16\], found F32 \[16,8\]: take a",
+    "a checkpoint that is cut": r"checkpoint: expected \d+ bytes or more, found \d+: it is cut",
+    "the state afterwards": "as it was",
+}
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("errors")
+    step = GRAPHS["mlp"][0]()
+    graphopt.export_hosts(step, folder / "mlp")
+    graphopt.export_hosts(GRAPHS["linear"][0](), folder / "linear")
+    graphopt.save(step, folder / "step.onnx")
+    return javascript("errors.js", folder / "mlp", folder / "linear", folder / "step.onnx")
+
+
+def test_every_mistake_is_told_in_one_line(errors: Mapping[str, str]) -> None:
+    assert errors.keys() == ERRORS.keys()
+    for mistake, expected in ERRORS.items():
+        assert re.match(expected, errors[mistake]) and "\n" not in errors[mistake], (mistake, errors[mistake])
+
+
+def test_its_types_are_what_a_program_needs() -> None:
+    compiler = TESTS / "node_modules" / ".bin" / "tsc"
+    if not compiler.exists():
+        pytest.skip("needs the compiler of TypeScript")
+    options: Sequence[str] = ["--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "types.ts"]
+    done = subprocess.run([compiler, *options], cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_package_is_small_and_names_its_files() -> None:
+    described = json.loads((PACKAGE / "package.json").read_text())
+    assert set(described["files"]) == {path.name for path in PACKAGE.glob("*.[jt]s")}
+    assert set(described["peerDependencies"]) == {"onnxruntime-common"} and "dependencies" not in described
+    assert len((PACKAGE / "index.js").read_text().splitlines()) <= 300
