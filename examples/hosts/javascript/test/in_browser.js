@@ -3,7 +3,8 @@
  * It prints the result as JSON, or `{"skip": reason}` where the browser finds no adapter for WebGPU.
  */
 
-import { dirname } from "node:path";
+import { writeFile } from "node:fs/promises";
+import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { browser, serve } from "./browser.js";
 
@@ -28,10 +29,12 @@ const result = await page.evaluate(
     await saveToIndexedDB("try", end);
     await saveToOPFS("try", end);
     const kept = [await loadFromIndexedDB("try"), await loadFromOPFS("try"), await loadFromOPFS("none")];
-    return { ...others, kept: kept.map((bytes) => bytes && String(bytes) === String(end)) };
+    return { ...others, end: Array.from(end), kept: kept.map((bytes) => bytes && String(bytes) === String(end)) };
   },
   { provider, options: JSON.parse(options) },
 );
 await chromium.close();
 server.close();
-console.log(JSON.stringify(result));
+const { end, ...others } = result;
+if (end) await writeFile(join(folder, "end.safetensors"), Uint8Array.from(end));
+console.log(JSON.stringify(others));

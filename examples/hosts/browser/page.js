@@ -1,0 +1,362 @@
+/** Train a classifier of digits in the browser, show how it goes, and learn the digits that the user draws. */
+
+import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
+import { Trainer } from "./index.js";
+import { loadFromIndexedDB, saveToIndexedDB } from "./storage.js";
+
+const BATCH = 32;
+const STEPS = 600; // of one press of Train
+const MEASURED = 20; // the steps between two measurements of accuracy
+const PERSONAL = 12; // the steps after each drawn digit
+const PIXELS = 64;
+const NAME = "digits";
+
+const at = (id) => document.getElementById(id);
+const history = { losses: [], accuracies: [] };
+const drawn = []; // the user's digits: { image, label }
+let trainer, digits, provider;
+let training = false;
+
+async function main() {
+  ort.env.wasm.wasmPaths = new URL("./onnxruntime/", import.meta.url).href;
+  ort.env.wasm.numThreads = 1;
+  ort.env.logLevel = "error";
+  digits = await loadDigits();
+  provider = new URLSearchParams(location.search).get("provider") ?? "wasm"; // of so small a network, wasm is faster
+  trainer = await Trainer.create(ort, new URL("./host", import.meta.url), {
+    executionProviders: [provider],
+    report: ["loss"],
+    stepsPerCall: MEASURED,
+  });
+  at("train").onclick = () => (training ? stop() : act(train));
+  at("reset").onclick = () => act(startOver);
+  at("download").onclick = () => act(download);
+  at("store").onclick = () => act(store);
+  at("restore").onclick = () => act(restore);
+  at("rate").oninput = setRate;
+  setUpPad();
+  setRate();
+  await measure();
+  drawCurve();
+  enable(true);
+  say(`Ready: ONNX Runtime Web, ${provider === "webgpu" ? "WebGPU" : "WebAssembly"}.`);
+}
+
+async function loadDigits() {
+  const read = async (name) => (await fetch(new URL(name, import.meta.url))).arrayBuffer();
+  const { count, held_out: heldOut, scale } = JSON.parse(new TextDecoder().decode(await read("digits.json")));
+  const images = Float32Array.from(new Uint8Array(await read("images.bin")), (x) => x / scale);
+  const labels = new Uint8Array(await read("labels.bin"));
+  return { images, labels, training: count - heldOut, count };
+}
+
+/** Return a batch of digits drawn at random; a share of them the user's own, moved by up to a pixel. */
+function batch(own = 0) {
+  const x = new Float32Array(BATCH * PIXELS);
+  const target = new BigInt64Array(BATCH);
+  for (let row = 0; row < BATCH; row++) {
+    const mine = row < own ? drawn[Math.floor(Math.random() * drawn.length)] : undefined;
+    const i = Math.floor(Math.random() * digits.training);
+    x.set(mine ? moved(mine.image) : digits.images.subarray(i * PIXELS, (i + 1) * PIXELS), row * PIXELS);
+    target[row] = BigInt(mine ? mine.label : digits.labels[i]);
+  }
+  return { x, target };
+}
+
+function moved(image) {
+  const [down, right] = [0, 1].map(() => Math.floor(Math.random() * 3) - 1);
+  const at = (row, column) => (row < 0 || row > 7 || column < 0 || column > 7 ? 0 : image[row * 8 + column]);
+  return Float32Array.from(image, (_, i) => at((i >> 3) - down, (i & 7) - right));
+}
+
+async function train() {
+  training = true;
+  at("train").textContent = "Stop";
+  at("train").disabled = false;
+  say("Training …");
+  await steps(STEPS, () => batch(Math.min(8, drawn.length)));
+  say("Draw a digit, or train on.");
+}
+
+function stop() {
+  training = false;
+}
+
+/** Do steps in calls of several, and show how it goes. */
+async function steps(count, next) {
+  for (let done = 0; done < count && training; done += MEASURED) {
+    const batches = Array.from({ length: Math.min(MEASURED, count - done) }, next);
+    const start = performance.now();
+    const reports = await trainer.run(batches);
+    const time = (performance.now() - start) / batches.length;
+    history.losses.push(...reports.map(({ loss }) => loss));
+    at("time").textContent = `${time.toFixed(2)} ms`;
+    await measure();
+    drawCurve();
+    await predictDrawing();
+    await new Promise(requestAnimationFrame);
+  }
+}
+
+/** Measure accuracy on the digits held out. */
+async function measure() {
+  const rows = digits.count - digits.training;
+  const x = digits.images.subarray(digits.training * PIXELS);
+  const { data } = (await trainer.predict({ x })).y;
+  let right = 0;
+  for (let row = 0; row < rows; row++) {
+    right += largest(data.subarray(row * 10, (row + 1) * 10)) === digits.labels[digits.training + row];
+  }
+  history.accuracies.push([history.losses.length, right / rows]);
+  at("steps").textContent = history.losses.length;
+  at("loss").textContent = history.losses.length ? smooth(history.losses).at(-1).toFixed(3) : "–";
+  at("accuracy").textContent = `${((100 * right) / rows).toFixed(1)} %`;
+}
+
+function largest(numbers) {
+  return numbers.indexOf(Math.max(...numbers));
+}
+
+async function startOver() {
+  await trainer.load(await (await fetch(new URL("./host/state.safetensors", import.meta.url))).arrayBuffer());
+  history.losses.length = history.accuracies.length = drawn.length = 0;
+  showMine();
+  await measure();
+  drawCurve();
+  await predictDrawing();
+  say("The weights are the initial ones again.");
+}
+
+function setRate() {
+  const rate = 10 ** at("rate").value;
+  at("rate-shown").textContent = rate.toFixed(4);
+  trainer.set({ learning_rate: rate });
+}
+
+async function download() {
+  for (const [name, bytes] of Object.entries(await trainer.trained())) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([bytes]));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+  say("Downloaded inference.onnx and state.safetensors. Keep them in one folder.");
+}
+
+async function store() {
+  await saveToIndexedDB(NAME, await trainer.save());
+  say("Saved in this browser.");
+}
+
+async function restore() {
+  const bytes = await loadFromIndexedDB(NAME);
+  if (!bytes) return say("Nothing is saved in this browser yet.");
+  await trainer.load(bytes);
+  await measure();
+  drawCurve();
+  await predictDrawing();
+  say("Loaded what was saved in this browser.");
+}
+
+// The curve
+
+function smooth(losses) {
+  let mean = losses[0];
+  return losses.map((loss) => (mean += 0.1 * (loss - mean)));
+}
+
+function drawCurve() {
+  const canvas = at("curve");
+  const paper = canvas.getContext("2d");
+  const { width, height } = canvas;
+  const box = { left: 64, right: width - 72, top: 36, bottom: height - 44 };
+  const most = Math.max(STEPS, history.losses.length);
+  const x = (step) => box.left + ((box.right - box.left) * step) / most;
+  const y = (share) => box.bottom - (box.bottom - box.top) * share;
+  const style = getComputedStyle(document.documentElement);
+  const [red, blue, soft, line] = ["--loss", "--accuracy", "--soft", "--line"].map((name) =>
+    style.getPropertyValue(name),
+  );
+  const top = 2.5; // of the axis of losses
+  paper.clearRect(0, 0, width, height);
+  paper.font = "20px system-ui, sans-serif";
+  paper.lineWidth = 1.5;
+  for (let i = 0; i <= 5; i++) {
+    paper.strokeStyle = line;
+    path(paper, [
+      [box.left, y(i / 5)],
+      [box.right, y(i / 5)],
+    ]);
+    text(paper, ((top * i) / 5).toFixed(1), box.left - 12, y(i / 5) + 7, red, "right");
+    text(paper, `${20 * i} %`, box.right + 12, y(i / 5) + 7, blue, "left");
+  }
+  for (let i = 0; i <= 6; i++) text(paper, Math.round((most * i) / 6), x((most * i) / 6), height - 12, soft, "center");
+  text(paper, "loss", box.left - 12, 18, red, "right");
+  text(paper, "accuracy", box.right + 66, 18, blue, "right");
+  text(paper, "steps", (box.left + box.right) / 2, 18, soft, "center");
+  const points = (losses) => losses.map((loss, i) => [x(i + 1), y(Math.min(1, loss / top))]);
+  paper.globalAlpha = 0.25;
+  paper.strokeStyle = red;
+  path(paper, points(history.losses));
+  paper.globalAlpha = 1;
+  paper.lineWidth = 3.5;
+  if (history.losses.length) path(paper, points(smooth(history.losses)));
+  paper.strokeStyle = blue;
+  path(
+    paper,
+    history.accuracies.map(([step, share]) => [x(step), y(share)]),
+  );
+}
+
+function path(paper, points) {
+  paper.beginPath();
+  points.forEach(([x, y]) => paper.lineTo(x, y));
+  paper.stroke();
+}
+
+function text(paper, what, x, y, color, align) {
+  paper.fillStyle = color;
+  paper.textAlign = align;
+  paper.fillText(what, x, y);
+}
+
+// The pad
+
+function setUpPad() {
+  const pad = at("pad");
+  const paper = pad.getContext("2d", { willReadFrequently: true });
+  let last;
+  const place = ({ offsetX, offsetY }) => [
+    (offsetX * pad.width) / pad.clientWidth,
+    (offsetY * pad.height) / pad.clientHeight,
+  ];
+  pad.onpointerdown = (event) => {
+    pad.setPointerCapture(event.pointerId);
+    last = place(event);
+    pad.onpointermove(event);
+  };
+  pad.onpointermove = (event) => {
+    if (!last) return;
+    const here = place(event);
+    Object.assign(paper, { lineWidth: 34, lineCap: "round", lineJoin: "round", strokeStyle: "white" });
+    path(paper, [last, here]);
+    last = here;
+  };
+  pad.onpointerup = pad.onpointercancel = () => {
+    last = undefined;
+    predictDrawing();
+  };
+  at("clear").onclick = clearPad;
+  for (let label = 0; label < 10; label++) {
+    const button = document.createElement("button");
+    button.textContent = label;
+    button.onclick = () => act(() => learn(label));
+    at("answers").append(button);
+    const bar = document.createElement("div");
+    bar.innerHTML = `<i></i>${label}`;
+    at("bars").append(bar);
+  }
+}
+
+function clearPad() {
+  at("pad").getContext("2d").clearRect(0, 0, 256, 256);
+  predictDrawing();
+}
+
+/** Return what is drawn as 8 x 8 pixels, centered and as large as the digits learned from; undefined where nothing is. */
+function drawing() {
+  const { data } = at("pad").getContext("2d").getImageData(0, 0, 256, 256);
+  const ink = Float32Array.from({ length: 256 * 256 }, (_, i) => data[4 * i + 3] / 255);
+  let [top, bottom, left, right] = [256, -1, 256, -1];
+  ink.forEach((value, i) => {
+    if (value < 0.5) return;
+    [top, bottom] = [Math.min(top, i >> 8), Math.max(bottom, i >> 8)];
+    [left, right] = [Math.min(left, i & 255), Math.max(right, i & 255)];
+  });
+  if (bottom < 0) return undefined;
+  const side = Math.max(bottom - top + 1, (right - left + 1) * 1.15); // of a square around it
+  const [y0, x0] = [(top + bottom + 1 - side) / 2, (left + right + 1 - side) / 2];
+  const parts = 8; // samples of a pixel, in each direction
+  return Float32Array.from({ length: PIXELS }, (_, i) => {
+    let sum = 0;
+    for (let j = 0; j < parts * parts; j++) {
+      const y = Math.floor(y0 + (((i >> 3) + ((j >> 3) + 0.5) / parts) * side) / 8);
+      const x = Math.floor(x0 + (((i & 7) + ((j & 7) + 0.5) / parts) * side) / 8);
+      sum += y < 0 || y > 255 || x < 0 || x > 255 ? 0 : ink[y * 256 + x];
+    }
+    return sum / (parts * parts);
+  });
+}
+
+/** Show what the network takes the drawing for. */
+async function predictDrawing() {
+  const image = drawing();
+  showSeen(image ?? new Float32Array(PIXELS));
+  const shares = image ? softmax((await trainer.predict({ x: image })).y.data) : new Float32Array(10);
+  const best = image ? largest(shares) : -1;
+  [...at("bars").children].forEach((bar, i) => {
+    bar.className = i === best ? "best" : "";
+    bar.firstChild.style.height = `${78 * shares[i]}%`;
+  });
+}
+
+function softmax(scores) {
+  const most = Math.max(...scores);
+  const powers = scores.map((score) => Math.exp(score - most));
+  const sum = powers.reduce((a, b) => a + b);
+  return powers.map((power) => power / sum);
+}
+
+function showSeen(image) {
+  const paper = at("seen").getContext("2d");
+  const pixels = paper.createImageData(8, 8);
+  image.forEach((value, i) => pixels.data.set([255, 255, 255, 255 * value], 4 * i));
+  paper.putImageData(pixels, 0, 0);
+}
+
+/** Learn the drawing under a label, among digits of others so that those are not forgotten. */
+async function learn(label) {
+  const image = drawing();
+  if (!image) return say("Draw a digit first.");
+  drawn.push({ image, label });
+  showMine();
+  training = true;
+  await steps(PERSONAL, () => batch(8));
+  say(`Learned your ${label}.`);
+}
+
+function showMine() {
+  at("mine").textContent = drawn.length ? `So far it has ${drawn.length} of yours.` : "";
+}
+
+// Buttons
+
+/** Do one thing at a time, and say what went wrong. */
+async function act(what) {
+  enable(false);
+  try {
+    await what();
+  } catch (error) {
+    at("status").className = "error";
+    at("status").textContent = error.message;
+  }
+  training = false;
+  at("train").textContent = "Train";
+  enable(true);
+}
+
+function enable(on) {
+  for (const id of ["train", "reset", "download", "store", "restore"]) at(id).disabled = !on;
+  for (const button of at("answers").children) button.disabled = !on;
+}
+
+function say(what) {
+  at("status").className = "";
+  at("status").textContent = what;
+}
+
+main().catch((error) => {
+  at("status").className = "error";
+  at("status").textContent = error.message;
+});
