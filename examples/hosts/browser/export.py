@@ -27,7 +27,9 @@ PAGE = ("index.html", "page.js", "page.css")
 
 def main(site: Path = HERE / "site") -> None:
     if not RUNTIME.exists():
-        sys.exit(f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {PACKAGE}/test")
+        sys.exit(
+            f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {PACKAGE}/test"
+        )
     step = graphopt.compile(
         graphopt.models.cnn((1, 8, 8), 10, channels=(16, 32), hidden=64),
         loss=passes.CrossEntropy(),
@@ -36,7 +38,10 @@ def main(site: Path = HERE / "site") -> None:
     )
     graphopt.export_hosts(step, site / "host")
     write_digits(site)
-    for path in [*(HERE / name for name in PAGE), *(PACKAGE / f"{name}.js" for name in ("index", "contract", "storage"))]:
+    for path in [
+        *(HERE / name for name in PAGE),
+        *(PACKAGE / f"{name}.js" for name in ("index", "contract", "storage")),
+    ]:
         shutil.copy(path, site)
     (site / "onnxruntime").mkdir(exist_ok=True)
     for pattern in ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.*"):

@@ -7,7 +7,7 @@ import { loadFromIndexedDB, saveToIndexedDB } from "./storage.js";
 const BATCH = 32;
 const STEPS = 600; // of one press of Train
 const MEASURED = 20; // the steps between two measurements of accuracy
-const PERSONAL = 12; // the steps after each drawn digit
+const PERSONAL = 20; // the steps after each drawn digit
 const PIXELS = 64;
 const NAME = "digits";
 
@@ -74,7 +74,7 @@ async function train() {
   at("train").textContent = "Stop";
   at("train").disabled = false;
   say("Training …");
-  await steps(STEPS, () => batch(Math.min(8, drawn.length)));
+  await steps(STEPS, () => batch(Math.min(4, drawn.length)));
   say("Draw a digit, or train on.");
 }
 
@@ -162,15 +162,15 @@ async function restore() {
 // The curve
 
 function smooth(losses) {
-  let mean = losses[0];
-  return losses.map((loss) => (mean += 0.1 * (loss - mean)));
+  let mean = 0;
+  return losses.map((loss, i) => (mean += Math.max(0.08, 1 / (i + 1)) * (loss - mean)));
 }
 
 function drawCurve() {
   const canvas = at("curve");
   const paper = canvas.getContext("2d");
   const { width, height } = canvas;
-  const box = { left: 64, right: width - 72, top: 36, bottom: height - 44 };
+  const box = { left: 64, right: width - 84, top: 36, bottom: height - 44 };
   const most = Math.max(STEPS, history.losses.length);
   const x = (step) => box.left + ((box.right - box.left) * step) / most;
   const y = (share) => box.bottom - (box.bottom - box.top) * share;
@@ -191,9 +191,10 @@ function drawCurve() {
     text(paper, ((top * i) / 5).toFixed(1), box.left - 12, y(i / 5) + 7, red, "right");
     text(paper, `${20 * i} %`, box.right + 12, y(i / 5) + 7, blue, "left");
   }
-  for (let i = 0; i <= 6; i++) text(paper, Math.round((most * i) / 6), x((most * i) / 6), height - 12, soft, "center");
+  const tick = 100 * Math.ceil(most / 1000);
+  for (let step = 0; step <= most; step += tick) text(paper, step, x(step), height - 12, soft, "center");
   text(paper, "loss", box.left - 12, 18, red, "right");
-  text(paper, "accuracy", box.right + 66, 18, blue, "right");
+  text(paper, "accuracy", width - 8, 18, blue, "right");
   text(paper, "steps", (box.left + box.right) / 2, 18, soft, "center");
   const points = (losses) => losses.map((loss, i) => [x(i + 1), y(Math.min(1, loss / top))]);
   paper.globalAlpha = 0.25;
@@ -322,7 +323,7 @@ async function learn(label) {
   drawn.push({ image, label });
   showMine();
   training = true;
-  await steps(PERSONAL, () => batch(8));
+  await steps(PERSONAL, () => batch(4));
   say(`Learned your ${label}.`);
 }
 
