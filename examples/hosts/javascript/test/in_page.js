@@ -1,0 +1,51 @@
+/** Use the page as a visitor does, and print what it shows: node in_page.js SITE [SCREENSHOT.png] */
+
+import { browser, serve } from "./browser.js";
+
+const THREE = "30,22 42,13 58,13 68,23 66,36 56,45 44,48 58,52 70,62 70,76 58,87 42,87 29,78"; // percent of the pad
+
+const [site, screenshot] = process.argv.slice(2);
+const server = await serve({ site });
+const chromium = await browser();
+const page = await chromium.newPage({ viewport: { width: 1240, height: 900 } });
+const errors = [];
+const downloads = [];
+page.on("pageerror", (error) => errors.push(error.message));
+page.on("download", (download) => downloads.push(download.suggestedFilename()));
+const idle = () => page.waitForFunction(() => !document.getElementById("reset").disabled, null, { timeout: 120000 });
+const shown = (id) => page.textContent(`#${id}`);
+
+await page.goto(`${server.address}/site/index.html`);
+await idle();
+const before = await shown("accuracy");
+await page.click("#train");
+await idle();
+const trained = await shown("accuracy");
+const { x, y, width, height } = await page.locator("#pad").boundingBox();
+const points = THREE.split(" ").map((point) => point.split(",").map((percent) => percent / 100));
+for (const [i, [across, down]] of points.entries()) {
+  await page.mouse.move(x + across * width, y + down * height, { steps: 4 });
+  if (!i) await page.mouse.down();
+}
+await page.mouse.up();
+await page.locator("#answers button").nth(3).click();
+await idle();
+const learned = await shown("status");
+await page.waitForFunction(() => document.querySelector("#bars .best"));
+const best = await page.textContent("#bars .best");
+if (screenshot) await page.screenshot({ path: screenshot });
+await page.click("#store");
+await idle();
+const kept = await shown("accuracy");
+await page.click("#download");
+await idle();
+await page.click("#reset");
+await idle();
+const reset = await shown("accuracy");
+await page.click("#restore");
+await idle();
+await page.waitForTimeout(500); // downloads come late
+const restored = await shown("accuracy");
+await chromium.close();
+server.close();
+console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, downloads, errors }));
