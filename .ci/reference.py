@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import shutil
 import sys
 import typing
 from pathlib import Path
@@ -16,6 +17,8 @@ PUBLIC = (
     "graphopt.data",
     "graphopt.models",
     "graphopt.testing",
+    "graphopt.hosts.export",
+    "graphopt.hosts.contract",
     "graphopt.training.fit",
     "graphopt.runtime.device",
     "graphopt.runtime.executor_options",
@@ -52,3 +55,4 @@ if __name__ == "__main__":
     resolve_inherited_fields()
     pdoc.render.configure(docformat="google")
     pdoc.pdoc(*PUBLIC, output_directory=ROOT / "build" / "docs")
+    shutil.copy(ROOT / "graphopt" / "hosts" / "host.schema.json", ROOT / "build" / "docs")

@@ -165,6 +165,15 @@ def test_a_fixed_batch_leaves_no_dynamic_dimension(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "host.json").read_text())["batch"] == 4
 
 
+def test_labels_and_the_one_that_is_ignored_are_told(tmp_path: Path) -> None:
+    loss = passes.CrossEntropy(ignore_index=-100)
+    graphopt.export_hosts(graphopt.compile(linear(), loss=loss, optimizer=passes.SGD(0.1)), tmp_path)
+    contract = json.loads((tmp_path / "host.json").read_text())
+    jsonschema.validate(contract, SCHEMA)
+    target = next(x for x in contract["feeds"] if x["role"] == "target")
+    assert (target["labels"], target["ignored"]) == ([0, 1], -100)
+
+
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(graphopt.GraphoptError, match="expected a training graph, found one without state"):
         graphopt.export_hosts(linear(), tmp_path / "out")

@@ -75,7 +75,8 @@ def _feed(x: ir.Value) -> Entry:
     labels = labels_of(x)
     if labels is None or math.isinf(labels.high):
         return _described(x)
-    return {**_described(x), "labels": [labels.low, labels.high]}
+    ignored = {} if labels.ignored is None else {"ignored": labels.ignored}
+    return {**_described(x), "labels": [labels.low, labels.high], **ignored}
 
 
 def _described(value: ir.Value) -> Entry:
