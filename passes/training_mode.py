@@ -22,7 +22,7 @@ from graphopt.intervals import within
 
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
-SUMMANDS = (0x7FEB352D, 0x846CA68B - 2**32)  # Wellons, https://github.com/skeeto/hash-prospector
+SUMMAND = 0x846CA68B - 2**32  # Wellons, https://github.com/skeeto/hash-prospector
 PYTORCH = "pytorch"  # the producer name that its exporters write
 SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
@@ -193,22 +193,24 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
     """Emit uniform int32 numbers from -2^31 to 2^31 - 1, from a counter (seed, number, step, position).
 
-    The multiples of the golden ratio spread positions, and two rounds of x -> x (x / 2^16 + k) modulo 2^32 mix them.
-    This hash is not a published one. It needs no bitwise operators, for which the CUDA provider has no kernels. For
-    2^22 numbers, chi-squared tests of 1024 bins and of pairs at five distances, and the spectrum, distinguish it from
-    random numbers no better than they distinguish NumPy's. The key comes from (seed, number, step) by x -> x^5, a
-    permutation of the integers modulo the prime p = 2^31 - 1, as 5 does not divide p - 1 (Lidl, Niederreiter, Finite
-    Fields, theorem 7.8).
+    The multiples of the golden ratio spread positions, and two rounds of x -> x (128 x / 2^16 + k) modulo 2^32 mix
+    them. This hash is not a published one. It needs int32 alone, which wraps on every runtime, and no bitwise
+    operators, for which the CUDA provider has no kernels. 128 x has 25 bits, one of them the sign, so that a runtime
+    that divides integers as float32, as OpenVINO does, divides exactly. The first k is c t + d of the step t.
+    Positions start from (c t + d) t + o, a permutation of the integers modulo 2^32, as c is even and d is odd
+    (Rivest, Permutation polynomials modulo 2^w, 2001). For 2^22 numbers, chi-squared tests of 1024 bins, of pairs at
+    ten distances and of pairs of steps, seeds and numbers, and the spectrum, distinguish it from random numbers no
+    better than they distinguish NumPy's. Masks of steps that are 2^25 apart, and parts of a mask as far apart,
+    resemble each other.
     """
-    random = np.random.default_rng([seed, number])
-    factor, offset = (int(value) for value in random.integers(1, LARGEST, 2))
-    x = op.Mod(op.Mod(step, LARGEST) * factor + offset, LARGEST)
-    square = op.Mod(x * x, LARGEST)
-    key = op.Cast(op.Mod(op.Mod(square * square, LARGEST) * x, LARGEST), to=ir.DataType.INT32)
+    even, odd, offset = np.random.default_rng([seed, number]).integers(-(2**31), 2**31, (3, 1), np.int32)
+    t = op.Cast(step, to=ir.DataType.INT32)
+    key = t * op.constant(even & ~1) + op.constant(odd | 1)
     count = op.Cast(op.ReduceProd(shape, keepdims=0), to=ir.DataType.INT32)
-    mixed = op.Range(_int32(op, 0), count, _int32(op, 1)) * _int32(op, GOLDEN) + key
-    for summand in SUMMANDS:
-        mixed = mixed * (mixed / _int32(op, 1 << 16) + _int32(op, summand))
+    spread = op.Range(_int32(op, 0), count, _int32(op, 1)) * _int32(op, GOLDEN)
+    mixed = spread + (key * t + op.constant(offset))
+    for k in (key, _int32(op, SUMMAND)):
+        mixed = mixed * (mixed * _int32(op, 1 << 7) / _int32(op, 1 << 16) + k)
     return op.Reshape(mixed, shape)
 
 

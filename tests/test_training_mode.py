@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -215,14 +217,106 @@ def test_dropout_drops_its_share_another_each_step_and_the_same_when_resumed(tmp
     assert names == ["Mul"]
 
 
+def drawing(shape, seed=0, number=1):
+    """Return a graph that draws the numbers of a mask, given the step."""
+    inputs = [ir.Value(name="step", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))]
+    drawn = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}, name="drawing"), ir_version=10)
+    with Emitter(drawn) as op:
+        y = uniform(op, op.constant(np.array(shape)), inputs[0], seed, number)
+        drawn.graph.outputs.append(y)
+    return drawn
+
+
+def openvino(proto, feeds):
+    core = pytest.importorskip("openvino").Core()
+    return core.compile_model(core.read_model(proto.SerializeToString()), "CPU")(feeds)[0]
+
+
+EVALUATORS = {
+    "onnx": lambda proto, feeds: ReferenceEvaluator(proto).run(None, feeds)[0],
+    "onnxruntime": lambda proto, feeds: next(iter(graphopt.run(proto, feeds).values())),
+    "openvino": openvino,
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("seed", [0, 2**31 - 1])
+@pytest.mark.parametrize("evaluator", EVALUATORS)
+def test_masks_are_the_same_on_every_runtime(evaluator, seed):
+    proto = ir.to_proto(drawing([3, 70, 11], seed))
+    even, odd, offset = np.random.default_rng([seed, 1]).integers(-(2**31), 2**31, 3, np.int32).tolist()
+    for step in (0, 1, 2, 1000, 2**31 - 1):
+        found = EVALUATORS[evaluator](proto, {"step": np.array(step)})
+        assert (found.dtype, found.shape) == (np.int32, (3, 70, 11))
+        key = (even & ~1) * step + (odd | 1)
+        expected = [mixed(i * 0x9E3779B1 + key * step + offset, key) for i in range(found.size)]
+        np.testing.assert_array_equal(found.ravel(), expected)
+
+
+def mixed(x, key):
+    """Return the hash of one of Python's integers, which do not wrap."""
+    for summand in (key, 0x846CA68B):
+        x = signed(x)
+        x *= int(signed(128 * x) / 2**16) + signed(summand)
+    return signed(x)
+
+
+def signed(number):
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def deviation(counts):
+    """Return by how many standard deviations chi-squared of equally likely cells is beside its mean."""
+    freedom = counts.size - 1
+    squares = ((counts - counts.mean()) ** 2).sum() / counts.mean()
+    return (squares - freedom) / np.sqrt(2 * freedom)
+
+
+def pairs(a, b, cells=32):
+    return np.bincount((a >> 27) * cells + (b >> 27) + cells * cells // 2 + cells // 2, minlength=cells**2)
+
+
+@pytest.mark.parametrize("generator", ["mask", "numpy"])
+def test_masks_pass_the_tests_of_random_numbers(generator):
+    """Each figure is beyond 5 standard deviations once in a million; those of NumPy's generator are beside it."""
+
+    @functools.cache
+    def source(seed, number, size):
+        return evaluator(drawing([size], seed, number))
+
+    def drawn(step, seed=0, number=1, size=2**17):
+        if generator == "numpy":
+            return np.random.default_rng([step, seed, number]).integers(-(2**31), 2**31, size, np.int32)
+        return source(seed, number, size).run(None, {"step": np.array(step)})[0]
+
+    steps = [drawn(step) for step in (*range(8), 1000, 2**31 - 1)]
+    found = {"bins": [deviation(np.bincount((x >> 22) + 512, minlength=1024)) for x in steps]}
+    found["neighbours"] = [
+        deviation(pairs(x[:-by], x[by:]))
+        for x in steps
+        for by in (1, 2, 3, 7, 64, 256, 1024, 4096, 12345, 65536)
+    ]
+    found["steps"] = [deviation(pairs(steps[i], steps[i + by])) for by in (1, 2, 4) for i in range(8 - by)]
+    found["steps far apart"] = [deviation(pairs(steps[5], drawn(5 + 2**k))) for k in range(4, 24)]
+    found["seeds"] = [deviation(pairs(steps[0], drawn(0, seed=seed))) for seed in (1, 2, 2**31)]
+    found["numbers"] = [deviation(pairs(steps[0], drawn(0, number=number))) for number in (0, 2, 3)]
+    many = np.stack([drawn(step, size=256) for step in range(1001)])
+    found["one place"] = [deviation(np.bincount((x >> 27) + 16, minlength=32)) for x in many.T]
+    found["one place, steps apart"] = [
+        deviation(pairs(many[:-by].ravel(), many[by:].ravel())) for by in (1, 2, 3, 8, 16, 64, 256)
+    ]
+    for name, figures in found.items():
+        assert np.abs(figures).max() < 6, name
+        assert abs(np.mean(figures)) < 5 / np.sqrt(len(figures)), name
+    signs = np.where(many < 0, 1, -1)
+    correlations = (signs @ signs.T)[np.triu_indices(1001, 1)] / 16
+    assert np.abs(correlations).max() < 6.5
+    assert correlations.std() == pytest.approx(1, abs=0.01)
+
+
 def test_masks_have_no_pattern():
     """The spectrum of white noise of 2^18 numbers has no line above 20 times its mean, but once in 2000."""
-    inputs = [ir.Value(name="step", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))]
-    drawing = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 21}), ir_version=10)
-    with Emitter(drawing) as op:
-        shape = op.constant(np.array([512, 512]))
-        drawing.graph.outputs.append(uniform(op, shape, inputs[0], seed=0, number=1))
-    noise = evaluator(drawing)
+    noise = evaluator(drawing([512, 512]))
     previous = None
     for step in (0, 1, 2, 1000, 2**40):
         drawn = noise.run(None, {"step": np.array(step)})[0]
