@@ -21,7 +21,7 @@ class GraphoptError(ValueError):
 
 
 @dataclass(frozen=True)
-class Lacking:
+class BlockingOperator:
     """Describe an operator without a gradient: its nodes, the parameters that they block, and the reason if known."""
 
     domain: str
@@ -44,10 +44,10 @@ class Lacking:
 class NoGradient(GraphoptError):
     """Report operators between the parameters and the objective that have no gradient."""
 
-    def __init__(self, lacking: Sequence[Lacking], remedy: str = "register rules") -> None:
-        self.lacking = lacking
+    def __init__(self, operators: Sequence[BlockingOperator], remedy: str = "register rules") -> None:
+        self.operators = operators
         super().__init__(
-            f"no gradient rule for {'; '.join(map(str, lacking))}: {remedy} or freeze the parameters that they block"
+            f"no gradient rule for {'; '.join(map(str, operators))}: {remedy} or freeze the parameters that they block"
         )
 
 

@@ -135,9 +135,9 @@ class ForwardBackward:
             if not training:
                 return Forward(self._infer(feeds))
             results, saved = self._engine.forward(feeds)
-            self._state.go_on(results)
+            self._state.advance(results)
             outputs = {name: results[name] for name in self._outputs}
-            back = functools.partial(self._go_back, outputs, saved)
+            back = functools.partial(self._backward, outputs, saved)
             self._last = Forward(outputs, self._read, back, self._lock)
             return self._last
 
@@ -149,7 +149,7 @@ class ForwardBackward:
             )
         return self._last.backward(*gradients, **named)
 
-    def _go_back(
+    def _backward(
         self, outputs: Mapping[str, onnxruntime.OrtValue], saved: Any, gradients: Mapping[str, Tensor]
     ) -> Values:
         seeds = {}

@@ -82,7 +82,7 @@ class _Saved:
 class _Choice:
     """Store the segments to recompute, and the bytes that are alive at any time."""
 
-    held: float
+    peak: float
     cost: float = 0.0
     segments: list[set[ir.Node]] = field(default_factory=list)
 
@@ -146,16 +146,16 @@ class _Forward:
             return _Choice(self.total)
         choices = [self._grow(limit, self.total * 0.8**i) for i in range(1, CAPS)]
         choices.append(_Choice(self.total))
-        least = min(choices, key=lambda choice: (choice.held, choice.cost))
+        least = min(choices, key=lambda choice: (choice.peak, choice.cost))
         if budget is None:
             return least
-        if least.held > limit:
+        if least.peak > limit:
             raise GraphoptError(
                 f"Recompute: budget={budget}: expected to keep {limit / 1e6:.3g} of the {self.total / 1e6:.3g} MB "
-                f"that the backward pass reads, found that it needs {least.held / 1e6:.3g} MB at least: set it to "
-                f"{math.ceil(1000 * least.held / self.total) / 1000} or more"
+                f"that the backward pass reads, found at least {least.peak / 1e6:.3g} MB: set it to "
+                f"{math.ceil(1000 * least.peak / self.total) / 1000} or more"
             )
-        return min((choice for choice in choices if choice.held <= limit), key=lambda choice: choice.cost)
+        return min((choice for choice in choices if choice.peak <= limit), key=lambda choice: choice.cost)
 
     def _grow(self, limit: float, cap: float) -> _Choice:
         """Grow segments by the values that cost least per byte until at most `limit` is kept. None exceeds `cap`."""

@@ -25,7 +25,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import fields, page
-from graphopt.cli.hydra_config import ODD, PRIMARY, RECIPES, CommandLine, composing
+from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.cli.run_folder import RunFolder
 from graphopt.errors import GraphoptError, cause, unknown
@@ -41,7 +41,7 @@ from graphopt.training.fit import fit
 
 INTERRUPTED = 130
 RUNS = ("train", "compile", "hosts", "artifacts", "report")
-MENDABLE = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
+USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except SystemExit as exit:
         return int(exit.code or 0)
-    except MENDABLE as error:
+    except USER_ERRORS as error:
         _complain(error)
         return 1
     return 0
@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> None:
             start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
             try:
                 start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
-            except ODD as error:
+            except COMPOSITION_ERRORS as error:
                 if started or isinstance(error, GraphoptError):
                     raise
                 raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
@@ -148,7 +148,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         if run not in RUNS:
             raise GraphoptError(unknown("run", str(run), runs))
         return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
-    except MENDABLE as error:
+    except USER_ERRORS as error:
         _complain(error)
         raise SystemExit(1) from error  # Hydra passes it on without a message of its own
 

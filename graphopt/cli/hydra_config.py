@@ -33,7 +33,7 @@ RECIPES = (
 PRIMARY = "graphopt"
 RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
-POPULATED = (
+SET_BY_HYDRA = (
     "job.override_dirname",
     "runtime.choices",
     "runtime.config_sources",
@@ -44,7 +44,7 @@ REFUSED_RESOLVERS: dict[str, Any] = {
     "oc.deprecated": oc.deprecated,
     "oc.env": oc.env,
 }
-ODD = (
+COMPOSITION_ERRORS = (
     AssertionError,
     AttributeError,
     KeyError,
@@ -168,7 +168,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if self._command_line.folders:
                 self._check(config, config_name, overrides, how)
             check_expansion(config)
-        except ODD as error:
+        except COMPOSITION_ERRORS as error:
             if isinstance(error, GraphoptError):
                 raise
             raise GraphoptError(f"recipe: expected a config that Hydra can compose: {error}") from error
@@ -197,7 +197,7 @@ class RecipeLoader(ConfigLoaderImpl):
         self._check_runs(values or {})
         ours, theirs = dict(_leaves(ours)), dict(_leaves(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
-            populated = any(field == one or field.startswith(f"{one}.") for one in POPULATED)
+            populated = any(field == one or field.startswith(f"{one}.") for one in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise _on_the_command_line(f"hydra.{field}")
         if config_name is not None:

@@ -206,11 +206,11 @@ def _problem(error: Exception) -> str:
 
 def _check_expansion(path: str, size: int, expansion: int) -> None:
     """Raise an error if a file expands to far more data than its size."""
-    held = Path(path).stat().st_size
-    if size > max(UNSUSPICIOUS, expansion * held):
+    file_size = Path(path).stat().st_size
+    if size > max(UNSUSPICIOUS, expansion * file_size):
         raise GraphoptError(
-            f"{path}: expected data of at most {expansion} times the file, which has {held:,} bytes, found {size:,}: "
-            f"data.expansion={-(-size // held)} reads it"
+            f"{path}: expected data of at most {expansion} times its {file_size:,} bytes, found {size:,}: "
+            f"data.expansion={-(-size // file_size)} reads it"
         )
 
 

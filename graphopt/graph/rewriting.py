@@ -13,11 +13,13 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
+from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
 from graphopt.intervals import check_intervals
@@ -114,6 +116,11 @@ def retire(model: ir.Model, output: ir.Value) -> None:
     """Remove an output's role and rename it, so that another value can have its role and name."""
     clear_role(output)
     output.name = f"{output.name}.before.{len(model.graph)}"
+
+
+def remove_unused_nodes(body: ir.Graph) -> None:
+    """Remove the nodes of a body whose outputs nothing reads."""
+    RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
 
 
 Pattern = str | tuple[str, ...] | list[str] | None

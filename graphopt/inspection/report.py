@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.listing import listing, size
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
@@ -48,11 +48,11 @@ class Report:
     def on_cuda(self) -> str:
         """Return the operators without a kernel in ONNX Runtime's CUDA provider, which run on the CPU."""
         final = self.stages[-1][2] if self.stages else self.model
-        lacking = without_cuda_kernel(final)
-        if not lacking:
+        missing = without_cuda_kernel(final)
+        if not missing:
             return "on cuda    every operator has a kernel\n"
-        rows = [("on cuda    the host runs", "nodes")]
-        rows += [(f"  {operator}", _some(names)) for operator, names in lacking.items()]
+        rows = [("on cuda    the CPU runs", "nodes")]
+        rows += [(f"  {operator}", _some(names)) for operator, names in missing.items()]
         return "\n".join(_table(rows)) + "\n"
 
     def listings(self) -> str:
@@ -172,19 +172,19 @@ def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
     yield f"blocked    at {step}: operators without a gradient"
     rows = [("  operator", "nodes", "blocks", "what would help")]
     rows += [
-        (f"  {x.operator}", _some(x.nodes), _some(x.blocks), "; ".join(_advice(x))) for x in error.lacking
+        (f"  {x.operator}", _some(x.nodes), _some(x.blocks), "; ".join(_advice(x))) for x in error.operators
     ]
     yield from _table(rows)
 
 
-def _advice(lacking: Lacking) -> Iterator[str]:
-    if lacking.reason:
-        yield lacking.reason
-    elif lacking.domain.startswith("com.microsoft"):
+def _advice(operator: BlockingOperator) -> Iterator[str]:
+    if operator.reason:
+        yield operator.reason
+    elif operator.domain.startswith("com.microsoft"):
         yield "export or optimize the model without ONNX Runtime's fusions"
-    yield f"freeze: parameters.freeze='[{','.join(lacking.blocks)}]'"
-    if not lacking.reason:
-        yield f"register a rule: passes.gradient({lacking.domain!r}, {lacking.op_type!r})"
+    yield f"freeze: parameters.freeze='[{','.join(operator.blocks)}]'"
+    if not operator.reason:
+        yield f"register a rule: passes.gradient({operator.domain!r}, {operator.op_type!r})"
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

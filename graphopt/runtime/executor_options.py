@@ -44,6 +44,9 @@ class ExecutorOptions(DeviceOptions):
             )
 
 
+ExecutorOptions.__init__.__annotations__["step"] = "Source"  # `help` shows this instead of an InitVar
+
+
 def check_steps_per_call(count: int | None) -> None:
     """Raise an error unless the number of steps per call is valid."""
     if count is not None and count < 1:

@@ -44,11 +44,11 @@ class Forward(Values):
         self,
         values: Mapping[str, onnxruntime.OrtValue],
         copied: Collection[str] = (),
-        back: Callable[[dict[str, Tensor]], Values] | None = None,
+        backward: Callable[[dict[str, Tensor]], Values] | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
         super().__init__(values, copied)
-        self._back, self._lock = back, lock or threading.RLock()
+        self._backward, self._lock = backward, lock or threading.RLock()
 
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
         """Return the gradients with respect to inputs and parameters by name, and release the saved values.
@@ -63,13 +63,13 @@ class Forward(Values):
                 nothing was saved, because the forward pass was not in training or already had its backward pass.
         """
         with self._lock:
-            if self._back is None:
+            if self._backward is None:
                 raise GraphoptError(
                     "backward: expected a forward pass in training without a backward pass so far, found nothing "
                     "saved: run forward again"
                 )
-            found = self._back(by_name(gradients, named, list(self), "gradient of output"))
-            self._back = None
+            found = self._backward(by_name(gradients, named, list(self), "gradient of output"))
+            self._backward = None
         return found
 
 

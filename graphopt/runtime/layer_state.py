@@ -53,7 +53,7 @@ class LayerState:
             name: fitting(self._device, self._accepted[name], x, copied=True) for name, x in arrays.items()
         }
 
-    def go_on(self, results: Mapping[str, onnxruntime.OrtValue]) -> None:
+    def advance(self, results: Mapping[str, onnxruntime.OrtValue]) -> None:
         """Remove the new state from the results of a forward pass and store it."""
         self.values |= {name: results[next_of(name)] for name in self.values if next_of(name) in results}
 

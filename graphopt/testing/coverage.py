@@ -263,7 +263,7 @@ def _said_by(who: str) -> Iterator[None]:
         yield
     except NoGradient as error:
         raise GraphoptError(
-            f"{who}: {'; '.join(f'{x.op_type}: {x.reason}' for x in error.lacking)}"
+            f"{who}: {'; '.join(f'{x.op_type}: {x.reason}' for x in error.operators)}"
         ) from error
     except Exception as error:
         raise GraphoptError(f"{who}: {' '.join(str(error).split()).removeprefix(f'{who}: ')}") from error

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS, PREDICATES
-from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import like
 from passes.gradients.registry import ELEMENTWISE
 
@@ -87,7 +86,7 @@ class ScanParts:
             outputs.append(y if y.producer() is None else ir.Value(name=y.name, type=y.type, shape=y.shape))
             ir.convenience.replace_all_uses_with(y, outputs[-1], replace_graph_outputs=True)
         self.body.outputs[:] = [state.after for state in self.states] + [rows.row for rows in self.outputs]
-        common.RemoveUnusedNodesPass()(ir.Model(self.body, ir_version=IR_VERSION))
+        remove_unused_nodes(self.body)
         self.inputs = [rows for rows in self.inputs if rows.row.uses()] or self.inputs[:1]
         self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
         if outputs:

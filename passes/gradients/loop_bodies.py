@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 from onnx_ir import Graph, Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import dims_of, is_floating, like
 
 Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
@@ -31,16 +30,16 @@ def scan_over(
         body.inputs.extend(carried)
         following, outputs = step(inner, carried, slices)
         finish(inner, body, [like(y, x) for y, x in zip(following, carried, strict=True)] + outputs)
-    length, way = dims_of(sequences[0])[0], int(reverse)
+    length, direction = dims_of(sequences[0])[0], int(reverse)
     stacks = [Value(type=y.type, shape=ir.Shape([length, *dims_of(y)])) for y in outputs]
     return emit_scan(
         op,
         body,
         states,
-        [(x, sequence, 0, way) for x, sequence in zip(slices, sequences, strict=True)],
+        [(x, sequence, 0, direction) for x, sequence in zip(slices, sequences, strict=True)],
         [*states, *stacks],
         scan_output_axes=[0] * len(outputs),
-        scan_output_directions=[way] * len(outputs),
+        scan_output_directions=[direction] * len(outputs),
     )
 
 
@@ -62,7 +61,7 @@ def emit_scan(
         body=body,
         num_scan_inputs=len(sequences),
         scan_input_axes=[axis for *_, axis, _ in sequences],
-        scan_input_directions=[way for *_, way in sequences],
+        scan_input_directions=[direction for *_, direction in sequences],
         **{name: value for name, value in attributes.items() if value},
     )
 
@@ -78,11 +77,11 @@ def emit(
 
 
 def saved(
-    node: Node, body: Graph, x: Value, length: int | ir.SymbolicDim | None, way: int | None = None
+    node: Node, body: Graph, x: Value, length: int | ir.SymbolicDim | None, direction: int | None = None
 ) -> Value:
     """Return an output of a loop that stacks a value of its body over all steps, and add it if it is missing.
 
-    For a Scan, `way` is 0 for the order of steps and 1 for the reverse order.
+    For a Scan, `direction` is 0 for forward and 1 for reverse.
     """
     name = f"{next(y.name for y in node.outputs if y.name)}/{x.name}"
     for y in node.outputs:
@@ -96,9 +95,9 @@ def saved(
     node.resize_outputs(len(node.outputs) + 1)
     stack = node.outputs[-1]
     stack.name, stack.type, stack.shape = name, x.type, ir.Shape([length, *dims_of(x)])
-    if way is not None:
+    if direction is not None:
         stacks = len(node.outputs) - (len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)) - 1
-        for attribute, last in (("scan_output_axes", 0), ("scan_output_directions", way)):
+        for attribute, last in (("scan_output_axes", 0), ("scan_output_directions", direction)):
             others = node.attributes.get_ints(attribute, None) or [0] * stacks
             node.attributes.add(ir.AttrInt64s(attribute, [*others, last]))
     return stack
@@ -141,4 +140,4 @@ def finish(op: Emitter, body: Graph, results: Iterable[Value]) -> None:
         own = y.producer() is not None and y.graph is body and y not in outputs
         outputs.append(y if own else like(op.Identity(y), y))
     body.outputs[:] = outputs
-    common.RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
+    remove_unused_nodes(body)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.schemas import attributes_of
@@ -152,19 +152,19 @@ def passes_gradient(node: ir.Node) -> bool:
 
 def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
     """Raise one error for all nodes of `path` without a rule that names the values each operator blocks."""
-    lacking: dict[tuple[str, str], list[ir.Node]] = {}
+    missing: dict[tuple[str, str], list[ir.Node]] = {}
     for node in path:
         if (node.domain, node.op_type) not in RULES:
-            lacking.setdefault((node.domain, node.op_type), []).append(node)
-    if lacking:
-        raise NoGradient([_lacking(nodes, wrt) for _, nodes in sorted(lacking.items())])
+            missing.setdefault((node.domain, node.op_type), []).append(node)
+    if missing:
+        raise NoGradient([_blocking(nodes, wrt) for _, nodes in sorted(missing.items())])
 
 
-def _lacking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> Lacking:
+def _blocking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> BlockingOperator:
     names = tuple(str(node.name) for node in nodes)
     blocks = tuple(str(x.name) for x in wrt if reaches(x, nodes))
     domain, op_type = nodes[0].domain, nodes[0].op_type
-    return Lacking(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
+    return BlockingOperator(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
 
 
 def dead_ends(x: ir.Value) -> list[ir.Node]:

@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import MANY
 from graphopt.graph.operators import SEQUENCE_READERS
-from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like
 
@@ -28,7 +28,7 @@ class Stack:
     tensor: ir.Value
 
 
-Held = list[ir.Value] | Stack
+Content = list[ir.Value] | Stack
 
 
 def lower_sequences(model: ir.Model) -> None:
@@ -45,11 +45,11 @@ def lower_sequences(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _lower(op: Emitter, graph: ir.Graph, held: dict[ir.Value, Held], sizes: Container[Size]) -> None:
+def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], sizes: Container[Size]) -> None:
     """Lower the nodes of a graph in order.
 
     Args:
-        held: the known content of sequences.
+        contents: the known contents of sequences.
         sizes: symbolic dimensions that are equal in all turns of a loop.
     """
     graph.sort()
@@ -57,18 +57,18 @@ def _lower(op: Emitter, graph: ir.Graph, held: dict[ir.Value, Held], sizes: Cont
         if node.domain != "":
             continue
         if node.op_type == "Loop":
-            _pass_through(node, held)
+            _pass_through(node, contents)
         for body in subgraphs(node):
             with op.within(body) as inner:
-                _lower(inner, body, held, sizes)
+                _lower(inner, body, contents, sizes)
         if node.op_type == "Loop":
-            _scan(op, node, held, sizes)
+            _scan(op, node, contents, sizes)
             continue
         _type(op, node)
-        content = _held(op, node, held)
+        content = _content(op, node, contents)
         if content is not None:
-            held[node.outputs[0]] = content
-        result = _read(op, node, held)
+            contents[node.outputs[0]] = content
+        result = _read(op, node, contents)
         if result is not None:
             _replace(op, node.outputs[0], result)
             graph.remove(node, safe=True)
@@ -90,10 +90,10 @@ def _type(op: Emitter, node: ir.Node) -> None:
         op.infer(node)
 
 
-def _held(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> Held | None:
+def _content(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> Content | None:
     """Return the content of the sequence that a node makes, or None if it is unknown."""
     x = node.inputs[0] if node.inputs else None
-    before = None if x is None else held.get(x)
+    before = None if x is None else contents.get(x)
     match node.op_type:
         case "SequenceEmpty":
             return []
@@ -125,7 +125,7 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
     return place % places if place is not None and -places <= place < places else None
 
 
-def _split(op: Emitter, node: ir.Node) -> Held | None:
+def _split(op: Emitter, node: ir.Node) -> Content | None:
     """Emit the parts of a tensor, stacked if their number is only known at run time."""
     x = node.inputs[0]
     if x is None or x.shape is None:
@@ -158,10 +158,10 @@ def _parts(op: Emitter, x: ir.Value, sizes: Sequence[int], axis: int) -> list[ir
     return list(parts)  # type: ignore[arg-type]
 
 
-def _read(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> ir.Value | None:
+def _read(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> ir.Value | None:
     """Emit the tensor that a node reads from a sequence, or return None if it is unknown."""
     x = node.inputs[0] if node.inputs else None
-    content = None if x is None else held.get(x)
+    content = None if x is None else contents.get(x)
     if content is None:
         return None
     match node.op_type:
@@ -180,7 +180,7 @@ def _read(op: Emitter, node: ir.Node, held: dict[ir.Value, Held]) -> ir.Value | 
     return None
 
 
-def _stacked(op: Emitter, content: Held) -> ir.Value | None:
+def _stacked(op: Emitter, content: Content) -> ir.Value | None:
     """Emit the elements stacked along a first axis, or return None if their shapes may differ."""
     if isinstance(content, Stack):
         return content.tensor
@@ -191,7 +191,7 @@ def _stacked(op: Emitter, content: Held) -> ir.Value | None:
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=0)
 
 
-def _concatenated(op: Emitter, node: ir.Node, content: Held) -> ir.Value | None:
+def _concatenated(op: Emitter, node: ir.Node, content: Content) -> ir.Value | None:
     axis, new = node.attributes.get_int("axis", 0), node.attributes.get_int("new_axis", 0)
     if isinstance(content, list):
         if not content or (new and any(x.shape is None for x in content)):
@@ -223,22 +223,22 @@ def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]
             yield i, start, body.inputs[i + 2], body.outputs[i + 1]
 
 
-def _pass_through(node: ir.Node, held: dict[ir.Value, Held]) -> None:
+def _pass_through(node: ir.Node, contents: dict[ir.Value, Content]) -> None:
     """Record the content of sequences that a Loop leaves unchanged."""
     body = node.attributes["body"].as_graph()
     for i, start, before, after in _states(node):
-        if start in held and _appended(before, after) == []:
-            held[before] = held[start]
+        if start in contents and _appended(before, after) == []:
+            contents[before] = contents[start]
             body.outputs[i + 1] = before
 
 
-def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Container[Size]) -> None:
+def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: Container[Size]) -> None:
     """Return sequences that a Loop's turns append to as scan outputs, and drop sequences that it leaves unchanged."""
     body = node.attributes["body"].as_graph()
-    _drop_unused(body)
-    replaced: dict[int, tuple[list[ir.Value], Held]] = {}
+    remove_unused_nodes(body)
+    replaced: dict[int, tuple[list[ir.Value], Content]] = {}
     for i, start, before, after in _states(node):
-        rows, first = _appended(before, after), held.get(start)
+        rows, first = _appended(before, after), contents.get(start)
         if rows is None or first is None or len(before.uses()) > bool(rows):
             continue
         readers = list(node.outputs[i].consumers())
@@ -259,7 +259,7 @@ def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Contain
     for i in sorted(replaced, reverse=True):
         del body.outputs[i + 1]
         del body.inputs[i + 2]
-    _drop_unused(body)
+    remove_unused_nodes(body)
     inputs = [*node.inputs[:2], *(node.inputs[i + 2] for i in left)]
     op.call_op(
         "Loop", inputs, {"body": body.clone(allow_outer_scope_values=True)}, outputs=outputs, name=node.name
@@ -280,12 +280,8 @@ def _scan(op: Emitter, node: ir.Node, held: dict[ir.Value, Held], sizes: Contain
             if isinstance(whole, Stack)
             else op.Identity(node.inputs[i + 2])
         )
-        held[_replace(op, y, again)] = whole
+        contents[_replace(op, y, again)] = whole
     node.graph.remove(node, safe=True)  # type: ignore[union-attr]
-
-
-def _drop_unused(body: ir.Graph) -> None:
-    RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
 
 
 def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:

@@ -47,16 +47,16 @@ class OrtGradient(GradientSource):
         active = frozenset(wrt).union(*(node.outputs for node in path))
         if any(wrong(node, active) for node in path):
             raise builder.refusal(path, active)
-        part = builder.part(path, list(seeds))
+        part = builder.extract(path, list(seeds))
         try:
             built = builder.build(part, wrt)
         except RuntimeError as error:
             raise builder.refusal(path, active, error) from error
         needs_training_runtime(model)
-        return _graft(model, part, built, seeds, wrt)
+        return _insert_gradients(model, part, built, seeds, wrt)
 
 
-def _graft(
+def _insert_gradients(
     model: ir.Model,
     part: ir.Model,
     built: onnx.ModelProto,

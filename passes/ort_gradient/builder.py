@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, Lacking, NoGradient
+from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
 from passes.gradients.walk import inputs_of, reaches
@@ -45,7 +45,7 @@ class Builder:
         self._options.log_severity_level = 4  # errors are raised instead
         self._model = model
 
-    def part(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
+    def extract(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
         """Return the graph of `nodes` with each of `outputs` behind an Identity. Other values are inputs."""
         made = {y for node in nodes for y in node.outputs}
         needed = dict.fromkeys(
@@ -83,19 +83,21 @@ class Builder:
                 refused.setdefault((node.domain, node.op_type), {})[node] = f"{TRAINING_RUNTIME} {reason}"
         if not refused:
             return GraphoptError(f"{TRAINING_RUNTIME} refuses the model, {_said(error)}: use Gradient")
-        lacking = []
+        blocking = []
         wrt = [x for x in active if x.producer() not in path]
         for (domain, op_type), nodes in sorted(refused.items()):
             blocks = tuple(sorted(str(x.name) for x in wrt if reaches(x, list(nodes))))
             names = tuple(str(node.name) for node in nodes)
-            lacking.append(Lacking(domain, op_type, names, blocks, next(iter(nodes.values()))))
-        return NoGradient(lacking, "use Gradient")
+            blocking.append(BlockingOperator(domain, op_type, names, blocks, next(iter(nodes.values()))))
+        return NoGradient(blocking, "use Gradient")
 
     def _complaint(self, node: ir.Node, path: Sequence[ir.Node], active: frozenset[ir.Value]) -> str:
         """Return the builder's error for one node, or an empty text."""
         used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
         try:
-            self.build(self.part([node], used), [x for x in inputs_of(node) if x is not None and x in active])
+            self.build(
+                self.extract([node], used), [x for x in inputs_of(node) if x is not None and x in active]
+            )
         except RuntimeError as error:
             return _said(error)
         return ""

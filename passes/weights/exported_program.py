@@ -96,7 +96,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
     """
     kinds = {spec.target: spec.kind for spec in specs.values()}
     placeholders = {spec.target: name for name, spec in specs.items()}
-    leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _held(model))
+    leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _names_present(model))
     if not leaves_open:
         for node in model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
@@ -136,7 +136,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
-def part(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
     The call from which a node comes names the parameters that it reads. If an initializer is none of them, it replaces
@@ -185,12 +185,12 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
             for call in reversed(calls):
                 numbers = _INVERTIBLE[call][1](numbers)
         path = paths[0]
-        held = model.graph.initializers.get(path)
+        existing = model.graph.initializers.get(path)
         if not np.isfinite(numbers).all() or (
-            held and not np.allclose(array(held), numbers, rtol=1e-4, atol=1e-5)
+            existing and not np.allclose(array(existing), numbers, rtol=1e-4, atol=1e-5)
         ):
             continue
-        last = held or register(model, path, np.asarray(numbers, array(value).dtype))
+        last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
         nodes = []
         for call in calls:
@@ -219,13 +219,15 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     """Restore the biases that the exporter dropped because they start at zero, and return their kinds by name."""
-    held = _held(model)
+    present = _names_present(model)
     restored: dict[str, Origin] = {}
     for node in model.graph.all_nodes():
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
         arguments = [specs[name] for name in _arguments(note_of(node, EXPORTED_CALL) or "") if name in specs]
-        gone = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in held]
+        gone = [
+            spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in present
+        ]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
@@ -244,9 +246,9 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
 
     The exporter folds BatchNormalization into a convolution before it.
     """
-    held = _held(model)
+    present = _names_present(model)
     taken = {name for call in _calls(model) for name in _arguments(call)}
-    gone = {name: spec for name, spec in specs.items() if spec.target not in held}
+    gone = {name: spec for name, spec in specs.items() if spec.target not in present}
     folded = {_module(spec.target) for spec in gone.values() if spec.target.endswith(".running_mean")}
     return [
         spec.target
@@ -255,7 +257,7 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
     ]
 
 
-def _held(model: ir.Model) -> set[str]:
+def _names_present(model: ir.Model) -> set[str]:
     """Return the names of the values in the file, and of those from which the exporter computed its values."""
     return {name for value in floating(model) for name in (str(value.name), *_sources(value))}
 

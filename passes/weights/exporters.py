@@ -22,7 +22,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
     if signature:
         restored: dict[str, Origin] = {}
         for undo in (
-            exported_program.part,
+            exported_program.separate_merged,
             exported_program.invert,
             exported_program.restore_rows,
             exported_program.restore_biases,
@@ -30,7 +30,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
             restored |= undo(model, signature)
         return dict(exported_program.read(model, signature)) | restored
     if model.producer_name == "pytorch":
-        restored = torchscript.part(model) | torchscript.restore_rows(model)
+        restored = torchscript.separate_merged(model) | torchscript.restore_rows(model)
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         return dict(_read_tensorflow(model))

@@ -36,7 +36,7 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
             yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 
-def part(model: ir.Model) -> dict[str, Origin]:
+def separate_merged(model: ir.Model) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
     A folded value that one module reads at several places stays one initializer.

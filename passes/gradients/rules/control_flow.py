@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 from onnx_ir import Graph, Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import dims_of, is_floating, like
 from passes.gradients.loop_bodies import (
     Sequences,
@@ -91,7 +90,7 @@ class Back:
         for value in (*self.body.inputs, *self.body.outputs):
             if not isinstance(value.type, ir.TensorType):
                 raise GraphoptError(
-                    f"{node.op_type} node {node.name!r}: expected tensors on the way of a gradient, found "
+                    f"{node.op_type} node {node.name!r}: expected tensors on the path of a gradient, found "
                     f"{value.name!r} of {value.type}: freeze the parameters before it"
                 )
         self.graph = copy(self.body)
@@ -131,7 +130,7 @@ class Back:
                     found.append((self.inner.value_like(x), y))
                 for user, i in users:
                     user.replace_input_with(i, found[-1][0])
-        common.RemoveUnusedNodesPass()(ir.Model(self.graph, ir_version=IR_VERSION))
+        remove_unused_nodes(self.graph)
         return found
 
 
@@ -157,24 +156,26 @@ def scan(
     ]
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[end:] if x in active), dys, 0, n)
-    ways = padded(scan_input_directions, len(back.slices))[: len(back.slices)]
-    turned = [1 - way for way in ways]
+    directions = padded(scan_input_directions, len(back.slices))[: len(back.slices)]
+    turned = [1 - direction for direction in directions]
     length = dims_of(inputs[n])[axes[0]]
-    slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, ways, strict=True))
+    slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, directions, strict=True))
     stacks = recomputed(op, node, back.body, slices)
     kept = back.kept() if SAVING in node.meta else []
     kept += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
-    sequences: Sequences = [(x, saved(node, back.body, y, length, ways[0]), 0, turned[0]) for x, y in kept]
+    sequences: Sequences = [
+        (x, saved(node, back.body, y, length, directions[0]), 0, turned[0]) for x, y in kept
+    ]
     sequences += [(x, stacks[i], 0, turned[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks]
     sequences += [
-        (x, sequence, axis, way)
-        for x, sequence, axis, way in zip(back.slices, inputs[n:end], axes, turned, strict=True)
+        (x, sequence, axis, direction)
+        for x, sequence, axis, direction in zip(back.slices, inputs[n:end], axes, turned, strict=True)
         if x.uses()
     ]
     stacked, ends = padded(scan_output_axes, len(dys)), padded(scan_output_directions, len(dys))
     sequences += [
-        (end_, dy_, axis, 1 - way)
-        for end_, dy_, axis, way in zip(back.ends[n:], dys[n:], stacked, ends, strict=False)
+        (end_, dy_, axis, 1 - direction)
+        for end_, dy_, axis, direction in zip(back.ends[n:], dys[n:], stacked, ends, strict=False)
         if end_ is not None and dy_ is not None and end_.uses()
     ]
     if not sequences:  # one is needed to determine the number of steps
@@ -254,7 +255,7 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
     with op.within(body) as inner:
         body.inputs[:] = [rows[i] for i in others]
         finish(inner, body, [*(body.outputs[i] for i in others), *body.inputs])
-    _, sequence, axis, way = slices[0]
+    _, sequence, axis, direction = slices[0]
     stacked = [
         Value(type=rows[i].type, shape=ir.Shape([dims_of(sequence)[axis], *dims_of(rows[i])])) for i in others
     ]
@@ -263,10 +264,10 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
         op,
         body,
         starts,
-        [(rows[i], x, 0, way) for i, x in known.items()]
+        [(rows[i], x, 0, direction) for i, x in known.items()]
         + [(row, *it[1:]) for row, it in zip(rows[states:], slices, strict=True)],
         [*starts, *stacked],
         scan_output_axes=[0] * len(others),
-        scan_output_directions=[way] * len(others),
+        scan_output_directions=[direction] * len(others),
     )
     return known | dict(zip(others, found[len(others) :], strict=True))
