@@ -25,6 +25,7 @@ from passes.optimizers.descent import SGD
 from passes.optimizers.optimizer import Group, Optimizer
 from passes.ort_gradient import OrtGradient
 from passes.parameters import Parameters, Untie
+from passes.portable import Portable
 from passes.recompute import Recompute
 from passes.regularizers import L1, L2, ElasticPenalty, Regularizer
 from passes.schedules import (
@@ -89,6 +90,7 @@ __all__ = [
     "Parameters",
     "Poisson",
     "Polynomial",
+    "Portable",
     "Quantile",
     "RMSprop",
     "Recompute",
