@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import linear
 from host_graphs import GRAPHS, STEPS, batches
 
 import graphopt
+import passes
 
 PACKAGE = Path(__file__).parents[1] / "examples" / "hosts" / "javascript"
 TESTS = PACKAGE / "test"
@@ -39,12 +41,14 @@ def javascript(program: str, *arguments: str | os.PathLike[str], timeout: float 
     return found
 
 
-def write_batches(folder: Path, name: str, steps: int = STEPS) -> None:
-    described = [
-        {key: {"type": x.dtype.name, "dims": x.shape, "data": x.ravel().tolist()} for key, x in batch.items()}
-        for batch in batches(name, steps)
-    ]
-    (folder / "batches.json").write_text(json.dumps(described))
+def described(x: np.ndarray) -> dict[str, Any]:
+    numbers = x.view(np.uint16) if x.dtype == np.float16 else x
+    return {"type": x.dtype.name, "dims": x.shape, "data": numbers.ravel().tolist()}
+
+
+def write_batches(folder: Path, fed: Sequence[Mapping[str, np.ndarray]]) -> None:
+    batches = [{name: described(x) for name, x in batch.items()} for batch in fed]
+    (folder / "batches.json").write_text(json.dumps(batches))
 
 
 class Reference:
@@ -53,7 +57,7 @@ class Reference:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.step = name, folder, GRAPHS[name][0]()
         graphopt.export_hosts(self.step, folder)
-        write_batches(folder, name)
+        write_batches(folder, batches(name))
         self.executor = graphopt.Executor(self.step, threads=1)
         self.losses = self.train(self.executor)
 
@@ -125,6 +129,19 @@ def test_it_trains_in_chromium_on_webgpu(reference: Reference) -> None:
     if reference.name == "transformer":
         pytest.skip("Concat and Split of 13 tensors exceed the storage buffers of a shader")
     check(chromium("webgpu", reference), reference, rtol=1e-4)
+
+
+def test_it_trains_in_16_bits(tmp_path: Path) -> None:
+    step = graphopt.compile(
+        linear(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05)
+    )
+    graphopt.export_hosts(step, tmp_path)
+    fed = [{name: x.astype(np.float16) for name, x in batch.items()} for batch in batches("linear", 5)]
+    write_batches(tmp_path, fed)
+    executor = graphopt.Executor(step)
+    losses = [float(executor.step(batch)["loss"]) for batch in fed]
+    for runtime in ("node", "wasm"):
+        np.testing.assert_allclose(javascript("in_node.js", runtime, tmp_path)["losses"], losses, rtol=2e-3)
 
 
 ERRORS = {

@@ -44,13 +44,21 @@ export function headerOf(bytes) {
   }
 }
 
+/** Return the shape of so many numbers, of which a shape leaves one size open; undefined where there is none. */
+export function dimsFor(shape, count) {
+  const known = sizeOf((shape ?? []).filter(Number.isInteger));
+  const dims = (shape ?? []).map((size) => (Number.isInteger(size) ? size : count / known));
+  return sizeOf(dims) === count && dims.every(Number.isInteger) ? dims : undefined;
+}
+
 /** Check the shape of a feed; `sizes` collects the sizes of dimensions by name. */
 export function checkShape({ name, shape }, dims, sizes) {
+  if (!shape) return;
   if (dims.length !== shape.length || shape.some((size, i) => Number.isInteger(size) && size !== dims[i]))
     throw new GraphoptError(`feed '${name}': expected shape [${shape}], found [${dims}]`);
   shape.forEach((dim, i) => {
     const [size, first] = (sizes[dim] ??= [dims[i], name]);
-    if (size !== dims[i] && !Number.isInteger(dim))
+    if (size !== dims[i] && typeof dim === "string")
       throw new GraphoptError(
         `dimension '${dim}': expected one size, found ${size} in '${first}', ${dims[i]} in '${name}'`,
       );
@@ -81,5 +89,14 @@ export function asBytes(found, name) {
 
 export const arrayOf = (type, numbers) => TYPES[type][1].from(numbers, type.endsWith("int64") ? BigInt : Number);
 export const sizeOf = (shape) => shape.reduce((product, size) => product * size, 1);
-export const valueOf = (tensor) => (tensor.dims.length ? tensor : Number(tensor.data[0]));
+export const takesNumbers = (type) => TYPES[type][1] !== Uint16Array || type === "uint16";
+export const valueOf = (tensor) => (tensor.dims.length ? tensor : numberOf(tensor));
 export const oneLine = (error) => String(error.message ?? error).split("\n")[0];
+
+function numberOf({ type, data }) {
+  const [bits] = data;
+  if (takesNumbers(type)) return Number(bits);
+  const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024]; // of a float16 where the host has no such array
+  const special = exponent === 31 ? (fraction ? NaN : Infinity) : fraction * 2 ** -14;
+  return (bits >> 15 ? -1 : 1) * (exponent % 31 ? (1 + fraction) * 2 ** (exponent - 15) : special);
+}

@@ -11,10 +11,12 @@ import {
   checkLabels,
   checkShape,
   checkedHost,
+  dimsFor,
   headerOf,
   named,
   oneLine,
   sizeOf,
+  takesNumbers,
   valueOf,
 } from "./contract.js";
 
@@ -221,16 +223,15 @@ export class Trainer {
   }
 
   #tensor({ name, type, shape }, fed) {
-    const numbers = Array.isArray(fed);
+    const numbers = Array.isArray(fed) && takesNumbers(type);
     const found = fed instanceof this.#ort.Tensor ? fed.type : numbers ? type : fed?.constructor?.name;
     const expected = TYPES[type][1].name;
     if (found !== type && found !== expected)
       throw new GraphoptError(`feed '${name}': expected ${type} (${expected}), found ${found}: convert it`);
     if (fed instanceof this.#ort.Tensor) return fed;
     const data = numbers ? arrayOf(type, fed.flat(Infinity)) : fed;
-    const known = sizeOf(shape.filter(Number.isInteger));
-    const dims = shape.map((size) => (Number.isInteger(size) ? size : data.length / known));
-    if (sizeOf(dims) !== data.length || !dims.every(Number.isInteger))
+    const dims = dimsFor(shape, data.length);
+    if (!dims)
       throw new GraphoptError(`feed '${name}': expected [${shape}], found ${data.length} numbers: pass an ort.Tensor`);
     return new this.#ort.Tensor(type, data, dims);
   }

@@ -14,8 +14,7 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
   const batches = JSON.parse(new TextDecoder().decode(await files("batches.json")));
   const feeds = batches.map((batch) => {
     const entries = Object.entries(batch).map(([name, { type, dims, data }]) => {
-      const numbers = type === "int64" ? BigInt64Array.from(data, BigInt) : Float32Array.from(data);
-      return [name, new ort.Tensor(type, numbers, dims)];
+      return [name, new ort.Tensor(type, arrayOf(type, data), dims)];
     });
     return Object.fromEntries(entries);
   });
@@ -44,6 +43,11 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
   await other.dispose();
   const differences = Object.entries(state).map(([name, array]) => difference(array, found[name]));
   return { losses, together, difference: Math.max(...differences), evaluated, predicted, trained, saved, end };
+}
+
+function arrayOf(type, data) {
+  if (type === "int64") return BigInt64Array.from(data, BigInt);
+  return type === "float16" ? Uint16Array.from(data) : Float32Array.from(data); // 16 bits as they are
 }
 
 function difference(a, b) {

@@ -1,0 +1,208 @@
+/**
+ * The same training in graphopt, TensorFlow.js and jax-js: the weights of a host folder, Adam at 1e-3, the same batches.
+ * A contender is `async (problem) => async (count) => losses`, which trains on the next `count` batches.
+ */
+
+import { Trainer } from "../../hosts/javascript/index.js";
+
+const RATE = 1e-3;
+const CLASSES = 10;
+const [FIRST, SECOND, EPSILON] = [0.9, 0.999, 1e-8]; // of Adam
+
+/** Read a host folder, its initial weights as [weight, bias] of each layer, and batches. */
+export async function problem(files) {
+  const host = JSON.parse(new TextDecoder().decode(await files("host.json")));
+  const state = await files("state.safetensors");
+  const layers = {};
+  for (const { name, role, offset, bytes, shape } of host.state.filter(({ role }) => role === "parameter")) {
+    const [, place, kind] = name.split(".");
+    (layers[place] ??= {})[kind] = { data: new Float32Array(state.slice(offset, offset + bytes).buffer), shape };
+  }
+  const features = host.feeds[0].shape.slice(1);
+  const size = features.reduce((a, b) => a * b);
+  const x = new Float32Array((await files("x.bin")).slice().buffer);
+  const target = await files("target.bin");
+  const rows = target.length / 16;
+  const batches = Array.from({ length: 16 }, (_, i) => ({
+    x: x.subarray(i * rows * size, (i + 1) * rows * size),
+    target: target.subarray(i * rows, (i + 1) * rows),
+  }));
+  const ordered = Object.keys(layers).sort((a, b) => a - b);
+  return { files, features, rows, batches, layers: ordered.map((key) => [layers[key].weight, layers[key].bias]) };
+}
+
+function batchesOf(batches, convert) {
+  const converted = batches.map(convert);
+  let next = 0;
+  return () => converted[next++ % converted.length];
+}
+
+/** Train with graphopt, `together` steps in a call. */
+export function graphopt(ort, { executionProviders, together = 1, threads = 1 }) {
+  return async ({ files, batches }) => {
+    const sessionOptions = { intraOpNumThreads: threads, interOpNumThreads: 1 };
+    const trainer = await Trainer.create(ort, files, {
+      executionProviders,
+      sessionOptions,
+      stepsPerCall: together,
+      report: ["loss"],
+    });
+    const next = batchesOf(batches, ({ x, target }) => ({ x, target: BigInt64Array.from(target, BigInt) }));
+    return async (count) => (await trainer.run(Array.from({ length: count }, next))).map(({ loss }) => loss);
+  };
+}
+
+/** Train with TensorFlow.js, whose backend is set. */
+export function tensorflow(tf) {
+  return async ({ layers, batches, features, rows }) => {
+    const images = features.length === 3;
+    const convolutions = images ? layers.filter(([weight]) => weight.shape.length === 4).length : 0;
+    const side = images ? features[1] >> convolutions : 0;
+    const depth = images ? layers[convolutions - 1][0].shape[0] : 0;
+    const variables = layers.map(([weight, bias], i) => {
+      let w = tf.tensor(weight.data, weight.shape);
+      if (i < convolutions) w = w.transpose([2, 3, 1, 0]);
+      else if (images && i === convolutions) {
+        w = w.reshape([depth, side, side, -1]).transpose([1, 2, 0, 3]).reshape(weight.shape);
+      }
+      return [tf.variable(w), tf.variable(tf.tensor(bias.data, bias.shape))];
+    });
+    const forward = (x) => {
+      let h = x;
+      variables.forEach(([w, b], i) => {
+        if (i === convolutions && images) h = h.reshape([rows, -1]);
+        h = i < convolutions ? tf.conv2d(h, w, 1, "same").add(b) : h.matMul(w).add(b);
+        if (i < variables.length - 1) h = h.relu();
+        if (i < convolutions) h = h.maxPool(2, 2, "valid");
+      });
+      return h;
+    };
+    const optimizer = tf.train.adam(RATE, FIRST, SECOND, EPSILON);
+    const next = batchesOf(batches, ({ x, target }) => [
+      images ? tf.tensor(x, [rows, ...features]).transpose([0, 2, 3, 1]) : tf.tensor(x, [rows, ...features]),
+      tf.oneHot(tf.tensor1d(Int32Array.from(target), "int32"), CLASSES),
+    ]);
+    return async (count) => {
+      const losses = [];
+      for (let i = 0; i < count; i++) {
+        const [x, t] = next();
+        const loss = optimizer.minimize(() => tf.losses.softmaxCrossEntropy(t, forward(x)), true);
+        losses.push((await loss.data())[0]);
+        loss.dispose();
+      }
+      return losses;
+    };
+  };
+}
+
+/** Train with jax-js, whose device is set: one compiled function is a step. */
+export function jaxjs({ numpy: np, nn, lax, jit, valueAndGrad, tree }) {
+  return async ({ layers, batches, features, rows }) => {
+    const forward = (parameters, x) => {
+      let h = x;
+      parameters.forEach(([w, b], i) => {
+        if (w.shape.length === 4) {
+          h = lax.convGeneralDilated(h, w, [1, 1], "SAME").add(b.reshape([1, -1, 1, 1]));
+          const [n, c, height, width] = h.shape;
+          h = np.max(nn.relu(h).reshape([n, c, height / 2, 2, width / 2, 2]), [3, 5]);
+          return;
+        }
+        if (h.shape.length > 2) h = h.reshape([rows, -1]);
+        h = np.matmul(h, w).add(b);
+        if (i < parameters.length - 1) h = nn.relu(h);
+      });
+      return h;
+    };
+    const lossOf = (parameters, x, t) =>
+      nn
+        .logSoftmax(forward(parameters, x))
+        .mul(t)
+        .sum()
+        .mul(-1 / rows);
+    const step = jit((parameters, first, second, corrections, x, t) => {
+      const [loss, gradients] = valueAndGrad(lossOf)(tree.ref(parameters), x, t);
+      const [c1, c2] = corrections;
+      const m = tree.map((a, g) => a.mul(FIRST).add(g.mul(1 - FIRST)), first, tree.ref(gradients));
+      const v = tree.map((a, g) => a.mul(SECOND).add(np.square(g).mul(1 - SECOND)), second, gradients);
+      const moved = (p, a, b) =>
+        p.sub(
+          a
+            .mul(c1.ref)
+            .div(np.sqrt(b.mul(c2.ref)).add(EPSILON))
+            .mul(RATE),
+        );
+      const updated = tree.map(moved, parameters, tree.ref(m), tree.ref(v));
+      c1.dispose();
+      c2.dispose();
+      return [loss, updated, m, v];
+    });
+    let parameters = layers.map((layer) => layer.map(({ data, shape }) => np.array(data).reshape(shape)));
+    let first = layers.map((layer) => layer.map(({ shape }) => np.zeros(shape)));
+    let second = layers.map((layer) => layer.map(({ shape }) => np.zeros(shape)));
+    const next = batchesOf(batches, ({ x, target }) => {
+      const t = new Float32Array(rows * CLASSES);
+      target.forEach((label, row) => (t[row * CLASSES + label] = 1));
+      return [np.array(x).reshape([rows, ...features]), np.array(t).reshape([rows, CLASSES])];
+    });
+    let steps = 0;
+    return async (count) => {
+      const losses = [];
+      for (let i = 0; i < count; i++) {
+        steps += 1;
+        const corrections = [FIRST, SECOND].map((beta) => np.array([1 / (1 - beta ** steps)]));
+        const [x, t] = next();
+        let loss;
+        [loss, parameters, first, second] = step(parameters, first, second, corrections, x.ref, t.ref);
+        losses.push((await loss.data())[0]);
+      }
+      return losses;
+    };
+  };
+}
+
+const CHECKED = 10; // steps whose losses are compared
+const ROUNDS = 5;
+
+/**
+ * Check that contenders report the same losses, then time them in turns.
+ *
+ * @returns {object} of each contender the milliseconds of a step: the median of rounds, or why it has none
+ */
+export async function race(contenders, problem, { milliseconds = 400, log = () => {} } = {}) {
+  const found = {};
+  const running = {};
+  let expected;
+  for (const [name, make] of Object.entries(contenders)) {
+    try {
+      const train = await make(problem);
+      const losses = await train(CHECKED);
+      expected ??= losses;
+      const off = Math.max(...losses.map((loss, i) => Math.abs(loss - expected[i]) / expected[i]));
+      log(`${name}: losses differ by ${off.toExponential(1)}`);
+      if (!(off < 1e-3)) throw new Error(`losses differ by ${off.toExponential(1)}`);
+      const start = performance.now();
+      await train(CHECKED);
+      const time = (performance.now() - start) / CHECKED;
+      running[name] = {
+        train,
+        count: Math.max(2, Math.min(320, Math.round(milliseconds / time / 16) * 16 || 2)),
+        times: [],
+      };
+    } catch (error) {
+      found[name] = String(error.message ?? error)
+        .split("\n")[0]
+        .slice(0, 120);
+      log(`${name}: ${found[name]}`);
+    }
+  }
+  for (let round = 0; round < ROUNDS; round++) {
+    for (const { train, count, times } of Object.values(running)) {
+      const start = performance.now();
+      await train(count);
+      times.push((performance.now() - start) / count);
+    }
+  }
+  const median = (times) => times.sort((a, b) => a - b)[ROUNDS >> 1];
+  const names = Object.keys(contenders);
+  return Object.fromEntries(names.map((name) => [name, found[name] ?? median(running[name].times)]));
+}

@@ -1,0 +1,33 @@
+"""Write the host folders and the batches of the benchmark: python examples/benchmarks/javascript/export.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import graphopt
+import graphopt.models
+import passes
+
+BUILD = Path(__file__).parent / "build"
+MODELS = {
+    "mlp": (graphopt.models.mlp((64,), 10, hidden=(256, 256)), 32, (64,)),
+    "cnn": (graphopt.models.cnn((1, 28, 28), 10, channels=(32, 64), hidden=128), 64, (1, 28, 28)),
+}
+BATCHES = 16
+
+
+def main() -> None:
+    for name, (model, rows, features) in MODELS.items():
+        step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.Adam(learning_rate=1e-3))
+        graphopt.export_hosts(step, BUILD / name)
+        random = np.random.default_rng(0)
+        x = random.standard_normal((BATCHES, rows, *features)).astype(np.float32)
+        target = random.integers(0, 10, (BATCHES, rows)).astype(np.uint8)
+        (BUILD / name / "x.bin").write_bytes(x.tobytes())
+        (BUILD / name / "target.bin").write_bytes(target.tobytes())
+
+
+if __name__ == "__main__":
+    main()
