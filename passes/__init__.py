@@ -43,6 +43,7 @@ from passes.schedules import (
 from passes.simplify import Simplify
 from passes.sort_initializers import SortInitializers
 from passes.training_mode import TrainingMode
+from passes.unroll_loops import UnrollLoops
 from passes.vector_jacobian import VectorJacobianProduct
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "StopGradient",
     "TrainingMode",
     "Unroll",
+    "UnrollLoops",
     "Untie",
     "VectorJacobianProduct",
     "gradient",

@@ -1,0 +1,215 @@
+"""Full loop unrolling: write the turns of Scan and Loop one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.limits import limits_of
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import constant_of, like
+from passes.gradients.loop_bodies import padded
+from passes.simplify import Simplify
+
+LOOPS = ("Loop", "Scan")
+
+
+@dataclass(frozen=True)
+class UnrollLoops(Pass):
+    """Unroll Scan and Loop fully, for runtimes without loops: each turn's operators follow those of the turn before.
+
+    Results stay the same, bit for bit. Loops in bodies are unrolled too, and those of gradients. `Unroll` is another
+    pass: it runs several training steps in one call, by a Scan.
+
+    Raises:
+        GraphoptError: a loop's number of turns is not known, a computed condition may end it, or the graph would have
+            more nodes than `limits.nodes` allows.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> loop = passes.Unroll(steps=3)(step).model
+    >>> "Scan" in {node.op_type for node in passes.UnrollLoops()(loop).model.graph}
+    False
+    """
+
+    def rewrite(self, model: ir.Model) -> None:
+        if _first_loop(model.graph, ()) is None:
+            return
+        infer(model)
+        fold_shapes(model)
+        while (found := _first_loop(model.graph, ())) is not None:
+            node, bodies = found
+            with Emitter(model) as op:
+                for body in bodies:
+                    op = op.within(body)
+                _unroll(op, model, node)
+            model.graph.sort()
+            if any(one.op_type == "Loop" for one in model.graph.all_nodes()):
+                fold_shapes(model)  # how many turns it has may follow from what was unrolled
+        Simplify().rewrite(model)
+
+
+def _first_loop(graph: ir.Graph, bodies: tuple[ir.Graph, ...]) -> tuple[ir.Node, tuple[ir.Graph, ...]] | None:
+    """Return the first loop that no other contains, and the branches of Ifs that it lies in, from the outside."""
+    for node in graph:
+        if node.op_type in LOOPS and node.domain == "":
+            return node, bodies
+        for body in subgraphs(node):
+            found = _first_loop(body, (*bodies, body))
+            if found is not None:
+                return found
+    return None
+
+
+def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
+    """Replace a loop by its turns."""
+    body = node.attributes["body"].as_graph()
+    turns = _turns(node)
+    limit = limits_of(model).nodes
+    nodes = sum(1 for _ in model.graph.all_nodes()) + turns * sum(1 for _ in body.all_nodes())
+    if nodes > limit:
+        raise _refused(
+            node,
+            f"expected at most {limit:,} nodes after it is unrolled, found {nodes:,} for {turns:,} turns",
+        )
+    results = _scan(op, node, body, turns) if node.op_type == "Scan" else _loop(op, node, body, turns)
+    for own, y in zip(node.outputs, results, strict=True):
+        if own.uses() or own.is_graph_output():
+            if y is None:
+                raise _refused(node, f"expected turns for its output {own.name!r}, found none")
+            name, own.name = own.name, None
+            y = like(op.Identity(y), own)
+            y.name = name
+            ir.convenience.replace_all_uses_with(own, y, replace_graph_outputs=True)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+
+
+def _turns(node: ir.Node) -> int:
+    """Return how often a loop's body runs.
+
+    Raises:
+        GraphoptError: only the runtime knows.
+    """
+    if node.op_type == "Scan":
+        n = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
+        for x, axis in zip(
+            node.inputs[n:], _axes(node, "scan_input_axes", len(node.inputs) - n), strict=True
+        ):
+            length = None if x is None or x.shape is None else x.shape[axis]
+            if isinstance(length, int):
+                return length
+        x = node.inputs[n]
+        raise _refused(
+            node,
+            f"expected sequences of a known length, found {x and x.name!r} of shape {x and x.shape}: give the model's "
+            f"input a static length, or fix the batch by batch=",
+        )
+    trips, condition = node.inputs[:2]
+    count = constant_of(trips)
+    if count is None:
+        raise _refused(
+            node,
+            f"expected a constant trip count, found {'none' if trips is None else repr(trips.name)}: give the model "
+            f"static shapes, or fix the batch by batch=",
+        )
+    begins = condition is None or constant_of(condition)
+    if begins is None:
+        raise _refused(node, f"expected a constant condition, found {condition and condition.name!r}")
+    return max(int(count.item()), 0) if begins else 0
+
+
+def _scan(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Value | None]:
+    scanned = node.attributes.get_int("num_scan_inputs", 0)
+    n = len(node.inputs) - scanned
+    states: list[ir.Value | None] = list(node.inputs[:n])
+    axes, ways = _axes(node, "scan_input_axes", scanned), _axes(node, "scan_input_directions", scanned)
+    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[n:]]
+    for turn in range(turns):
+        slices = [
+            op.Gather(x, turns - 1 - turn if way else turn, axis=axis)
+            for x, axis, way in zip(node.inputs[n:], axes, ways, strict=True)
+        ]
+        results = _inlined(op, node, body, turn, [*states, *slices])
+        states[:] = results[:n]
+        for stack, y in zip(stacks, results[n:], strict=True):
+            stack.append(y)
+    axes, ways = (_axes(node, f"scan_output_{name}", len(stacks)) for name in ("axes", "directions"))
+    return states + [
+        _stacked(op, stack[::-1] if way else stack, axis)
+        for stack, axis, way in zip(stacks, axes, ways, strict=True)
+    ]
+
+
+def _loop(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Value | None]:
+    if not _goes_on(body):
+        raise _refused(
+            node,
+            f"expected a condition that is always true, found {body.outputs[0].name!r}, which its body computes: only "
+            f"the runtime knows when it ends",
+        )
+    states: list[ir.Value | None] = list(node.inputs[2:])
+    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[1 + len(states) :]]
+    number = body.inputs[0].shape
+    for turn in range(turns):
+        counted = op.constant(np.full([1] * len(number or ()), turn, np.int64))
+        _, *results = _inlined(op, node, body, turn, [counted, op.constant(np.array(True)), *states])
+        for stack, y in zip(stacks, results[len(states) :], strict=True):
+            stack.append(y)
+        states[:] = results[: len(states)]
+    return states + [_stacked(op, stack, 0) for stack in stacks]
+
+
+def _goes_on(body: ir.Graph) -> bool:
+    """Return whether the condition that a Loop's body returns is true, or the one that it gets."""
+    going: ir.Value | None = body.outputs[0]
+    while (
+        node := going.producer() if going is not None else None
+    ) is not None and node.op_type == "Identity":
+        going = node.inputs[0]
+    known = constant_of(going)
+    return going is body.inputs[1] or (known is not None and bool(known.item()))
+
+
+def _inlined(
+    op: Emitter, node: ir.Node, body: ir.Graph, turn: int, inputs: Sequence[ir.Value | None]
+) -> list[ir.Value]:
+    """Put a copy of the body's nodes before a loop, for one turn, and return what the body returns."""
+    copy = body.clone(allow_outer_scope_values=True)
+    given = dict(zip(copy.inputs, inputs, strict=True))
+    given |= {x: op.constant(x.const_value.numpy()) for x in copy.initializers.values() if x.const_value}
+    results = [given.get(y, y) for y in copy.outputs]
+    for x, value in given.items():
+        assert value is not None
+        ir.convenience.replace_all_uses_with(x, value)
+    copy.outputs.clear()
+    nodes = list(copy)
+    copy.remove(nodes)
+    prefix = next(y.name for y in node.outputs if y.name)
+    for one in nodes:
+        one.name = None
+        for y in one.outputs:
+            y.name = f"{prefix}.{turn}.{y.name}" if y.name else y.name
+    assert node.graph is not None
+    node.graph.insert_before(node, nodes)
+    return results  # type: ignore[return-value]
+
+
+def _stacked(op: Emitter, rows: Sequence[ir.Value], axis: int) -> ir.Value | None:
+    """Return the rows along a new axis, which counts as one of the output's."""
+    return op.Concat(*(op.Unsqueeze(y, [axis]) for y in rows), axis=axis) if rows else None
+
+
+def _axes(node: ir.Node, name: str, count: int) -> Sequence[int]:
+    return padded(node.attributes.get_ints(name, ()), count)
+
+
+def _refused(node: ir.Node, reason: str) -> GraphoptError:
+    return GraphoptError(f"UnrollLoops: {node.op_type} node {node.name!r}: {reason}")
