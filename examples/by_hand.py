@@ -1,6 +1,6 @@
-"""A training loop by hand: forward, loss, backward, penalty and update are separate ONNX graphs, swapped at will.
+"""Write a training loop by hand, with separate ONNX graphs for forward pass, loss, backward pass, penalty and update.
 
-The losses are those of the one fused graph that graphopt.compile makes of the same parts.
+The losses equal those of the single training graph that graphopt.compile makes of the same parts.
 
 Run it: python examples/by_hand.py
 """
@@ -22,7 +22,7 @@ RATE, MOMENTUM, L1, L2 = 0.02, 0.9, 1e-3, 1e-2
 
 
 class Graph:
-    """A small ONNX graph: called with arrays by name, it returns its outputs by name."""
+    """Run a small ONNX graph: take arrays by name and return the outputs by name."""
 
     def __init__(self, model: ir.Model | onnx.ModelProto) -> None:
         proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
@@ -40,7 +40,7 @@ def parsed(text: str) -> onnx.ModelProto:
 
 
 def square_loss() -> Graph:
-    """Return the mean of (y - target)^2, and its gradient by y."""
+    """Return the mean of (y - target)^2 and its gradient with respect to y."""
     loss = parsed(
         """loss (float[N,1] y, float[N,1] target) => (float loss) {
             error = Sub(y, target)

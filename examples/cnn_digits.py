@@ -1,4 +1,4 @@
-"""A convolutional network on scikit-learn's handwritten digits, from Python instead of a recipe.
+"""Train a convolutional network on scikit-learn's handwritten digits, from Python instead of a recipe.
 
 Run it: python examples/cnn_digits.py
 """

@@ -18,7 +18,7 @@ import passes
 
 @dataclass(frozen=True)
 class LogCosh(passes.Loss):
-    """log cosh(p - t): squared near 0, absolute far from it."""
+    """Take log cosh(p - t), which is about squared for small errors and absolute for large ones."""
 
     sharpness: float = 1.0
 
@@ -29,7 +29,7 @@ class LogCosh(passes.Loss):
 
 @dataclass(frozen=True)
 class SignMomentum(passes.Optimizer):
-    """w - rate tanh(m / temperature), of the moving mean m of the gradient."""
+    """Take w - rate tanh(m / temperature), where m is the moving mean of the gradient."""
 
     beta: float = 0.9
     temperature: float = 0.01

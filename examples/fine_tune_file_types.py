@@ -1,7 +1,7 @@
-"""Teach a pretrained network a class it has no label for, with no framework: magika learns to know type stubs.
+"""Teach a pretrained network a class without a label, without a framework: magika learns to recognize type stubs.
 
-The package magika tells 214 types of files by their bytes, with a network that it carries as an ONNX file, and a stub
-(.pyi) is Python to it. Its trunk is frozen, and its last layer is trained on the files of this Python's own packages.
+The package magika contains an ONNX file that classifies files as one of 214 types by their bytes. It classifies stubs
+(.pyi) as Python. This program freezes all layers except the last, and trains that on the files of installed packages.
 
 Run it: pip install magika, then python examples/fine_tune_file_types.py
 """
@@ -19,11 +19,11 @@ import graphopt
 import passes
 
 HEAD = ["*/Dense_1/*", "*/Const_24:0"]  # the bias and the matrix of the last layer
-STUB = "3gp"  # the label that stubs take: a type that Python's packages do not hold
+STUB = "3gp"  # the label for stubs: a type of which Python's packages contain no files
 
 
 def features(path: Path, ends: int = 1024, padding: int = 256) -> np.ndarray:
-    """Return the first and the last bytes of a file, as magika takes them."""
+    """Return the first and the last bytes of a file, magika's features."""
     content = np.frombuffer(path.read_bytes().strip(), np.uint8)
     row = np.full(2 * ends, padding, np.int32)
     row[: len(content[:ends])] = content[:ends]
@@ -32,7 +32,7 @@ def features(path: Path, ends: int = 1024, padding: int = 256) -> np.ndarray:
 
 
 def files(suffix: str, count: int, random: np.random.Generator) -> list[Path]:
-    """Return some files of the installed packages, none of which is almost empty."""
+    """Return some files of the installed packages that are not almost empty."""
     found = [
         path for path in Path(sysconfig.get_path("purelib")).rglob(f"*{suffix}") if path.stat().st_size > 200
     ]
@@ -42,7 +42,7 @@ def files(suffix: str, count: int, random: np.random.Generator) -> list[Path]:
 
 
 def main() -> dict[str, tuple[float, float]]:
-    """Return the accuracy on held-out files of each kind before and after."""
+    """Return the accuracy on held-out files of each kind before and after training."""
     spec = importlib.util.find_spec("magika")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "models/standard_v3_3"

@@ -1,4 +1,4 @@
-"""Linear regression in detail: a model built by hand, a loss added, trained, compared with scikit-learn's.
+"""Train a linear regression step by step: build a model by hand, add a loss, train it and compare it with scikit-learn.
 
 Run it: python examples/linear_regression.py
 """

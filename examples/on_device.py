@@ -1,6 +1,6 @@
-"""A model that trains on a device: artifacts for onnxruntime-training's Module and Optimizer, and the weights back.
+"""Train a model on a device with artifacts for onnxruntime-training's Module and Optimizer, and read its weights back.
 
-Any ONNX Runtime writes the artifacts; the program on the device may be in Python, C++, C#, Java, Swift or Kotlin.
+Any ONNX Runtime can write the artifacts. The program on the device may be in Python, C++, C#, Java, Swift or Kotlin.
 Run it where onnxruntime-training is installed: python examples/on_device.py
 """
 
@@ -32,7 +32,7 @@ def main() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         graphopt.export_artifacts(model, pipeline, folder)
 
-        # What a program on the device does.
+        # A program on the device does this.
         state, module, optimizer = graphopt.load_artifacts(folder)
         losses = []
         for rows in batches:
@@ -46,7 +46,7 @@ def main() -> dict[str, float]:
 
     executor = graphopt.Executor(pipeline(model))
     expected = [executor.step(x=images[rows], target=labels[rows])["loss"] for rows in batches]
-    early = slice(20)  # later, rounding has grown
+    early = slice(20)  # later, rounding errors have grown
     difference = max(abs(a / b - 1) for a, b in zip(losses[early], expected[early], strict=True))
     (scores,) = graphopt.run(trained, {"x": images}).values()
     accuracy = float((scores.argmax(axis=1) == labels).mean())

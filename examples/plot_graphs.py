@@ -1,6 +1,6 @@
-"""A picture of a linear regression beside its training graph, and the same as text.
+"""Draw a linear regression beside its training graph, as a picture and as text.
 
-Run it: python examples/plot_graphs.py; it writes pictures/training_graph.svg beside it.
+Run it: python examples/plot_graphs.py. It writes pictures/training_graph.svg.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> dict[str, str]:
     step = graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=passes.SGD(learning_rate=0.05))
     titles = ["a linear regression", "its training graph"]
     return {
-        "svg": graphopt.plot(model, step, titles=titles),  # a file with path=: .svg, .png, .pdf, .dot, .mmd
+        "svg": graphopt.plot(model, step, titles=titles),  # path= writes a file: .svg, .png, .pdf, .dot, .mmd
         "dot": graphopt.dot(model, step, titles=titles),
         "mermaid": graphopt.mermaid(model, step, titles=titles),
     }

@@ -1,4 +1,4 @@
-"""scikit-learn's MLPClassifier and MLPRegressor, converted by skl2onnx, trained further from their ONNX models.
+"""Continue to train scikit-learn's MLPClassifier and MLPRegressor from the ONNX models that skl2onnx writes.
 
 Run it: python examples/scikit_learn_mlp.py
 """
@@ -21,7 +21,7 @@ import passes
 
 
 def classifier() -> tuple[float, float]:
-    """Return the accuracy on held-out data before and after."""
+    """Return the accuracy on held-out data before and after training."""
     x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split((x / 16).astype(np.float32), y, random_state=0)
     fitted = MLPClassifier((32,), max_iter=5, random_state=0).fit(x_train, y_train)
@@ -44,7 +44,7 @@ def classifier() -> tuple[float, float]:
 
 
 def regressor() -> tuple[float, float]:
-    """Return the R2 on held-out data before and after."""
+    """Return the R2 on held-out data before and after training."""
     x, y = load_diabetes(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(scale(x).astype(np.float32), scale(y), random_state=0)
     fitted = MLPRegressor(hidden_layer_sizes=(16,), max_iter=10, random_state=0).fit(x_train, y_train)
@@ -69,10 +69,10 @@ def regressor() -> tuple[float, float]:
 
 
 def main() -> dict[str, tuple[float, float]]:
-    warnings.simplefilter("ignore", ConvergenceWarning)  # it is the point that they have not converged
+    warnings.simplefilter("ignore", ConvergenceWarning)  # scikit-learn stops early on purpose
     results = {"accuracy": classifier(), "R2": regressor()}
     for name, (before, after) in results.items():
-        print(f"{name} on held-out data: {before:.3f} as scikit-learn left it, {after:.3f} after graphopt")
+        print(f"{name} on held-out data: {before:.3f} after scikit-learn, {after:.3f} after graphopt")
     return results
 
 

@@ -1,4 +1,4 @@
-"""A tiny transformer learns to continue text, then writes some, one character at a time.
+"""Train a tiny transformer to continue text, and let it write some, one character at a time.
 
 Run it: python examples/text_transformer.py
 """
@@ -19,7 +19,7 @@ CONTEXT = 32
 
 
 def write(executor: graphopt.Executor, start: str, length: int) -> str:
-    """Continue a text by the likeliest character again and again."""
+    """Continue a text, each time by the most likely character."""
     tokens = [CHARACTERS.index(character) for character in start]
     while len(tokens) < len(start) + length:
         seen = tokens[-CONTEXT:]

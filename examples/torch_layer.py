@@ -1,7 +1,7 @@
-"""An ONNX model inside a PyTorch program: a layer between PyTorch's own, trained by a PyTorch optimizer.
+"""Use an ONNX model as a layer of a PyTorch program, trained by a PyTorch optimizer.
 
-Nothing is copied between the two: tensors are handed over by DLPack, and the ONNX model's parameters are PyTorch's,
-at the same place in memory. The losses are those of the same network in PyTorch alone, and of one training graph.
+Nothing is copied: DLPack shares tensors, and the parameters of the ONNX model share the memory of PyTorch's parameters.
+The losses equal those of the same network in PyTorch only, and of a single training graph.
 
 Run it: python examples/torch_layer.py
 """
@@ -21,7 +21,7 @@ import passes
 
 
 class OnnxFunction(torch.autograd.Function):
-    """A layer's forward pass, and its way back."""
+    """Run the forward and backward passes of a layer."""
 
     @staticmethod
     def forward(ctx: Any, layer: OnnxLayer, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -43,20 +43,20 @@ class OnnxFunction(torch.autograd.Function):
 
 
 class OnnxLayer(nn.Module):
-    """An ONNX model of any inputs and outputs; its parameters are PyTorch's, in alphabetical order.
+    """Wrap an ONNX model with any inputs and outputs. Its parameters are PyTorch parameters, in alphabetical order.
 
-    Inputs are given in the model's order or by name. It returns a tensor, or of a model with several outputs a tuple.
-    Integer inputs and outputs have no gradients; running statistics and Dropout follow `train()` and `eval()`.
+    Pass inputs in the model's order or by name. The result is a tensor, or a tuple for a model with several outputs.
+    Integer inputs and outputs have no gradients. Running statistics and Dropout follow `train()` and `eval()`.
     """
 
     def __init__(self, model: onnx.ModelProto, **steps: Any) -> None:
         super().__init__()
-        # The backward pass of the other engine, onnxruntime-training's agent, may write over the outputs.
+        # The backward pass of the engine `agent` may overwrite the outputs.
         self.onnx = graphopt.ForwardBackward(model, engine="graphs", **steps)
         self.inputs, self.outputs = list(self.onnx.inputs), list(self.onnx.outputs)
         self.names = list(self.onnx.parameters)
         self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
-        self.onnx.set_parameters([weight.detach() for weight in self.weights])  # shared from now on
+        self.onnx.set_parameters([weight.detach() for weight in self.weights])  # shares memory from now on
 
     def forward(
         self, *inputs: torch.Tensor, **named: torch.Tensor
@@ -72,7 +72,7 @@ class OnnxLayer(nn.Module):
         else:
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 raise RuntimeError(
-                    "expected train() where gradients are needed: eval() has the inference form"
+                    "backward: expected the mode train(), found eval(), which runs the inference form: call train()"
                 )
             passed = self.onnx.forward(*(tensor.detach().contiguous() for tensor in tensors), training=False)
             outputs = tuple(torch.from_dlpack(passed.on_device[name]) for name in self.outputs)
@@ -80,7 +80,7 @@ class OnnxLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """x + down(tanh(up(norm(x)))), in PyTorch."""
+    """Compute x + down(tanh(up(norm(x)))) in PyTorch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def losses(network: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[fl
 
 
 def fused_losses(network: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Return the losses of one training graph: the whole network's, its loss and its optimizer in it."""
+    """Return the losses of one training graph that contains the whole network, its loss and its optimizer."""
     file = io.BytesIO()
     torch.onnx.export(network, (x,), file, dynamo=False, opset_version=17, input_names=["x"])
     step = graphopt.compile(

@@ -1,6 +1,6 @@
-"""A classifier with log loss and L2: scikit-learn's logistic regression by gradient descent, from its ONNX model.
+"""Train scikit-learn's logistic regression, with log loss and L2, by gradient descent from its ONNX model.
 
-The options are searched by scikit-learn's GridSearchCV, which takes graphopt.Trainer for an estimator.
+scikit-learn's GridSearchCV searches the options, because graphopt.Trainer is an estimator.
 
 Run it: python examples/trainer_classifier.py
 """
@@ -27,7 +27,7 @@ DATA = {
 
 
 def train(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Return the accuracy on held-out data of the first model, graphopt's and scikit-learn's."""
+    """Return the accuracy on held-out data of the untrained model, graphopt's and scikit-learn's."""
     x_train, x_test, y_train, y_test = train_test_split(scale(x), y, random_state=0)
     model = LogisticRegression(C=1.0, max_iter=1)
     with warnings.catch_warnings():
@@ -37,7 +37,9 @@ def train(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     trainer = graphopt.Trainer(
         start,
         loss=passes.CrossEntropy(from_logits=False),
-        regularizer=passes.L2(0.5 / len(x_train), parameters="*coef*"),  # scikit-learn's 1 / 2C, of the sum
+        regularizer=passes.L2(
+            0.5 / len(x_train), parameters="*coef*"
+        ),  # scikit-learn's penalty, 1 / 2C of the sum
         optimizer=passes.SGD(learning_rate=0.1),
         schedule="invscaling",
         max_iter=30,

@@ -1,7 +1,7 @@
-"""A neural network of scikit-learn's, converted to ONNX with its first weights, and trained by graphopt.Trainer.
+"""Train a neural network of scikit-learn by graphopt.Trainer, from its initial weights in ONNX.
 
-SGD with Nesterov momentum, an elastic penalty of the weights, a validation every fifth epoch; on synthetic and on
-real data, beside the same network trained by scikit-learn.
+The program uses SGD with Nesterov momentum, an elastic penalty and a validation every fifth epoch. It compares the
+network with the same one trained by scikit-learn, on synthetic and on real data.
 
 Run it: python examples/trainer_regression.py
 """

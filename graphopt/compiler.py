@@ -95,32 +95,33 @@ def compile(
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        normalize: converts the model to opset 21, or keeps its own newer one; inlines functions, replaces operators
-            of `com.microsoft` and `ai.onnx.ml` by standard ones, turns weights into initializers and gives every
-            value a type; `passes.Normalize()` by default.
-        parameters: chooses what trains: without options, what trained in the program that the model was exported
-            from; `passes.Parameters()` by default.
-        sort: puts the parameters in alphabetical order; `passes.SortInitializers()` by default.
-        training: makes BatchNormalization use batch statistics and Dropout drop while the model trains, and not in
-            evaluation and export, as `passes.TrainingMode()`.
-        loss: inserts the loss, as `passes.CrossEntropy()`; `passes.Losses` is for several outputs, `passes.OwnLoss`
-            for a model that computes its own loss.
-        regularizer: adds penalties on parameters chosen by name, as `passes.L2(1e-4)`; several add up.
-        precision: computes matrix products, convolutions and what lies between them in 16 bits, as
+        normalize: converts the model to opset 21 unless it needs a newer one, inlines functions, replaces operators of
+            `com.microsoft` and `ai.onnx.ml` by standard ones, turns weights into initializers and infers all types;
+            `passes.Normalize()` by default.
+        parameters: chooses the weights that train: by default those that trained in the exported program;
+            `passes.Parameters()` by default.
+        sort: sorts the parameters by name; `passes.SortInitializers()` by default.
+        training: makes BatchNormalization use batch statistics and enables Dropout in training, but not in evaluation
+            and export, for example `passes.TrainingMode()`.
+        loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs,
+            `passes.OwnLoss` for a model that computes its own loss.
+        regularizer: adds a penalty on parameters chosen by name, for example `passes.L2(1e-4)`; a list adds several.
+        precision: computes matrix products, convolutions and the operators between them in 16 bits, for example
             `passes.MixedPrecision()`; parameters, their updates and the trained model stay float32.
         gradient: differentiates the loss with respect to the parameters; `passes.Gradient()` by default.
-            `passes.StopGradient(values)` before it holds values constant. `passes.OrtGradient()` uses the gradients
-            of onnxruntime-training.
-        recompute: saves memory by running parts of the forward pass again during the backward pass, as
+            `passes.StopGradient(values)` before it treats values as constants. `passes.OrtGradient()` uses the
+            gradients of onnxruntime-training.
+        recompute: saves memory by running parts of the forward pass again during the backward pass, for example
             `passes.Recompute()`.
-        clip: clips gradients, as `passes.ClipGlobalNorm(1.0)`; `passes.GradientNorm()` and
-            `passes.ReportGradients()` only report.
-        optimizer: updates the parameters, as `passes.AdamW(learning_rate=1e-3)`; `passes.Group` gives some of them
-            another rate or weight decay.
-        schedule: sets the learning rate of each step, as `passes.Cosine(steps=1000, warmup=100)`.
-        loss_scale: scales the loss of a model in 16 bits, as `passes.DynamicLossScale()`, which skips a step whose
-            gradients overflow and reduces the scale.
-        accumulate: adds up the gradients of several batches and updates once, as `passes.Accumulate(4)`.
+        clip: clips gradients, for example `passes.ClipGlobalNorm(1.0)`; `passes.GradientNorm()` and
+            `passes.ReportGradients()` only report them.
+        optimizer: updates the parameters, for example `passes.AdamW(learning_rate=1e-3)`; `passes.Group` sets another
+            rate or weight decay for some of them.
+        schedule: sets the learning rate of each step, for example `passes.Cosine(steps=1000, warmup=100)`.
+        loss_scale: scales the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which skips a step
+            whose gradients overflow and reduces the scale.
+        accumulate: accumulates the gradients of several batches before each update, for example
+            `passes.Accumulate(4)`.
         simplify: folds constants and merges equal nodes; `passes.Simplify()` by default.
         fuse: replaces operators by fewer or faster ones with the same results; `passes.Fuse()` by default.
 

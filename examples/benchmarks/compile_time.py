@@ -1,4 +1,4 @@
-"""Time compiling by the size of the model: onnx's light models and chains of growing depth.
+"""Measure compile time against the size of the model, for onnx's light models and chains of growing depth.
 
 Run it: python examples/benchmarks/compile_time.py
 """
@@ -47,7 +47,7 @@ def models() -> Iterator[tuple[str, ir.Model]]:
 
 
 def main(only: str = "") -> dict[str, tuple[int, int, float]]:
-    """Print a line a model whose name holds `only`; return nodes before, nodes after and seconds of each."""
+    """Print a line per model whose name contains `only`; return the nodes before and after, and the seconds."""
     loss, optimizer = passes.MeanSquaredError(), passes.SGD(momentum=0.9)
     print(f"{'model':<24}{'nodes':>8}{'after':>8}{'seconds':>9}{'nodes/s':>9}")
     rows = {}

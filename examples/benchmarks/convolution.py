@@ -1,7 +1,7 @@
-"""Time a convolution and its gradients before and after passes.Fuse, beside the limit.
+"""Measure a convolution and its gradients before and after passes.Fuse, and the limit.
 
-The limit is a bare matrix product of the same number of multiplications, 1024 rows and columns at most, in the same
-run. Median of rounds in which each takes its turn.
+The limit is a single matrix product with the same number of multiplications and at most 1024 rows and columns. Times
+are medians of rounds in which all forms take turns.
 
 Run it: python examples/benchmarks/convolution.py THREADS
 """
@@ -62,7 +62,7 @@ def convolution(shape: Shape) -> onnx.ModelProto:
 
 
 def as_input(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with its weights as an input, as they are while they are trained."""
+    """Return the model with its weights as an input, as in training."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     weights = copy.graph.initializer.pop()
@@ -78,7 +78,7 @@ def product(flops: float) -> onnx.ModelProto:
 
 
 def runner(model: ir.Model | onnx.ModelProto, threads: int) -> Callable[[], object]:
-    """Return what runs a graph once on random data."""
+    """Return a function that runs a graph once on random data."""
     session = Session(Device(threads=threads, flush_denormals=False), graphopt.load(model)).ort
     random = np.random.default_rng(0)
     feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.get_inputs()}
@@ -108,7 +108,7 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            time.sleep(0.03)  # until the threads of the one before sleep
+            time.sleep(0.03)  # until the threads of the previous form sleep
             run()
             start = time.perf_counter()
             run()

@@ -1,7 +1,7 @@
-"""Moments that decay to denormal numbers: time of a step at first and after many, with `flush_denormals` and without.
+"""Measure steps before and after moments decay to denormal numbers, with and without `flush_denormals`.
 
-An embedding of 4000 rows of 16 numbers, of which each batch reads 8: after 500 steps each row was read once, and the
-first eight are read from then on. The moments of the others decay, by a factor a step, until they are denormal.
+Each batch reads 8 rows of an embedding with 4000 rows of 16 numbers. The first 500 steps read each row once, all later
+steps the first eight rows. The moments of the other rows decay by a factor in each step until they are denormal.
 
 Run it: python examples/benchmarks/denormals.py [--steps 20000] [--threads 1]
 """
@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 def embedding() -> onnx.ModelProto:
-    """Return y = the rows x of a table."""
+    """Return a model of an embedding: y is the rows x of a table."""
     proto = onnx.parser.parse_model(
         f"""<ir_version: 8, opset_import: ["" : 21]>
         g (int64[N] x) => (float[N,{WIDTH}] y) {{ y = Gather(table, x) }}"""
@@ -37,7 +37,7 @@ def embedding() -> onnx.ModelProto:
 
 
 def microseconds(executor: graphopt.Executor, first: int, steps: int) -> float:
-    """Return the median time of some steps; step n reads the rows from n * BATCH on, or the first ones again."""
+    """Return the median time of some steps; step n reads the rows from n * BATCH on, or the first rows."""
     target = np.zeros((BATCH, WIDTH), np.float32)
     times = []
     for step in range(first, first + steps):
@@ -49,7 +49,7 @@ def microseconds(executor: graphopt.Executor, first: int, steps: int) -> float:
 
 
 def main(steps: int = 20000, threads: int = 1) -> dict[tuple[str, bool], tuple[float, float]]:
-    """Print a line an optimizer and option; return the microseconds of a step, at first and at last."""
+    """Print a line per optimizer and option; return the microseconds of the first and last steps."""
     print(
         f"| optimizer | flush_denormals | us, first {TIMED} steps | us, last {TIMED} of {steps:,} | ratio |"
     )

@@ -1,7 +1,7 @@
-"""onnxruntime-training's fused kernels and gradients beside graphopt's own: time of a step, as a ratio.
+"""Compare the steps of onnxruntime-training's fused kernels and gradients with those of graphopt.
 
-Each row is one choice against the plain one on the same network; both run in turn in every round, so that the machine
-treats them alike, and the ratio is the median over rounds: below 1 the kernel is faster.
+Each row compares one choice with the default on the same network. Both run in turn in every round, so that the machine
+treats them alike. The ratio is the median over rounds. Below 1, the choice is faster.
 
 Run it where onnxruntime-training is installed:
 python examples/benchmarks/fused_optimizer.py [--threads 1] [--rounds 15] [--batch 32]
@@ -51,7 +51,7 @@ def seconds(runner: graphopt.Executor, x: np.ndarray, target: np.ndarray, steps:
 
 
 def main(threads: int = 1, rounds: int = 15, batch: int = 32) -> dict[tuple[str, str], float]:
-    """Print a line a network and choice; return the ratios."""
+    """Print a line per network and choice; return the ratios."""
     random = np.random.default_rng(0)
     print(f"{'network':<18}{'choice':<24}{'plain ms':>10}{'chosen ms':>11}{'ratio':>8}  quartiles")
     found = {}

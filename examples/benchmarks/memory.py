@@ -1,9 +1,9 @@
-"""Activation checkpointing: bytes of a step as estimated and as measured, and its time, by what may be kept.
+"""Measure activation checkpointing: the estimated and measured bytes of a step, and its time, for several budgets.
 
-Each row is a network with a budget of `passes.Recompute`. Measured is what the resident memory of a fresh process grows
-by over steps, above what it is once the executor holds the state: of `Executor(low_memory=True)` and, in the next
-column, of the executor as it is by default. Times are of the former, all budgets of a network in turn in every round;
-ratios are to the row in which all is kept, times' the median over rounds.
+Each row is a network with a budget of `passes.Recompute`. The measured bytes are the growth of a new process's resident
+memory during steps, after the executor has created the state. One column uses `Executor(low_memory=True)`, the next one
+the default. Times are those of `low_memory=True`; all budgets of a network take turns in every round. Ratios compare
+with the row that keeps everything; those of times are medians over rounds.
 
 Run it, on Linux: python examples/benchmarks/memory.py [--batch 16] [--rounds 5] [--threads 1] [--networks cnn]
 """
@@ -30,8 +30,8 @@ import passes
 from graphopt.graph.memory import estimate
 from graphopt.models import transformer
 
-BUDGETS = (1.0, 0.7, 0.5, 0.35, None)  # all kept to as little as there can be
-MALLOC = {  # a mapping of its own for each array, which goes back to the system when it is freed
+BUDGETS = (1.0, 0.7, 0.5, 0.35, None)  # from everything to the minimum
+MALLOC = {  # a separate mapping for each array, which is returned to the system when freed
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
@@ -40,7 +40,7 @@ WARM = 2  # steps before memory is read: ONNX Runtime plans a step's memory afte
 
 @dataclass(frozen=True)
 class Row:
-    """What was found: bytes beside the state, and seconds."""
+    """Hold measured bytes in addition to the state, and seconds."""
 
     estimated: int
     measured: int
@@ -50,12 +50,12 @@ class Row:
 
 
 def encoder() -> ir.Model:
-    """Return four layers of 256 over 64 tokens."""
+    """Return an encoder with four layers of 256 units over 64 tokens."""
     return transformer((64,), 64, width=256, heads=4, layers=4, causal=False)
 
 
 def cnn(depth: int = 16, channels: int = 32, size: int = 32) -> ir.Model:
-    """Return convolutions of 3 by 3, each with BatchNormalization and ReLU, and a mean at the end."""
+    """Return 3x3 convolutions, each with BatchNormalization and ReLU, followed by a mean."""
     random = np.random.default_rng(0)
     lines, last, weights = [], "x", {}
     for i in range(depth):
@@ -93,10 +93,10 @@ def feeds(step: ir.Model, batch: int) -> dict[str, np.ndarray]:
 
 
 def grown(path: str, batch: int, threads: int, low_memory: bool) -> int:
-    """Return by how many bytes steps make this process grow."""
+    """Return the number of bytes by which steps make this process grow."""
     executor = graphopt.Executor(path, threads=threads, report=["loss"], low_memory=low_memory)
     data = feeds(executor.model, batch)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     for _ in range(WARM):
         executor.step(data)
@@ -109,7 +109,7 @@ def _status(key: str) -> int:
 
 
 def apart(*arguments: object) -> int:
-    """Return what `grown` finds in a process of its own."""
+    """Return the result of `grown` in a separate process."""
     command = [sys.executable, __file__, "--grown", *map(str, arguments)]
     return int(subprocess.check_output(command, env=os.environ | MALLOC))
 
@@ -131,7 +131,7 @@ def times(paths: Sequence[str], batch: int, threads: int, rounds: int) -> list[l
 def main(
     batch: int = 16, rounds: int = 5, threads: int = 1, networks: Sequence[str] = tuple(NETWORKS)
 ) -> dict[tuple[str, float | None], Row]:
-    """Print a line a network and budget; return them."""
+    """Print a line per network and budget; return the rows."""
     print(
         f"{'network':<9}{'budget':>7}{'estimated MB':>14}{'measured MB':>13}{'ratio':>7}{'default MB':>12}"
         f"{'ratio':>7}{'ms':>7}{'ratio':>7}"

@@ -1,7 +1,7 @@
-"""Training graphs on each execution provider of the installed ONNX Runtime, beside its own CPU kernels.
+"""Compare training graphs on each execution provider of the installed ONNX Runtime with its CPU provider.
 
-Providers take turns in every round, and the ratio is the median over rounds: below 1 the provider is faster. What a
-provider refuses is said. Packages with other providers, each in an environment of its own: onnxruntime-openvino,
+Providers take turns in every round. The ratio is the median over rounds. Below 1, the provider is faster. The program
+prints the errors of providers. Install packages with other providers in separate environments: onnxruntime-openvino,
 onnxruntime-gpu, onnxruntime-directml.
 
 Run it: python examples/benchmarks/providers.py [--threads 1] [--rounds 9] [--batch 32]
@@ -55,7 +55,7 @@ def seconds(executor: graphopt.Executor, feeds: dict[str, np.ndarray], steps: in
 
 
 def main(threads: int = 1, rounds: int = 9, batch: int = 32) -> dict[tuple[str, str], float]:
-    """Print a line a model and provider; return the ratios."""
+    """Print a line per model and provider; return the ratios."""
     others = [p for p in onnxruntime.get_available_providers() if p not in (CPU, "AzureExecutionProvider")]
     print(
         f"{'model':<13}{'provider':<28}{'CPU ms':>8}{'ms':>9}{'ratio':>7}  loss differs by; nodes on the CPU"

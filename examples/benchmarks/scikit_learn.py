@@ -1,8 +1,8 @@
-"""The same network trained by graphopt, scikit-learn and PyTorch: times side by side, and the loss curves.
+"""Compare the times and loss curves of one network trained by graphopt, scikit-learn and PyTorch.
 
-make_regression(1000 x 100), hidden layers of 50 and 10, SGD with momentum, batches of 15, all in float32 and from
-the same weights; every one sees the same rows in the same order, so that the losses agree. Times are medians of
-rounds in which each trains in turn.
+The network has hidden layers of 50 and 10 units, and trains on make_regression(1000 x 100) by SGD with momentum in
+batches of 15, in float32. All start from the same weights and read the same rows in the same order, so that the losses
+agree. Times are medians of rounds in which all take turns.
 
 Run it: python examples/benchmarks/scikit_learn.py [--threads 1] [--epochs 20] [--rounds 5]
 It prints a table and writes the curves to scikit_learn.svg.
@@ -59,7 +59,9 @@ def by_scikit_learn(
         fresh = network()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            return [2 * loss for loss in fresh.fit(x, y).loss_curve_]  # scikit-learn's is half the square
+            return [
+                2 * loss for loss in fresh.fit(x, y).loss_curve_
+            ]  # scikit-learn's loss is half the square
 
     first = network()
     first.set_params(max_iter=1, learning_rate_init=1e-30)
@@ -75,7 +77,7 @@ def by_graphopt(
     trainer = graphopt.Trainer(
         to_onnx(first, x[:1]),
         loss=passes.MeanSquaredError(),
-        optimizer=passes.SGD(learning_rate=RATE / 2, momentum=MOMENTUM),  # of the whole square
+        optimizer=passes.SGD(learning_rate=RATE / 2, momentum=MOMENTUM),  # for the whole square
         batch_size=BATCH,
         shuffle=False,
         max_iter=epochs,
@@ -134,7 +136,7 @@ def picture(curves: dict[str, list[float]], path: str) -> None:
 def main(
     epochs: int = 20, rounds: int = 5, threads: int = 1, path: str | None = None
 ) -> dict[str, tuple[float, list[float]]]:
-    """Return the median seconds and the losses of each."""
+    """Return the median seconds and the losses of each program."""
     x, y = data()
     first, scikit_learn = by_scikit_learn(x, y, epochs)
     runs = {"graphopt": by_graphopt(first, x, y, epochs, threads), "scikit-learn": scikit_learn}

@@ -1,4 +1,4 @@
-"""Ten steps of training in a framework and here, from one export, and what differs between them."""
+"""Train ten steps in a framework and in graphopt from the same export, and measure the differences."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Arrays = Mapping[str, np.ndarray]
 Move = Callable[[np.ndarray], np.ndarray]
 Pairs = dict[
     str, tuple[str, Move]
-]  # by a weight's name: the initializer that holds it, how its numbers moved there
+]  # for each weight, the initializer that contains it, and how the exporter rearranged its numbers
 
 STEPS = 10
 TOLERANCE = 1e-4
 CHAOS = 0.3  # the share of a difference that the framework's own rounding must explain
-EQUAL = 1e-6  # how far an exported weight may be from the framework's to be the same one
+EQUAL = 1e-6  # the largest difference between a weight and its export
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs by their names in the export, and what the predictions are compared with."""
+    """Hold inputs by their names in the export, and the targets of the predictions."""
 
     inputs: Arrays
     target: np.ndarray
@@ -40,10 +40,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Training:
-    """What ten steps gave: the loss of each, the weights by name, the predictions of a last batch.
+    """Hold the results of ten steps: the losses, the weights by name, and the predictions for a last batch.
 
-    `trained` says how many numbers train, by the names of weights, tied ones once. Of a training here, `said` is what
-    the report says of weights that the exporter changed, by name, and `initial` what the parameters start with.
+    `trained` counts the numbers that train by the names of weights, tied ones once. For graphopt, `said` contains the
+    lines of the report about weights that the exporter changed, and `initial` the initial parameters.
     """
 
     losses: Sequence[float]
@@ -56,13 +56,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """An architecture in its framework.
+    """Describe an architecture in its framework.
 
     Args:
-        loss: the pass that stands for the framework's loss.
-        optimizer: the pass that stands for the framework's optimizer.
-        training: the pass that switches to the training behaviour, None for a model that has none.
-        freeze: what the user says of parameters that the framework freezes, which no ONNX file tells.
+        loss: the pass for the framework's loss.
+        optimizer: the pass for the framework's optimizer.
+        training: the pass that enables the training behaviour; None for a model without one.
+        freeze: the parameters that the framework freezes, which no ONNX file records.
     """
 
     loss: Any = field(default_factory=passes.MeanSquaredError, kw_only=True)
@@ -73,19 +73,19 @@ class Case(ABC):
     @property
     @abstractmethod
     def exporters(self) -> Sequence[str]:
-        """The ways to export it, each a row of the table."""
+        """Return the exporters, each of which is a row of the table."""
 
     @abstractmethod
     def model(self, exporter: str) -> Model:
-        """Build the framework's model, every weight with values of its own."""
+        """Build the framework's model, with different values in every weight."""
 
 
 class Model(ABC):
-    """A model with its weights, in its framework."""
+    """Hold a model with its weights, in its framework."""
 
     @abstractmethod
     def batches(self, count: int) -> list[Batch]:
-        """Return batches, the same ones each time."""
+        """Return batches, the same ones in each call."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -93,20 +93,20 @@ class Model(ABC):
 
     @abstractmethod
     def export(self) -> onnx.ModelProto:
-        """Export the model; it stays as it is."""
+        """Export the model without changing it."""
 
     @abstractmethod
     def train(self, batches: Sequence[Batch], double: bool) -> Training:
-        """Train a copy on all batches but the last and predict that one, in float32 or float64."""
+        """Train a copy on all batches except the last, and predict the last one, in float32 or float64."""
 
 
 class NotExported(Exception):
-    """The framework's exporter refuses the architecture."""
+    """Report that the framework's exporter refuses the architecture."""
 
 
 @dataclass
 class Row:
-    """A row of the table; differences are relative, the largest of all."""
+    """Hold a row of the table; differences are the largest relative ones."""
 
     name: str
     exporter: str
@@ -118,13 +118,13 @@ class Row:
     losses: float | None = None
     weights: float | None = None
     predictions: float | None = None
-    own: float | None = None  # the framework in float32 against itself in float64
+    own: float | None = None  # the framework in float32 compared with itself in float64
     worst: str = ""
     seconds: float = 0.0
 
 
 def judge(row: Row, case: Case) -> None:
-    """Fill a row: export, train in the framework and here, compare."""
+    """Fill a row: export a model, train it in the framework and in graphopt, and compare the results."""
     model = case.model(row.exporter)
     batches = model.batches(STEPS + 1)
     initial = model.parameters()
@@ -163,7 +163,7 @@ def judge(row: Row, case: Case) -> None:
 def apart(
     ours: Training, theirs: Training, initial: Arrays, pairs: Pairs
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what trains here alone and in the framework alone, as far as values tell, with counts."""
+    """Return the parameters that train only in graphopt and only in the framework, by their values, with counts."""
     found = {other for other, _ in pairs.values()}
     numbers_there = np.concatenate([x.ravel() for x in initial.values()])
     numbers_here = np.concatenate([x.ravel() for x in ours.initial.values()])
@@ -182,15 +182,15 @@ def apart(
 
 
 def is_part(numbers: np.ndarray, of: np.ndarray) -> bool:
-    """Tell whether numbers, each of them once, are among others."""
+    """Return whether numbers, each of them once, are among others."""
     return len(np.unique(numbers)) == numbers.size and bool(np.isin(numbers, of).all())
 
 
 def is_said(said: Mapping[str, str], extra: Mapping[str, int], missing: Mapping[str, int]) -> bool:
-    """Tell whether the report names all that trains on one side alone.
+    """Return whether the report names everything that trains on one side only.
 
-    Of a weight of the framework it may name the module; where the exporter drops names, a weight of its size must be
-    named that trains here alone.
+    For a weight of the framework, it may name the module. If the exporter drops names, it must name a weight of the
+    same size that trains only in graphopt.
     """
     text = " ".join(said.values())
     return all(name in said for name in extra) and all(
@@ -200,7 +200,7 @@ def is_said(said: Mapping[str, str], extra: Mapping[str, int], missing: Mapping[
 
 
 def in_export(theirs: Training, pairs: Pairs) -> dict[str, int]:
-    """Return how many numbers train in the framework, but for rows of tables that the exporter left out."""
+    """Return how many numbers train in the framework, without rows of tables that the exporter left out."""
     return {
         name: pairs[name][1](theirs.weights[name]).size if name in pairs else count
         for name, count in theirs.trained.items()
@@ -214,7 +214,7 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> Training:
-    """Compile an export, train it on all batches but the last, predict that one by the trained model."""
+    """Compile an export, train it on all batches except the last, and predict the last one with the trained model."""
     steps = {"loss": case.loss, "optimizer": case.optimizer, "training": case.training}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -231,7 +231,7 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
-    """Return what the report says of weights that the exporter computed or left out, or that a rule decided."""
+    """Return the report's lines about weights that the exporter computed or left out, or that a rule decided."""
     found = {name: f"{name}: left out by the exporter" for name in (LeftOut.read(step) or LeftOut()).names}
     for value in weights:
         origin = Origin.read(value)
@@ -241,7 +241,7 @@ def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
 
 
 def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
-    """Return the weights that a file holds, initializers and constants."""
+    """Return the weights in a file: initializers and constants."""
     found = [(x.name, onnx.numpy_helper.to_array(x)) for x in proto.graph.initializer]
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -249,11 +249,11 @@ def constants(proto: onnx.ModelProto) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-def same(initial: Arrays, held: Sequence[tuple[str, np.ndarray]]) -> Pairs:
-    """Return for each weight of the framework the initializer with its values, and how the exporter moved them."""
+def same(initial: Arrays, exported: Sequence[tuple[str, np.ndarray]]) -> Pairs:
+    """Match each weight of the framework with the initializer that contains its values, however rearranged."""
     found: Pairs = {}
     for name, weight in initial.items():
-        for other, array in sorted(held, key=lambda one: one[0] != name):
+        for other, array in sorted(exported, key=lambda one: one[0] != name):
             if array.dtype == weight.dtype and name not in found:
                 move = moved(weight, array)
                 if move is not None:
@@ -262,7 +262,7 @@ def same(initial: Arrays, held: Sequence[tuple[str, np.ndarray]]) -> Pairs:
 
 
 def moved(weight: np.ndarray, array: np.ndarray) -> Move | None:
-    """Return what makes `array` of `weight`: a reshape, a permutation of axes, or a choice of rows; or None."""
+    """Return how `array` follows from `weight`: a reshape, a permutation of axes or a choice of rows; or None."""
     if array.size == weight.size:
         for axes in itertools.permutations(range(weight.ndim)):
             if close(weight.transpose(axes).ravel(), array.ravel()):
@@ -304,7 +304,7 @@ def differences(row: Row, ours: Training, theirs: Training, pairs: Pairs) -> Non
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference of two arrays, by the largest number of the second."""
+    """Return the largest difference of two arrays, relative to the largest number of the second."""
     if a.shape != b.shape:
         return math.inf
     finite = np.isfinite(b)

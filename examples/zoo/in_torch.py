@@ -1,4 +1,4 @@
-"""Architectures of PyTorch, with its two exporters."""
+"""Train and export PyTorch modules, with PyTorch's two exporters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class TorchCase(Case):
-    """A module, and a function of the batch's size that draws inputs for it from PyTorch's generator.
+    """Describe a module, and a function that draws inputs for a batch size from PyTorch's generator.
 
     Args:
-        ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch, `unfolded` if it shall
-            not fold constants, as it does by default.
-        fresh: leave the initial weights as they are: exporters merge equal ones.
+        ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch, `unfolded` to
+            disable the default folding of constants.
+        fresh: keep the initial weights, of which exporters merge equal ones.
         batch: the number of rows.
     """
 
@@ -51,7 +51,7 @@ class TorchCase(Case):
 
 
 def perturb(module: nn.Module) -> None:
-    """Give every weight that trains values of its own, and take chance out of training."""
+    """Make the values of every trainable weight different, and remove randomness from training."""
     for parameter in module.parameters():
         noise = 0.05 * torch.randn_like(parameter)
         if parameter.requires_grad:
@@ -133,7 +133,7 @@ class TorchModel(Model):
 
 
 def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -> onnx.ModelProto:
-    """Export with the exporter's defaults, but for BatchNormalization, which the defaults fold into convolutions."""
+    """Export with the exporter's defaults, except that BatchNormalization is not folded into convolutions."""
     dynamic = "dynamic" in exporter
     folds = "unfolded" not in exporter and not any(
         isinstance(part, NORMALIZATIONS) for part in module.modules()
@@ -162,7 +162,7 @@ def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -
 
 
 def warm_up() -> None:
-    """Let the exporters load what they need."""
+    """Make the exporters import their modules."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -171,7 +171,7 @@ def warm_up() -> None:
 
 
 def torch_optimizer(step: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer of a pass's numbers."""
+    """Return PyTorch's optimizer with the options of a pass."""
     if isinstance(step, passes.SGD):
         return torch.optim.SGD(parameters, step.learning_rate, momentum=step.momentum)
     betas = step.beta1, step.beta2
@@ -179,7 +179,7 @@ def torch_optimizer(step: Any, parameters: list[nn.Parameter]) -> torch.optim.Op
 
 
 def torch_loss(loss: Any, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return PyTorch's loss of a pass's name."""
+    """Return PyTorch's loss for a pass."""
     if isinstance(loss, passes.CrossEntropy):
         return nn.functional.cross_entropy(prediction.movedim(loss.axis, 1), target)
     return nn.functional.mse_loss(prediction, target)

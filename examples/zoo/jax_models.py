@@ -1,4 +1,4 @@
-"""JAX modules of flax and equinox, exported by jax2onnx."""
+"""Define JAX modules of flax and equinox, exported by jax2onnx."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class JaxCase(Case):
-    """A module of one input.
+    """Describe a module with one input.
 
     Args:
-        build: makes the module; what it returns is called with a batch.
-        shape: of an input's row; whole numbers where `words` says how many.
+        build: a function that returns the module, which is called with a batch.
+        shape: the shape of a row of the input.
+        words: the number of different integers in the input; 0 for floating-point numbers.
     """
 
     build: Callable[[], Any]
@@ -162,7 +163,7 @@ class Attention(nnx.Module):
 
 
 class Tied(nnx.Module):
-    """A head tied to the embedding."""
+    """Build a head tied to the embedding."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)

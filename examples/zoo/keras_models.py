@@ -1,4 +1,4 @@
-"""Keras models on the PyTorch backend, exported by `model.export(format="onnx")`."""
+"""Define Keras models on the PyTorch backend, exported by `model.export(format="onnx")`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class KerasCase(Case):
-    """A model, and a function that draws inputs for it: rows and a generator in, an array out."""
+    """Describe a model, and a function that draws inputs for a number of rows from a generator."""
 
     build: Callable[[], keras.Model]
     inputs: Callable[[int, np.random.Generator], np.ndarray]
@@ -90,7 +90,7 @@ class KerasModel(Model):
             model.compile(optimizer=keras_optimizer(self.case.optimizer), loss=keras_loss(self.case.loss))
             losses = []
             for batch in batches[:-1]:
-                model.reset_metrics()  # else the loss is a mean over batches
+                model.reset_metrics()  # otherwise the loss is a mean over batches
                 losses.append(float(model.train_on_batch(*batch.inputs.values(), batch.target)))
             arrays = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_weights]
             predictions = model.predict_on_batch(*batches[-1].inputs.values())

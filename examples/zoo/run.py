@@ -1,15 +1,15 @@
-"""The zoo: architectures of several frameworks, trained here beside their framework for ten steps, from one export.
+"""Train architectures of several frameworks for ten steps, in their framework and in graphopt, and compare the results.
 
-Every row is an architecture and an exporter. Losses of each step, the weights that can be found again in the export and
-the trained model's predictions are compared with the framework's own training in float32 on the same batches, and how
-many numbers train. What differs by more than 1e-4, or trains other numbers, is "reported" where graphopt's report names
-all that trains on one side alone, and what the exporter did to it; "chaotic" where the same numbers train and the
-framework in float32 differs as much from itself in float64; and "differs" otherwise.
+Every row is an architecture and an exporter. Both sides train the same export in float32 on the same batches. The
+program compares the losses of each step, the weights that it finds in the export, the predictions of the trained model,
+and how many numbers train. A row with a difference above 1e-4, or with other trained numbers, is "reported" if
+graphopt's report names everything that trains on one side only and what the exporter did to it. It is "chaotic" if the
+same numbers train and the framework's own results differ as much between float32 and float64. Otherwise, it "differs".
 
 Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
-It writes RESULTS.md beside it: rows that were not run again stay. A NAME is an architecture, a family (torch_own,
-torchvision_models, ...) or a shell-style pattern. Each architecture is a process of its own, so that a crash is a row.
-What it needs is the extra `zoo`: pip install -e ".[cpu,zoo]".
+It updates RESULTS.md with the rows that it runs. A NAME is an architecture, a family (torch_own, timm_models, ...) or a
+shell-style pattern. Each architecture runs in a separate process, so that a crash becomes a row.
+Install the extra `zoo`: pip install -e ".[cpu,zoo]".
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ PACKAGES = (
     "onnxruntime",
 )
 MARK = "row: "
-SECONDS, BYTES = 240, 8 << 30  # that an architecture may take
+SECONDS, BYTES = 240, 8 << 30  # limits of an architecture
 VERDICTS = ("agrees", "reported", "chaotic", "differs", "refused", "failed", "not exported")
 COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
 NOTE = """\
-Differences are relative, the largest of all. `train` counts the numbers that train in the framework, tied ones once,
-and those that train here where they are not as many. In brackets: how many of the framework's weights are in the export
-as they were, reshaped or transposed, and so were compared by name; rows of a table of positions that the exporter left
-out count on neither side. `own` is the framework in float32 against itself in float64."""
+Differences are the largest relative ones. `train` counts the numbers that train in the framework, tied ones once, and,
+if different, those that train in graphopt. The brackets count the framework's weights that are in the export, also
+reshaped or transposed, and are therefore compared by name. Rows of a table of positions that the exporter left out do
+not count on either side. `own` compares the framework in float32 with itself in float64."""
 
 
 def cases(family: str) -> dict[str, Case]:
-    """Return the cases of a family by name; its framework is imported."""
+    """Import the framework of a family and return its cases by name."""
     found: dict[str, Case] = importlib.import_module(family).CASES
     return found
 
@@ -87,28 +87,28 @@ def rows(family: str, name: str) -> Iterator[Row]:
 
 
 def tried(case: Case, name: str, exporter: str) -> Row:
-    """Run an architecture with an exporter; an error is a row."""
+    """Run an architecture with an exporter; an error becomes a row."""
     row = Row(name, exporter)
     start = time.perf_counter()
     try:
         judge(row, case)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
         row.verdict = verdict(error)
-        said = re.sub(r"\x1b\[[0-9;]*m|\S*/site-packages/", "", str(error))  # exporters colour what they say
+        said = re.sub(r"\x1b\[[0-9;]*m|\S*/site-packages/", "", str(error))  # exporters colour their messages
         row.cause = f"{type(error).__name__}: {' '.join(said.split())[:300]}"
     row.seconds = round(time.perf_counter() - start, 1)
     return row
 
 
 def verdict(error: BaseException) -> str:
-    """Return whose error it is: the exporter's, ours, or nobody's that was thought of."""
+    """Return a verdict on an error: the exporter's, graphopt's, or an unexpected one."""
     if isinstance(error, NotExported):
         return "not exported"
     return "refused" if isinstance(error, GraphoptError) else "failed"
 
 
 def work(family: str, name: str, output: str) -> None:
-    """Be the process of an architecture: write a line of JSON a row to a file, and what libraries print."""
+    """Run an architecture in this process: write a line of JSON per row to a file, and the output of libraries."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -118,7 +118,7 @@ def work(family: str, name: str, output: str) -> None:
 
 
 class Child:
-    """The process of an architecture; it forks from this one where that has loaded what the family needs."""
+    """Hold the process of an architecture, forked from this one if this one has imported the family."""
 
     def __init__(self, family: str, name: str, fork: bool) -> None:
         self.family, self.name = family, name
@@ -129,7 +129,7 @@ class Child:
         self._start = time.monotonic()
 
     def found(self) -> list[Row] | None:
-        """Return the rows once the process has ended, or has had its time, with one that says so; None before."""
+        """Return the rows after the process has ended or timed out, with a row about a failure; None before."""
         late = time.monotonic() - self._start > SECONDS
         if self._process.is_alive() and not late:
             return None
@@ -150,7 +150,7 @@ class Child:
 
 
 def run_all(todo: Sequence[tuple[str, str]], jobs: int) -> Iterator[tuple[str, str, list[Row]]]:
-    """Run architectures, each in a process of its own, and yield the rows of each."""
+    """Run architectures in separate processes, and yield the rows of each."""
     waiting, running, warm = list(todo), [], set()
     while waiting or running:
         if waiting and len(running) < jobs:
@@ -178,7 +178,7 @@ def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
         try:
             names = list(cases(family))
         except ImportError as error:
-            print(f"{family}: left out, {error}", file=sys.stderr)
+            print(f"{family}: skipped, {error}", file=sys.stderr)
             continue
         if sample:
             names = list(SAMPLE[family])
@@ -223,7 +223,7 @@ def table(path: Path) -> dict[str, list[list[str]]]:
 
 
 def merge(family: list[list[str]], found: list[list[str]], name: str) -> None:
-    """Put an architecture's rows where its old ones are, or at the end."""
+    """Replace the old rows of an architecture, or append them."""
     at = next((i for i, row in enumerate(family) if row[0] == name), len(family))
     family[:] = [row for row in family if row[0] != name]
     family[at:at] = found
@@ -262,7 +262,7 @@ def versions() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME")
-    parser.add_argument("--sample", action="store_true", help="those that the tests run")
+    parser.add_argument("--sample", action="store_true", help="run the architectures of the tests")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--table", type=Path, default=RESULTS, help="the file to write")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""scikit-learn's estimators that learn batch by batch, exported by skl2onnx."""
+"""Define scikit-learn estimators with `partial_fit`, exported by skl2onnx."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HALF_SQUARES = passes.Elastic(0.0, 0.5)  # scikit-learn's squared error is half 
 
 @dataclass(frozen=True)
 class ScikitLearnCase(Case):
-    """An estimator with `partial_fit`.
+    """Describe an estimator with `partial_fit`.
 
     Args:
-        classes: how many; 0 for a regression.
-        scaler: what comes before the estimator; it is fitted once.
-        batch: the rows of a batch; linear estimators take a step a row.
+        classes: the number of classes; 0 for a regression.
+        scaler: the transformer before the estimator; it is fitted once.
+        batch: the number of rows of a batch; linear estimators take one step per row.
     """
 
     build: Callable[[], Any]
@@ -49,7 +49,7 @@ class ScikitLearnCase(Case):
         for weight in model.weights(model.estimator).values():
             weight += random.normal(0, 0.05, weight.shape)
         if hasattr(model.estimator, "_optimizer"):
-            del model.estimator._optimizer  # its moments; the next batch makes another
+            del model.estimator._optimizer  # its moments; the next batch creates a new one
         return model
 
     def draw(self, rows: int, seed: int) -> Batch:
@@ -114,7 +114,7 @@ class ScikitLearnModel(Model):
 
     @staticmethod
     def weights(estimator: Any) -> dict[str, np.ndarray]:
-        """Return the arrays that train, themselves."""
+        """Return the trained arrays, without copying."""
         if hasattr(estimator, "coefs_"):
             both = {"coefs_": estimator.coefs_, "intercepts_": estimator.intercepts_}
             return {f"{name}.{i}": x for name, arrays in both.items() for i, x in enumerate(arrays)}

@@ -1,4 +1,4 @@
-"""timm's architectures, made small; their weights are random."""
+"""Define small variants of timm's architectures with random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def case(
     ways: Sequence[str] = EXPORTERS,
     **options: Any,
 ) -> TorchCase:
-    """Return an architecture, by its class or its name in timm's registry, with some of its numbers made small."""
+    """Return an architecture, by its class or its name in timm's registry, with smaller sizes."""
     if isinstance(build, str):
         build = partial(timm.create_model, build, pretrained=False)
     return TorchCase(
@@ -40,7 +40,7 @@ UNFOLDED = (
     "torchscript, static",
     "torchscript unfolded, static",
 )
-OLDER = ("torchscript, static", "torchscript unfolded, static")  # the newer exporter refuses it
+OLDER = ("torchscript, static", "torchscript unfolded, static")  # the newer exporter does not support them
 VIT = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
 MIXER = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "num_blocks": 1}
 POOLFORMER = {"mlp_act": nn.GELU, "mlp_bias": True, "layer_scale_init_values": 0.1, "use_mlp_head": False}

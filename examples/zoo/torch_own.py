@@ -61,7 +61,7 @@ class ResNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A Transformer's encoder; positions are a parameter, or sines in a buffer."""
+    """Encode by a Transformer; positions are a parameter, or sines in a buffer."""
 
     def __init__(self, learned: bool) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def sines(length: int, width: int) -> torch.Tensor:
 
 
 class Translation(nn.Module):
-    """Sequence to sequence: the encoder's last state is the decoder's first."""
+    """Map sequences to sequences: the encoder's last state is the decoder's first."""
 
     def __init__(self, kind: type[nn.RNNBase], **options) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Translation(nn.Module):
 
 
 class Attending(nn.Module):
-    """Sequence to sequence with attention, the decoder a cell in a loop (Bahdanau et al. 2015)."""
+    """Map sequences to sequences with attention; the decoder is a cell in a loop (Bahdanau et al. 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Attending(nn.Module):
 
 
 class LearnedState(nn.Module):
-    """A recurrent layer whose first state is a parameter."""
+    """Run a recurrent layer whose first state is a parameter."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LearnedState(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Jaderberg et al. 2015."""
+    """Transform images by a learned affine map (Jaderberg et al. 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class SpatialTransformer(nn.Module):
 
 
 class Warp(nn.Module):
-    """Optical flow: a convolution makes the grid that the image is sampled on."""
+    """Sample an image on a grid that a convolution computes, as for optical flow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Warp(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Convolutions between normalizations."""
+    """Alternate convolutions and normalizations."""
 
     def __init__(self, *normalizations: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Normalized(nn.Module):
 
 
 class GraphNetwork(nn.Module):
-    """Messages along edges, summed or averaged at their ends by scatter_add or index_add."""
+    """Send messages along edges, summed or averaged at their ends by scatter_add or index_add."""
 
     def __init__(self, method: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class GraphNetwork(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Attention with rotary positions: frequencies, or tables of their cosines, in buffers (Su et al. 2021)."""
+    """Attend with rotary positions: buffers contain frequencies or tables of cosines (Su et al. 2021)."""
 
     def __init__(self, tables: bool) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Rotary(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A causal language model: the mask a buffer of -1e9, the head tied to the embedding."""
+    """Model language causally: the mask is a buffer of -1e9, the head is tied to the embedding."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Gpt(nn.Module):
 
 
 class Nerf(nn.Module):
-    """Frequencies of coordinates before a perceptron (Mildenhall et al. 2020)."""
+    """Encode coordinates by frequencies before a perceptron (Mildenhall et al. 2020)."""
 
     def __init__(self, buffer: bool) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Nerf(nn.Module):
 
 
 class FourierFeatures(nn.Module):
-    """Random frequencies in a buffer (Tancik et al. 2020)."""
+    """Encode coordinates by random frequencies in a buffer (Tancik et al. 2020)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class TiedAutoencoder(nn.Module):
 
 
 class Pinn(nn.Module):
-    """A solution and its derivative, written out: every weight is used twice."""
+    """Compute a solution and its derivative explicitly: every weight is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Pinn(nn.Module):
 
 
 class Siamese(nn.Module):
-    """Two inputs through one network, the likeness scaled by a temperature of rank 0."""
+    """Compare two inputs of one network; a temperature of rank 0 scales the similarity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class Siamese(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """CLIP's head: all pairs of a batch, scaled by the exponential of a parameter of rank 0."""
+    """Compare all pairs of a batch, scaled by the exponential of a parameter of rank 0, as CLIP's head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Contrastive(nn.Module):
 
 
 class FreshNorms(nn.Module):
-    """LayerNorms as they are made: equal ones and zeros, which an exporter may merge."""
+    """Use new LayerNorms: equal ones and zeros, which an exporter may merge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ class Unet(nn.Module):
 
 
 class SuperResolution(nn.Module):
-    """Shi et al. 2016, and a bilinear path beside it."""
+    """Increase the resolution (Shi et al. 2016), with a parallel bilinear path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class Experts(nn.Module):
 
 
 class WideAndDeep(nn.Module):
-    """A recommender: embeddings of ids, crossed, beside numbers."""
+    """Recommend by crossed embeddings of ids, and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class DeepSets(nn.Module):
 
 
 class Temporal(nn.Module):
-    """Dilated causal convolutions with weight normalization: weights computed of parameters."""
+    """Stack dilated causal convolutions with weight normalization, which computes weights from parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Queries(nn.Module):
-    """Attention of learned queries, by nn.MultiheadAttention."""
+    """Attend by learned queries with nn.MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ class Queries(nn.Module):
 
 
 class Flow(nn.Module):
-    """Affine couplings, their masks buffers of zeros and ones (Dinh et al. 2017)."""
+    """Couple affinely; masks are buffers of zeros and ones (Dinh et al. 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ class Flow(nn.Module):
 
 
 class Hypernetwork(nn.Module):
-    """A network makes the weights of another."""
+    """Compute the weights of one network by another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class Hypernetwork(nn.Module):
 
 
 class Splines(nn.Module):
-    """A Kolmogorov-Arnold layer: radial bases on a grid that is a buffer."""
+    """Evaluate a Kolmogorov-Arnold layer: radial bases on a grid in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ class Splines(nn.Module):
 
 
 class Standardized(nn.Module):
-    """Inputs standardized by buffers of means and deviations, outputs too."""
+    """Standardize inputs and outputs by buffers of means and deviations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -513,7 +513,7 @@ class Standardized(nn.Module):
 
 
 class NeuralOde(nn.Module):
-    """Euler's steps of a small network."""
+    """Integrate a small network by Euler's method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,7 +529,7 @@ class NeuralOde(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen layer and a trained correction of low rank (Hu et al. 2021)."""
+    """Add a trained correction of low rank to a frozen layer (Hu et al. 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +542,7 @@ class LowRank(nn.Module):
 
 
 class RootMeanSquare(nn.Module):
-    """RMSNorm, as libraries of language models write it."""
+    """Compute RMSNorm as libraries of language models do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Gated(nn.Module):
-    """RMSNorm, grouped queries, SwiGLU."""
+    """Combine RMSNorm, grouped queries and SwiGLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -578,7 +578,7 @@ class Gated(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A diagonal recurrence, written out over the steps; -exp of a logarithm is its rate."""
+    """Unroll a diagonal recurrence over the steps; its rate is -exp of a logarithm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -608,7 +608,7 @@ class Bidirectional(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Spectral normalization: a weight divided by its largest singular value, from vectors in buffers."""
+    """Divide a weight by its largest singular value, from vectors in buffers (spectral normalization)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,7 +620,7 @@ class Spectral(nn.Module):
 
 
 class ScaledLayers(nn.Module):
-    """LayerScale and stochastic depth's identity; scales of one number, of shape (1,) and (1, 1)."""
+    """Scale layers by LayerScale and by single numbers of shapes (1,) and (1, 1)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -666,7 +666,7 @@ class Mixer(nn.Module):
 
 
 class Recursive(nn.Module):
-    """One layer used three times, as ALBERT shares its layers."""
+    """Apply one layer three times, as ALBERT shares its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -679,7 +679,7 @@ class Recursive(nn.Module):
 
 
 class Gaussians(nn.Module):
-    """A mixture density's log-likelihood as a network: log-sum-exp over components."""
+    """Compute a mixture's log-likelihood: log-sum-exp over components."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -695,7 +695,7 @@ class Gaussians(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Vector quantization by soft assignment to a codebook: distances by cdist's expansion."""
+    """Quantize vectors by soft assignment to a codebook, with distances by cdist's expansion."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torchvision's architectures, made small; their weights are random."""
+"""Define small variants of torchvision's architectures with random weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def maxvit() -> nn.Module:
 
 
 class Segmentation(nn.Module):
-    """A fully convolutional head with an interpolation on a ResNet's features."""
+    """Segment images: a fully convolutional head with an interpolation on a ResNet's features."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""transformers' architectures of tiny configurations; nothing is downloaded."""
+"""Define tiny configurations of transformers' architectures, without downloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DROPOUTS = (
 
 
 class Output(nn.Module):
-    """One output of a model, of inputs given by position; `masked` names the mask of the last, which hides nothing."""
+    """Return one output of a model for positional inputs; `masked` names a mask of the last, which hides nothing."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, masked: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def case(
 
 MASK = "attention_mask"
 UNFOLDED = (*EXPORTERS, "dynamo unfolded, dynamic")
-# What most configurations call their sizes.
+# The names of sizes in most configurations.
 SMALL = {
     "vocab_size": WORDS,
     "hidden_size": 16,

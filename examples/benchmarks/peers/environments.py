@@ -1,4 +1,4 @@
-"""The environments that peers run in: one each, made by venv and pip when first needed, outside of the repository."""
+"""Create an environment for each peer with venv and pip when it is first needed, outside the repository."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ PACKAGES = [
 
 
 class Missing(Exception):
-    """An environment cannot be made; says why."""
+    """Report why an environment cannot be created."""
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """Return the interpreter of an environment, which is made if its packages are not those wanted.
+    """Return the interpreter of an environment, which is created again if its packages differ.
 
     Raises:
-        Missing: pip finds a package for no such Python or system, or the folder is inside of the repository.
+        Missing: pip finds no package for this Python or system, or the folder is inside the repository.
     """
     home = (folder / name).resolve()
     if home.is_relative_to(ROOT):
-        raise Missing(f"{folder}: expected a folder outside of the repository {ROOT}")
+        raise Missing(f"{folder}: expected a folder outside the repository {ROOT}")
     python = home / "bin" / "python"
     stamp, wanted = home / "requirements.txt", "\n".join(REQUIREMENTS[name])
     if not (stamp.exists() and stamp.read_text() == wanted):
-        print(f"making the environment {name} in {home}", flush=True)
+        print(f"creating the environment {name} in {home}", flush=True)
         call(sys.executable, "-m", "venv", "--clear", str(home))
         call(str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS[name])
         stamp.write_text(wanted)
@@ -64,7 +64,7 @@ def call(*command: str) -> None:
 
 
 def versions(python: Path) -> str:
-    """Return the versions of what is measured in an environment."""
+    """Return the versions of the measured packages in an environment."""
     code = (
         "from importlib.metadata import distributions as d; import sys\n"
         "print(*(f'{x.name} {x.version}' for x in sorted(d(), key=lambda x: x.name) if x.name in sys.argv))"

@@ -1,7 +1,7 @@
-"""graphopt: the training graph on the ONNX Runtime of its environment.
+"""Run graphopt's training graph on the ONNX Runtime of this environment.
 
-Variants: `run`, several steps in a call of the runtime; `fused`, onnxruntime-training's optimizer kernels; `graph`, a
-CUDA graph.
+The variant `run` runs several steps in one call of the runtime, `fused` uses onnxruntime-training's optimizer kernels,
+and `graph` a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JAX: one jitted function a step, with optax; weights and optimizer state are donated. Images lie NHWC, as in Flax."""
+"""Run JAX and optax: one jitted function per step, donated weights and optimizer state, NHWC images as in Flax."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def transformer(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
 
 
 def lstm(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
-    """Gates i, o, f, c, as ONNX has them."""
+    """Compute an LSTM with ONNX's order of gates: i, o, f, c."""
     recurrent = w["lstm.R"][0].T
     gates = x.transpose(1, 0, 2) @ w["lstm.W"][0].T + w["lstm.B"][0].reshape(2, -1).sum(0)
     zeros = jnp.zeros((x.shape[0], recurrent.shape[0]), x.dtype)
@@ -113,7 +113,7 @@ OPTIMIZERS = {
 
 
 def build(job: Job) -> Step:
-    def native(array: np.ndarray) -> np.ndarray:  # HWIO of OIHW
+    def native(array: np.ndarray) -> np.ndarray:  # from OIHW to HWIO
         return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
 
     network, optimizer = FAMILIES[job.family], OPTIMIZERS[job.optimizer](job.rate)

@@ -1,9 +1,9 @@
-"""The limit of a step: its matrix products and convolutions alone, and one pass over parameters and state.
+"""Measure the limit of a step: only its matrix products and convolutions, and one pass over parameters and state.
 
-Each product, of the forward pass and of both gradients, costs what a bare MatMul of its shape costs on the same
-runtime; each convolution, and each of its two gradients, what a bare Conv of its shape does. Their operands are inputs,
-as in training. The pass reads and writes as many numbers as parameters and optimizer slots have. A gradient by the data
-is not counted.
+Each product, in the forward pass and for both gradients, costs as much as a single MatMul of its shape on the same
+runtime. Each convolution and each of its two gradients costs as much as a single Conv. Operands are inputs, as in
+training. The pass reads and writes each number of the parameters and optimizer slots once. Gradients of the data are
+not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def product(rows: int, inner: int, columns: int, stack: Shape = ()) -> Operation
 def products(
     rows: int, inner: int, columns: int, stack: Shape, left: bool, right: bool
 ) -> Iterator[Operation]:
-    """Yield a product of two matrices, and those of its gradients by the left and the right one."""
+    """Yield a product of two matrices, and the products that compute its gradients."""
     yield product(rows, inner, columns, stack)
     if left:
         yield product(rows, columns, inner, stack)
@@ -44,9 +44,9 @@ def products(
 
 
 def operations(model: onnx.ModelProto, batch: int) -> Iterator[tuple[Operation, int]]:
-    """Yield what a training step multiplies and convolves, and how often.
+    """Yield the products and convolutions of a training step, and how often it computes them.
 
-    Models have Gemm, MatMul, Conv and LSTM; other operators cost nothing here.
+    Models contain Gemm, MatMul, Conv and LSTM. Other operators count as free.
     """
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = batch
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
@@ -80,7 +80,7 @@ def operations(model: onnx.ModelProto, batch: int) -> Iterator[tuple[Operation, 
 
 
 def session(operation: Operation, threads: int) -> tuple[onnxruntime.InferenceSession, dict[str, Any], int]:
-    """Return a session of the operation, repeated while it takes less than 200 us, so that the call costs little."""
+    """Return a session that repeats the operation until it takes 200 us, so that the call itself costs little."""
     operator, a, b, attributes = operation
     random = np.random.default_rng(0)
     feeds = {"a": random.standard_normal(a, np.float32), "b": random.standard_normal(b, np.float32)}
@@ -88,7 +88,7 @@ def session(operation: Operation, threads: int) -> tuple[onnxruntime.InferenceSe
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     options.graph_optimization_level = (
         onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # merges no repetition
+    )  # keeps repetitions apart
     count = 1
     while True:
         names = [f"y{i}" for i in range(count)]
@@ -119,13 +119,13 @@ class Limit:
         self._counts, self._threads = counts, job.threads
 
     def measure(self, seconds: float) -> list[float]:
-        """Return microseconds of all, each part of it the median of its share of the seconds, three runs at least."""
+        """Return the sum of the median microseconds of all operations, each run at least three times."""
         share = seconds / len(self._counts)
         parts = (self._time(operation, share) * times for operation, times in self._counts.items())
         return [1e6 * sum(parts)]
 
     def _time(self, operation: Operation, seconds: float) -> float:
-        """Return the seconds that an operation takes; one session at a time, as threads of others would spin."""
+        """Return the seconds of an operation; create one session at a time, because threads of others would spin."""
         bare, feeds, repeated = session(operation, self._threads)
         taken: list[float] = []
         end = time.perf_counter() + seconds

@@ -1,8 +1,8 @@
-"""onnxruntime-training 1.19.2's on-device API: artifacts, then a Module and an Optimizer.
+"""Run onnxruntime-training 1.19.2's on-device API: artifacts, then a Module and an Optimizer.
 
-Its environment has onnx 1.17, so that artifacts are of IR version 10, the newest that it loads. It has SGD without
-momentum, and AdamW with epsilon before the correction of the bias, here smaller in turn. Three things that its
-gradients need of a model are done by hand.
+Its environment contains onnx 1.17, so that artifacts have IR version 10, the newest that it loads. It supports SGD
+without momentum, and AdamW that adds epsilon before bias correction; this program makes epsilon smaller to compensate.
+It also makes three changes to models that their gradients require.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNNING = ("running_mean", "running_var")
 
 
 def in_training(model: onnx.ModelProto, rows: int) -> onnx.ModelProto:
-    """BatchNormalization in training mode, LayerNormalization with its statistics, LSTM with initial states."""
+    """Put BatchNormalization into training mode, and add LayerNormalization's statistics and LSTM's initial states."""
     graph = model.graph
     for node in graph.node:
         if node.op_type == "BatchNormalization":

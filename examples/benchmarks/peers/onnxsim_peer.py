@@ -1,7 +1,7 @@
-"""onnxsim 0.8's training loop: one graph a step, on its environment's onnxruntime.
+"""Run onnxsim 0.8's training loop: one graph per step, on the onnxruntime of this environment.
 
-It needs static shapes and the loss in the model; its Adam has no weight decay. It has no option for threads: the
-options of its session are given them on their way.
+It requires static shapes and a model that contains the loss. Its Adam has no weight decay. It has no option for
+threads, so this program patches the options of its session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SQUARES = """cost (float[N,C] y, float[N,C] target, float share) => (float loss)
 
 
 def with_loss(job: Job) -> onnx.ModelProto:
-    """Return the model with a fixed batch and a loss: targets are one-hot, as it has no gradient of integer ones."""
+    """Return the model with a fixed batch and a loss of one-hot targets; onnxsim does not support integer ones."""
     model = onnx.load(job.model)
     graph = model.graph
     batch, classes = len(job.data[0][0]), graph.output[0].type.tensor_type.shape.dim[1].dim_value

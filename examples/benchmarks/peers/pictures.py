@@ -1,4 +1,4 @@
-"""Draws what run.py measured: cost against batch size, width and depth, and compile time against nodes.
+"""Draw the results of run.py: cost against batch size, width and depth, and compile time against nodes.
 
 Run it: python pictures.py RESULTS.json FOLDER
 """
@@ -31,7 +31,7 @@ LOOKS = {
 
 
 def sizes(workload: str) -> dict[str, int]:
-    """Return the batch, width and depth of a perceptron by its name."""
+    """Return the batch size, width and depth of a perceptron from its name."""
     numbers = workload.removeprefix("mlp-").split("x")
     return dict(zip(AXES, map(int, numbers), strict=True))
 
@@ -39,7 +39,7 @@ def sizes(workload: str) -> dict[str, int]:
 def curves(
     results: Sequence[dict[str, Any]], workloads: Sequence[str], of: str
 ) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return, for each peer, its results by the size that varies."""
+    """Return the results of each peer by the size that varies."""
     found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for result in results:
         if result["workload"] in workloads and result["rounds"] and not result["error"]:
@@ -49,7 +49,7 @@ def curves(
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Write a picture of four panels."""
-    plt.rcParams["svg.hashsalt"] = "graphopt"  # the same file for the same numbers
+    plt.rcParams["svg.hashsalt"] = "graphopt"  # equal numbers make equal files
     figure, panels = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
     *costs, compiling = panels.flat
     for axes, (of, label) in zip(costs, AXES.items(), strict=True):

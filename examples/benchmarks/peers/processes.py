@@ -1,6 +1,6 @@
-"""Peers as processes, each on as many cores as threads, with which `run.py` talks as `protocol.py` says.
+"""Run peers as processes that `run.py` controls by the protocol of `protocol.py`, each on as many cores as threads.
 
-Threads of 0 are all cores.
+0 threads mean all cores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds that a peer may take to compile, or for a round
 
-# A peer: its script, its environment, the words of its variant.
+# peers: the script, the environment and the words of the variant of each
 PEERS = {
     "graphopt": ("graphopt_peer", "graphopt", ""),
     "graphopt-run": ("graphopt_peer", "graphopt", "run"),
@@ -41,11 +41,11 @@ PEERS = {
 
 
 class Failure(Exception):
-    """A peer ended; says why."""
+    """Report why a peer ended."""
 
 
 class Process:
-    """A running peer: `say` writes it a line, `hear` returns what it says."""
+    """Hold a running peer: `say` writes a line to it, `hear` returns its answer."""
 
     def __init__(
         self, python: Path, peer: str, folder: Path, workload: str, optimizer: str, threads: int
@@ -95,7 +95,7 @@ class Process:
 
 
 def confined(cores: int) -> Callable[[], None] | None:
-    """Return what a new process calls to run on some cores alone, where that is asked for and the system can do it."""
+    """Return a function that restricts a new process to some cores, or None if this is not wanted or not possible."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return None
     chosen = sorted(os.sched_getaffinity(0))[:cores]
@@ -103,7 +103,7 @@ def confined(cores: int) -> Callable[[], None] | None:
 
 
 def reason(errors: str, code: int) -> str:
-    """Return the line of a traceback that tells what went wrong."""
+    """Return the line of a traceback that names the error."""
     if code < 0:
         return f"ended by signal {-code}" + (f": out of memory, or over {PATIENCE} s" if code == -9 else "")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]

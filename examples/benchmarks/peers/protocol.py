@@ -1,11 +1,11 @@
-"""Define what every peer writes: one JSON line when it is ready, and one of times for each line on its standard input.
+"""Define the protocol of peers: a JSON line when ready, and a JSON line of times for each line of standard input.
 
-A peer gives `serve` a function that takes a job and returns `step(i)`, which trains on batch i and returns the loss as
-a Python number. The first line holds the losses of 20 steps, the seconds until the end of the first one, and the rows
-of a batch; the others microseconds a step, one number for each stretch of about 20 ms, and the most memory the process
-had, in MB. A line of the input is how many seconds to go on for.
+A peer passes to `serve` a function that takes a job and returns `step(i)`, which trains on batch i and returns the loss
+as a Python number. The first line contains the losses of 20 steps, the seconds until the end of the first step, and
+the rows of a batch. Each other line contains microseconds per step, one number per 20 ms, and the peak memory of the
+process in MB. A line of input is the number of seconds to run.
 
-Alone: echo 1 | python torch_peer.py FOLDER mlp-small adamw --threads 1
+Run a peer directly: echo 1 | python torch_peer.py FOLDER mlp-small adamw --threads 1
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 RATES = {"sgd": 0.02, "momentum": 3e-3, "adamw": 3e-4}  # momentum 0.9; AdamW as in PyTorch, weight decay 0.01
-LOSS_SCALE = 2.0**10  # of mixed precision at first: no step is left out
+LOSS_SCALE = 2.0**10  # initial, for mixed precision: it skips no step
 STRETCH = 0.02
 
 Step = Callable[[int], float]
@@ -31,10 +31,10 @@ Step = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, with what: the files of a workload, `sgd`, `momentum` or `adamw`, and a variant of the peer.
+    """Describe a job: the files of a workload, the optimizer `sgd`, `momentum` or `adamw`, and a variant of the peer.
 
     Args:
-        threads: 0 for as many as the peer takes by itself.
+        threads: the number of threads; 0 for the peer's default.
         variant: words; `cuda`: on the GPU, with float32 products in float32; `mixed`: mixed precision in float16.
     """
 
@@ -70,7 +70,7 @@ class Job:
 
     @cached_property
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The batches: x, and targets, integers for classes and floats otherwise."""
+        """Return the batches: x, and targets, which are integers for classes and floating-point numbers otherwise."""
         arrays = np.load(self.folder / f"{self.workload}.data.npz")
         return list(zip(arrays["x"], arrays["target"], strict=True))
 
@@ -80,12 +80,12 @@ class Job:
 
     @property
     def depth(self) -> int:
-        """How many layers a perceptron has."""
+        """Return the number of layers of a perceptron."""
         return sum(name.endswith(".weight") for name in self.weights)
 
 
 def run(step: Step, first: int, count: int) -> float:
-    """Return the seconds that some steps take."""
+    """Return the seconds of some steps."""
     start = time.perf_counter()
     for i in range(first, first + count):
         step(i)
@@ -93,7 +93,7 @@ def run(step: Step, first: int, count: int) -> float:
 
 
 def measure(step: Step, batches: int, seconds: float) -> list[float]:
-    """Return microseconds a step of stretches of steps, the first of which only warms up."""
+    """Return microseconds per step for several stretches of steps; the first stretch is a warm-up."""
     count = 1
     while count < 1 << 14 and (taken := run(lambda i: step(i % batches), 0, count)) < STRETCH:
         count = min(max(2 * count, int(count * STRETCH / taken)), 1 << 14)
@@ -105,7 +105,7 @@ def measure(step: Step, batches: int, seconds: float) -> list[float]:
 
 
 def losses(build: Callable[[Job], Step], job: Job) -> tuple[Step, list[float], float]:
-    """Return what `build` does, the losses of a step on each batch, and the seconds until the first is known."""
+    """Return the result of `build`, the losses of a step on each batch, and the seconds until the first loss."""
     batches = len(job.data)
     start = time.perf_counter()
     step = build(job)
@@ -129,7 +129,7 @@ def arguments() -> Job:
 
 
 def serve(build: Callable[[Job], Step]) -> None:
-    """Do what the command line and the standard input ask for."""
+    """Serve the requests of the command line and of standard input."""
     job = arguments()
     step, curve, seconds = losses(build, job)
     say(losses=curve, compile=seconds, samples=len(job.data[0][0]))

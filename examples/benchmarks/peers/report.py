@@ -1,4 +1,4 @@
-"""Results as Markdown: a table of ratios for each number of threads, why peers are missing, and all numbers."""
+"""Write results as Markdown: tables of ratios, the reasons for missing peers, and all numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADINGS = {
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number of some digits, thousands apart, or a dash."""
+    """Format a number with some digits and separators of thousands; a dash for None."""
     if value is None:
         return "-"
     whole = len(str(int(abs(value))))
@@ -43,7 +43,7 @@ def row(*cells: str) -> str:
 
 
 def ratios(chosen: Sequence[Any], titles: Mapping[str, str], short: bool = False) -> Iterator[str]:
-    """Yield a table: a line a workload and optimizer, a column a peer; a short one has ratios alone, and no notes."""
+    """Yield a table with a line per workload and optimizer and a column per peer; a short one has no notes."""
     if short:
         chosen = [result for result in chosen if not result.peer.startswith("graphopt-1")]
     peers = list(dict.fromkeys(result.peer for result in chosen))
@@ -75,7 +75,7 @@ def ratios(chosen: Sequence[Any], titles: Mapping[str, str], short: bool = False
 
 
 def details(results: Sequence[Any]) -> Iterator[str]:
-    """Yield a table of all numbers: a line a workload, optimizer, number of threads and peer."""
+    """Yield a table of all numbers, with a line per workload, optimizer, number of threads and peer."""
     yield row(
         "workload",
         "optimizer",
@@ -110,7 +110,7 @@ def details(results: Sequence[Any]) -> Iterator[str]:
 
 
 def groups(table: Sequence[Any], gpu: Sequence[Any], card: str | None) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the results of a table each, with its title."""
+    """Yield the title and the results of each table."""
     for threads in dict.fromkeys(result.threads for result in table):
         title = f"{threads} thread{'s' if threads > 1 else ''}"
         yield title, [result for result in table if result.threads == threads]
@@ -124,7 +124,8 @@ def summary(
 ) -> str:
     """Return the short tables, for the guide."""
     lines = [
-        f"Microseconds a step of ours, and times of others by ours: above 1 graphopt is faster. {machine}."
+        "Microseconds per step of graphopt, and times of others relative to graphopt. Above 1, graphopt is faster. "
+        f"{machine}."
     ]
     for title, results in groups(table, gpu, card):
         head, *rest = ratios(results, titles, short=True)
@@ -133,7 +134,7 @@ def summary(
 
 
 def brief(table: Sequence[Any], titles: Mapping[str, str]) -> str:
-    """Return the first of the short tables, of the frameworks alone, for the README."""
+    """Return the first short table, with only the frameworks, for the README."""
     title, results = next(groups(table, (), None))
     lines = ratios([result for result in results if result.peer in FRAMEWORKS], titles, short=True)
     return "\n".join(lines).replace("|  |", f"| {title} |", 1)
@@ -147,18 +148,18 @@ def markdown(
     card: str | None,
     versions: Mapping[str, str],
 ) -> str:
-    """Return everything as a page."""
+    """Return a page with all results."""
     results = [*table, *gpu]
     rounds = min((len(result.rounds) for result in results if result.rounds), default=0)
     lines = [
         "# graphopt beside its peers",
         "",
-        "Made by `python examples/benchmarks/peers/run.py`. Times by graphopt's, in bold: above 1 graphopt is faster; "
-        "microseconds a step in brackets.",
-        f"Medians of {rounds} rounds or more in which all take turns, on {machine}.",
-        "All start from the same weights and see the same rows; their losses agree to 1e-3 over 20 steps"
-        f"{', in mixed precision to 3e-2' if gpu else ''}. The limit is bare MatMul and Conv of the step's shapes, "
-        "and one pass over parameters and state, on the same runtime.",
+        "`python examples/benchmarks/peers/run.py` writes this page. Bold numbers are times relative to graphopt. "
+        "Above 1, graphopt is faster. Microseconds per step are in brackets.",
+        f"Times are medians of at least {rounds} rounds in which all take turns, on {machine}.",
+        "All start from the same weights and read the same rows; their losses agree to 1e-3 over 20 steps"
+        f"{', in mixed precision to 3e-2' if gpu else ''}. The limit consists of single MatMuls and Convs of the "
+        "step's shapes, and one pass over parameters and state, on the same runtime.",
         "",
     ]
     for title, chosen in groups(table, gpu, card):

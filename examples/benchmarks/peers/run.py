@@ -1,18 +1,17 @@
-"""graphopt beside its peers: step time, samples a second, memory and compile time of the same training steps.
+"""Compare graphopt with its peers: step time, samples per second, memory and compile time of the same training steps.
 
-Every peer is a process in an environment of its own, which this script makes. Losses of 20 steps are compared first:
-who trains something else is not timed. Then peers take turns, round by round, so that the machine treats them alike;
-ratios are those of medians over rounds, a peer's time by graphopt's: above 1 graphopt is faster. Every process may use
-as many cores as threads. The limit is what limit.py says.
+Every peer is a process in a separate environment, which this program creates. It first compares the losses of 20 steps,
+and does not measure peers whose losses differ. Then peers take turns in every round, so that the machine treats them
+alike. Ratios are a peer's median time divided by graphopt's. Above 1, graphopt is faster. Every process may use as many
+cores as threads. limit.py defines the limit.
 
-On a machine with an NVIDIA GPU four workloads are also measured there, in float32 and in mixed precision.
+On a machine with an NVIDIA GPU, the program also measures four workloads there, in float32 and in mixed precision.
 
 Run it: python examples/benchmarks/peers/run.py
     [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling gpu]
-It prints tables, writes them to RESULTS.md, short ones to the guide and the README, and draws cost against batch size,
-width and depth, and compile time against the number of nodes. What it does not measure again stays as an earlier run
-left it beside the environments.
-Where pip needs another index, PIP_EXTRA_INDEX_URL names it.
+It prints tables, writes them to RESULTS.md and short ones to the guide and the README, and draws cost against batch
+size, width and depth, and compile time against the number of nodes. It keeps the results of earlier runs that it does
+not measure again. If pip needs another index, set PIP_EXTRA_INDEX_URL.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from report import BASES, brief, markdown, summary
 
 HERE = Path(__file__).resolve().parent
 REFERENCES = ("torch", "torch-cuda")
-TOLERANCE, ROUNDED = 1e-3, 3e-2  # the latter of 16 bits
+TOLERANCE, ROUNDED = 1e-3, 3e-2  # the second one for 16 bits
 MARKS = "<!-- peers -->", "<!-- peers end -->"  # around the tables in pages
 
 TABLE = (
@@ -66,7 +65,7 @@ PARTS = ("table", "scaling", "gpu")
 
 @dataclass
 class Result:
-    """What is known of a peer on a workload; `rounds` are median microseconds a step."""
+    """Hold the results of a peer on a workload; `rounds` are the median microseconds per step of each round."""
 
     workload: str
     optimizer: str
@@ -96,7 +95,7 @@ def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def check(results: Sequence[Result]) -> None:
-    """Compare curves with PyTorch's in float32, or with the first's; who is not equal gets an error."""
+    """Compare curves with PyTorch's in float32, or with the first one; record an error for peers that differ."""
     trained = [result for result in results if result.losses and not result.error]
     if not trained:
         return
@@ -141,7 +140,7 @@ def compare(
     for i in range(options.rounds):
         turn = [peer for peer in running if not results[peer].error]
         for peer in turn[i % len(turn) :] + turn[: i % len(turn)] if turn else ():
-            time.sleep(0.05)  # until the threads of the one before sleep
+            time.sleep(0.05)  # until the threads of the previous peer sleep
             try:
                 running[peer].say(str(options.seconds))
                 said = running[peer].hear()
@@ -156,7 +155,7 @@ def compare(
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield what to print of the peers on one workload."""
+    """Yield the lines to print about the peers on one workload."""
     first = results[0]
     yield f"{first.workload}, {first.optimizer}, {first.threads or 'all'} thread(s)"
     base = next((result.median for result in results if result.peer in BASES), None)
@@ -172,7 +171,7 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def machine() -> str:
-    """Return the processor's name, its cores, the system and how busy it is."""
+    """Return the processor's name, its cores, the system and its load."""
     try:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -183,14 +182,14 @@ def machine() -> str:
 
 
 def gpu() -> str | None:
-    """Return the name of the GPU, or None where there is none."""
+    """Return the name of the GPU, or None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0] or None
 
 
-Cell = tuple[str, str, int, Sequence[str]]  # a workload, an optimizer, threads, and the peers that do it
+Cell = tuple[str, str, int, Sequence[str]]  # a workload, an optimizer, threads and peers
 
 
 def table_cells(options: argparse.Namespace) -> list[Cell]:
@@ -212,14 +211,14 @@ def gpu_cells(options: argparse.Namespace) -> list[Cell]:
 
 
 def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str], str | None]:
-    """Return what earlier runs measured, with what, and on which GPU; a cell that is measured again is replaced."""
+    """Return the results of earlier runs by part, the versions of the peers, and the name of the GPU."""
     record = json.loads(path.read_text()) if path.exists() else {}
     results = {part: [Result(**result) for result in record.get(part, [])] for part in PARTS}
     return results, record.get("versions", {}), record.get("gpu_name")
 
 
 def place(cell: tuple[str, str, int]) -> tuple[int, int]:
-    """Return where a cell comes in the tables."""
+    """Return the position of a cell in the tables."""
     workload, optimizer, threads = cell
     return threads, TABLE.index((workload, optimizer)) if (workload, optimizer) in TABLE else len(TABLE)
 
@@ -230,24 +229,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS if gpu() else PARTS[:2])
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
-        "--optimizers", nargs="+", choices=("sgd", "momentum", "adamw"), help="in place of each workload's"
+        "--optimizers",
+        nargs="+",
+        choices=("sgd", "momentum", "adamw"),
+        help="instead of those of each workload",
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.5, help="that a peer is timed in a round")
-    parser.add_argument("--environments", type=Path, default=CACHE, help="where they are made and kept")
+    parser.add_argument("--seconds", type=float, default=0.5, help="the seconds per peer and round")
+    parser.add_argument("--environments", type=Path, default=CACHE, help="the folder of the environments")
     parser.add_argument(
         "--python",
         nargs="+",
         default=[],
         metavar="ENVIRONMENT=PYTHON",
-        help="an interpreter in the place of one that is made",
+        help="an interpreter to use instead of a new environment",
     )
     parser.add_argument("--write", type=Path, default=HERE.parent / "RESULTS.md")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="whose table is replaced")
+    parser.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="the page whose table is replaced"
+    )
     guide = ROOT / "examples" / "guides" / "benchmarks.md"
-    parser.add_argument("--guide", type=Path, default=guide, help="whose tables are replaced")
+    parser.add_argument("--guide", type=Path, default=guide, help="the page whose tables are replaced")
     parser.add_argument("--pictures", type=Path, default=ROOT / "examples" / "pictures")
     options = parser.parse_args()
     options.work = options.environments / "work"
@@ -256,7 +260,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
-    """Return an interpreter for each peer, or why there is none."""
+    """Return an interpreter for each peer, or the reason for a missing one."""
     given = dict(pair.split("=", 1) for pair in options.python)
     found: dict[str, Path | Missing] = {name: Path(path) for name, path in given.items()}
     peers = [peer for peer in options.peers if "cuda" not in peer or "gpu" in options.parts]
@@ -271,7 +275,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
 
 
 def replace_table(page: Path, table: str) -> None:
-    """Replace what stands between the marks of a page."""
+    """Replace the text between the marks of a page."""
     text = page.read_text()
     start, end = (text.index(mark) for mark in MARKS)
     page.write_text(f"{text[:start]}{MARKS[0]}\n\n{table}\n\n{text[end:]}")

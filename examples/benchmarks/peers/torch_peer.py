@@ -1,6 +1,6 @@
-"""PyTorch with its fused optimizers: eager or, as variant `compile`, torch.compile around network and loss.
+"""Run PyTorch with its fused optimizers, eagerly or, with variant `compile`, by torch.compile of network and loss.
 
-What torch.compile keeps on disk starts empty: its time is that of a first compilation.
+The cache of torch.compile starts empty, so that its time includes compilation.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def network(job: Job) -> nn.Module:
     for name, module in built.named_modules():
         if isinstance(module, nn.Linear):
             arrays[f"{name}.weight"] = arrays[f"{name}.weight"].T
-    if "lstm.W" in arrays:  # gates i, o, f, c there; i, f, c, o here
+    if "lstm.W" in arrays:  # ONNX's gates are i, o, f, c; PyTorch's are i, f, c, o
         w, r, b = (arrays.pop(f"lstm.{part}")[0] for part in "WRB")
         parts = {"weight_ih_l0": w, "weight_hh_l0": r}
         parts["bias_ih_l0"], parts["bias_hh_l0"] = np.split(b, 2)
@@ -142,7 +142,7 @@ def network(job: Job) -> nn.Module:
 def build(job: Job) -> Step:
     if job.threads:
         torch.set_num_threads(job.threads)
-    torch.backends.cudnn.allow_tf32 = False  # as it is of products
+    torch.backends.cudnn.allow_tf32 = False  # as for matrix products
     built = network(job).to(job.device)
     mixed = "mixed" in job.words
     scaler = torch.amp.GradScaler(job.device, LOSS_SCALE, enabled=mixed)

@@ -1,11 +1,11 @@
-"""The models and data that every peer trains, written to files: all start from the same weights and see the same rows.
+"""Write the models and data of the benchmark to files, so that all peers start from the same weights and rows.
 
-A workload is these files: NAME.onnx, an inference model of opset 17 with a dynamic batch; NAME.weights.npz, its weights
-by name; NAME.data.npz, `x` and `target`, 20 batches of each; NAME.txt, its title. Weights of linear layers lie
-[inputs, outputs], those of convolutions [outputs, inputs, height, width], those of the LSTM as ONNX has them.
+A workload consists of NAME.onnx, an inference model of opset 17 with a dynamic batch; NAME.weights.npz, its weights by
+name; NAME.data.npz, 20 batches of `x` and `target`; and NAME.txt, its title. Weights of linear layers have the shape
+[inputs, outputs], those of convolutions [outputs, inputs, height, width], and those of the LSTM ONNX's shape.
 
-Half of the batches show the rows of the other half with other noise in their targets, so that nothing is ever learned
-by heart: however long a peer is timed, its gradients do not vanish into denormal numbers.
+Half of the batches repeat the rows of the other half with different noise in the targets. No network can memorize them,
+so that gradients never vanish into denormal numbers, however long a peer runs.
 
 Run it: python workloads.py FOLDER NAME...
 """
@@ -23,11 +23,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-STEPS = 20  # batches: what the loss curves are compared over
+STEPS = 20  # the number of batches, and of the steps of which losses are compared
 
 
 class Network:
-    """An ONNX graph in the making; `network(...)` adds a node and returns the name of its output."""
+    """Build an ONNX graph: `network(...)` adds a node and returns the name of its output."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def cnn(network: Network) -> str:
 
 
 def resnet(network: Network) -> str:
-    """He et al. 2016: three stages of two blocks, 32, 64 and 128 channels, the last two halving the image."""
+    """Build a residual network (He et al. 2016) with three stages of two blocks, of 32, 64 and 128 channels."""
     x = network("Relu", network.batch_norm(network.convolution("x", "stem", 3, 32), "stem_norm", 32))
     depth = 32
     for i, channels in enumerate((32, 32, 64, 64, 128, 128)):
@@ -124,7 +124,7 @@ def resnet(network: Network) -> str:
 
 
 def transformer(network: Network, width: int = 256, heads: int = 8, length: int = 64) -> str:
-    """An encoder of four layers, normalization first, GELU, the mean over positions at its end."""
+    """Build an encoder of four layers with normalization first, GELU, and a mean over positions at the end."""
     embedding = network.weight("embedding.weight", 1000, width, scale=1.0)
     x = network("Add", network("Gather", embedding, "x"), network.weight("positions", length, width))
     split = network.constant(0, length, heads, width // heads, dtype=np.int64)
@@ -164,7 +164,7 @@ def lstm(network: Network, size: int = 64, hidden: int = 128) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained; `classes` is 0 for a regression and `vocabulary` 0 for rows of numbers."""
+    """Describe a workload; `classes` is 0 for a regression, and `vocabulary` is 0 for rows of numbers."""
 
     title: str
     build: Callable[[Network], object]
@@ -195,7 +195,7 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """Return a workload; `mlp-BATCHxWIDTHxDEPTH` is a perceptron of so many hidden layers of one width."""
+    """Return a workload; `mlp-BATCHxWIDTHxDEPTH` is a perceptron with DEPTH hidden layers of WIDTH units."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     batch, width, depth = map(int, name.removeprefix("mlp-").split("x"))
@@ -203,7 +203,7 @@ def workload(name: str) -> Workload:
 
 
 def data(work: Workload) -> dict[str, np.ndarray]:
-    """Return 20 batches; targets are those of a linear teacher, and noise: 30 % of labels are drawn anew."""
+    """Return 20 batches; targets come from a linear teacher with noise, and 30 % of labels are redrawn."""
     random = np.random.default_rng(1)
     shape = (STEPS // 2, work.batch, *work.row)
     if work.vocabulary:
