@@ -184,3 +184,29 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.export_hosts(step, tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_without_loops_a_host_trains_the_same(name: str, tmp_path: Path) -> None:
+    step, fed = GRAPHS[name][0](), batches(name, 3)
+    graphopt.export_hosts(step, tmp_path, batch=len(fed[0]["target"]), unroll=True)
+    contract = json.loads((tmp_path / "host.json").read_text())
+    for graph in contract["graphs"]:
+        nodes = onnx.load(tmp_path / contract["files"][graph]).graph.node
+        assert not {"Loop", "Scan"} & {node.op_type for node in nodes}
+    executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
+    for batch in fed:
+        close(host.run("train", batch), executor.step(batch))
+
+
+def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
+    step, fed = GRAPHS["cnn"][0](), batches("cnn", 3)
+    graphopt.export_hosts(step, tmp_path, target="tract")
+    operators = {node.op_type for node in onnx.load(tmp_path / "train.onnx").graph.node}
+    assert not {"BatchNormalization", "Size"} & operators
+    executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
+    assert host.contract["target"] == "tract"
+    for batch in fed:
+        close(host.run("train", batch), executor.step(batch), rtol=1e-4)
+    with pytest.raises(graphopt.GraphoptError, match="unknown target 'abacus'; known: iree"):
+        graphopt.export_hosts(step, tmp_path, target="abacus")

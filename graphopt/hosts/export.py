@@ -54,7 +54,7 @@ def export_hosts(
         folder: the folder to write to.
         batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
         unroll: write the turns of Scan and Loop one after the other, for runtimes without loops.
-        target: avoid what a runtime is known to compute wrongly or not at all.
+        target: avoid what a runtime is known to compute wrongly or not at all; see `passes.Portable`.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.
@@ -119,6 +119,9 @@ def _graphs(model: ir.Model, unroll: bool) -> dict[str, ir.Model]:
 def _make_portable(graph: ir.Model, target: str | None, unroll: bool) -> None:
     import passes
 
+    if unroll:
+        passes.UnrollLoops()(graph)
+    passes.Portable(target)(graph)
     passes.Simplify()(graph)
 
 
