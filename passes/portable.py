@@ -16,7 +16,8 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import is_floating, like
+from graphopt.graph.values import dims_of, is_floating, like
+from passes.gradients.rules.shape import rank, sizes_of
 from passes.simplify import Simplify
 
 Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
@@ -46,21 +47,38 @@ def log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     return [op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), axis)))]
 
 
-def convolution_by_group(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write a grouped convolution as one convolution for each group.
+def convolution_of_whole_vectors(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Give each group of a grouped convolution a multiple of 4 filters, of which the further ones are zero.
 
     ONNX Runtime's WebGPU provider computes 2 to 4 neighbouring outputs at once, as the number of all filters allows,
-    although a group begins between them where the number of its own filters does not.
+    although a group may begin between them. A convolution for each group is no way out: that provider has no Concat of
+    more than 9 inputs.
     """
     group = node.attributes.get_int("group", 1)
     x, w, *bias = node.inputs
     filters = w.shape[0] if w is not None and w.shape is not None else None
-    if group == 1 or (isinstance(filters, int) and _starts_with_vectors(filters, filters // group)):
+    if (
+        w is None
+        or group == 1
+        or not isinstance(filters, int)
+        or _starts_with_vectors(filters, filters // group)
+    ):
         return None
-    parts = [op.Split(x, axis=1, num_outputs=group, _outputs=group)]
-    parts += [op.Split(y, axis=0, num_outputs=group, _outputs=group) for y in (w, *bias) if y is not None]
-    attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "group"}
-    return [op.Concat(*(op.Conv(*part, **attributes) for part in zip(*parts, strict=True)), axis=1)]
+    of_group = filters // group
+    added = -of_group % 4
+
+    def padded(y: ir.Value) -> ir.Value:
+        rows = op.Pad(op.Reshape(y, [group, of_group, -1]), [0, 0, 0, 0, added, 0])
+        shape = [op.constant([group * (of_group + added)]), *([sizes_of(op, y, 1)] if rank(y) > 1 else [])]
+        result: ir.Value = op.Reshape(rows, op.Concat(*shape, axis=0))
+        result.shape = ir.Shape([group * (of_group + added), *dims_of(y)[1:]])
+        return result
+
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    y: ir.Value = op.Conv(x, padded(w), *(padded(y) for y in bias if y is not None), **attributes)
+    y.shape = ir.Shape([None, None, *dims_of(node.outputs[0])[2:]])
+    groups = op.Slice(op.Reshape(y, [0, group, of_group + added, -1]), [0], [of_group], [2])
+    return [op.Reshape(groups, op.Concat([0, filters], sizes_of(op, y, 2), axis=0))]
 
 
 def _starts_with_vectors(filters: int, of_group: int) -> bool:
@@ -129,7 +147,7 @@ TARGETS: dict[str, Mapping[str, Form]] = {
     "tinygrad": {},
     "tract": {"BatchNormalization": batch_normalization},
     "tvm": {"LayerNormalization": layer_normalization},
-    "webgpu": {"LogSoftmax": log_softmax, "Conv": convolution_by_group},
+    "webgpu": {"LogSoftmax": log_softmax, "Conv": convolution_of_whole_vectors},
 }
 
 
