@@ -5,6 +5,7 @@ A form is a traced function of a node. It returns the outputs of the form, or No
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,8 +52,7 @@ def convolution_of_whole_vectors(op: Emitter, node: ir.Node) -> Sequence[ir.Valu
     """Give each group of a grouped convolution a multiple of 4 filters, of which the further ones are zero.
 
     ONNX Runtime's WebGPU provider computes 2 to 4 neighbouring outputs at once, as the number of all filters allows,
-    although a group may begin between them. A convolution for each group is no way out: that provider has no Concat of
-    more than 9 inputs.
+    although a group may begin between them.
     """
     group = node.attributes.get_int("group", 1)
     x, w, *bias = node.inputs
@@ -136,6 +136,16 @@ def _cast(op: Emitter, value: ir.Value | None, model: ir.Value) -> ir.Value:
     return cast
 
 
+def slices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a Split of many outputs as Slices. A kernel on WebGPU may read and write 8 buffers at least, often 10."""
+    axis = node.attributes.get_int("axis", 0)
+    sizes = [size for y in node.outputs if isinstance(size := dims_of(y)[axis], int)]
+    if len(node.outputs) < 8 or len(sizes) < len(node.outputs):
+        return None
+    places = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [op.Slice(node.inputs[0], [start], [end], [axis]) for start, end in places]
+
+
 # Forms that cost nothing, by operator.
 ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 
@@ -147,7 +157,7 @@ TARGETS: dict[str, Mapping[str, Form]] = {
     "tinygrad": {},
     "tract": {"BatchNormalization": batch_normalization},
     "tvm": {"LayerNormalization": layer_normalization},
-    "webgpu": {"LogSoftmax": log_softmax, "Conv": convolution_of_whole_vectors},
+    "webgpu": {"LogSoftmax": log_softmax, "Conv": convolution_of_whole_vectors, "Split": slices},
 }
 
 

@@ -58,6 +58,12 @@ CASES = {
         "g (float[3,C,6] x, float[72,M,4] w) => (float[3,72,P] y) { y = Conv<group=8, dilations=[1]>(x, w) }",
         {"x": numbers(3, 16, 6), "w": numbers(72, 2, 4)},
     ),
+    "split into many": (
+        "webgpu",
+        """g (float[2,19] x) => (float[2,2] a, float[2,1] j) {
+            a, b, c, d, e, f, g, h, i, j = Split<axis=-1, num_outputs=10>(x) }""",
+        {"x": numbers(2, 19)},
+    ),
     "batch normalization": (
         "tract",
         """g (float[N,3,4,4] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[N,3,4,4] y) {
@@ -132,7 +138,9 @@ def test_training_graphs_stay_the_same(name, target):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     types = {node.op_type for node in written.graph.all_nodes()}
     assert "Size" not in types
-    assert types.isdisjoint(set(TARGETS[target]) - {"Conv", "LayerNormalization"} if target else set())
+    assert types.isdisjoint(
+        set(TARGETS[target]) - {"Conv", "LayerNormalization", "Split"} if target else set()
+    )
 
 
 def filters(step):
