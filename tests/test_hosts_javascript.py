@@ -127,7 +127,8 @@ def test_it_trains_in_chromium(reference: Reference) -> None:
 def test_it_trains_in_chromium_on_webgpu(reference: Reference) -> None:
     """Compare with the tolerance of another device's arithmetic."""
     if reference.name == "transformer":
-        pytest.skip("Concat and Split of 13 tensors exceed the storage buffers of a shader")
+        pytest.skip("WebGPU's Split writes 9 outputs at most")
+    graphopt.export_hosts(reference.step, reference.folder, target="webgpu")
     check(chromium("webgpu", reference), reference, rtol=1e-4)
 
 

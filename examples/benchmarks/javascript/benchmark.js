@@ -1,7 +1,7 @@
 /**
  * Time training steps in Node and in headless Chromium beside TensorFlow.js and jax-js, on the same weights and batches.
  *
- * python export.py && npm install && node benchmark.js [mlp] [cnn]
+ * python export.py && npm install && npm install --prefix ../../hosts/javascript/test && node benchmark.js [mlp] [cnn] [node] [wasm] [gpu]
  */
 
 import { readFile } from "node:fs/promises";
@@ -12,7 +12,6 @@ import { graphopt, jaxjs, problem, race, tensorflow } from "./contenders.js";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const root = dirname(dirname(here));
-const models = process.argv.length > 2 ? process.argv.slice(2) : ["mlp", "cnn"];
 
 async function inNode(model) {
   const node = (await import("onnxruntime-node")).default;
@@ -62,7 +61,9 @@ async function inChromium(model, group) {
       const { graphopt, jaxjs, problem, race, tensorflow } =
         await import("/examples/benchmarks/javascript/contenders.js");
       const files = async (name) => {
-        const response = await fetch(`/examples/benchmarks/javascript/build/${model}/${name}`);
+        const response = await fetch(
+          `/examples/benchmarks/javascript/build/${model}${group === "webgpu" ? "_webgpu" : ""}/${name}`,
+        );
         return new Uint8Array(await response.arrayBuffer());
       };
       const file = group === "webgpu" ? "ort.webgpu.min.mjs" : "ort.wasm.min.mjs";
@@ -119,9 +120,15 @@ function table(title, found) {
   }
 }
 
-for (const model of models) {
-  table(`${model}, Node`, await inNode(model));
-  table(`${model}, Chromium, WebAssembly`, await inChromium(model, "wasm"));
-  table(`${model}, Chromium, GPU`, await inChromium(model, "webgpu"));
+const HOSTS = {
+  node: (model) => inNode(model),
+  wasm: (model) => inChromium(model, "wasm"),
+  gpu: (model) => inChromium(model, "webgpu"),
+};
+
+const asked = (known) => known.filter((name) => process.argv.includes(name));
+const chosen = (known) => (asked(known).length ? asked(known) : known);
+for (const model of chosen(["mlp", "cnn"])) {
+  for (const host of chosen(Object.keys(HOSTS))) table(`${model}, ${host}`, await HOSTS[host](model));
 }
 process.exit(0);

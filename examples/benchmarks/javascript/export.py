@@ -22,11 +22,13 @@ def main() -> None:
     for name, (model, rows, features) in MODELS.items():
         step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.Adam(learning_rate=1e-3))
         graphopt.export_hosts(step, BUILD / name)
+        graphopt.export_hosts(step, BUILD / f"{name}_webgpu", target="webgpu")
         random = np.random.default_rng(0)
         x = random.standard_normal((BATCHES, rows, *features)).astype(np.float32)
         target = random.integers(0, 10, (BATCHES, rows)).astype(np.uint8)
-        (BUILD / name / "x.bin").write_bytes(x.tobytes())
-        (BUILD / name / "target.bin").write_bytes(target.tobytes())
+        for folder in (BUILD / name, BUILD / f"{name}_webgpu"):
+            (folder / "x.bin").write_bytes(x.tobytes())
+            (folder / "target.bin").write_bytes(target.tobytes())
 
 
 if __name__ == "__main__":
