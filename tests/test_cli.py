@@ -221,7 +221,7 @@ REFUSED = {
         ["data.path=rows.npz"],
         "expected the same number of rows in every array, found 'x' 60, 'target' 59",
     ),
-    "NaN": (["data.path=nan.npz"], "found NaN in row 17; allow_nan trains"),
+    "NaN": (["data.path=nan.npz"], "found NaN in row 17; set allow_nan to train"),
     "labels": (["data.path=labels.npz"], "data 'target': expected labels from 0 to 2, found 3"),
     "empty": (["data.path=empty.npz"], "data: expected rows, found none"),
     "missing": (["data.path=missing.npz"], "missing.npz: no such file"),
@@ -336,7 +336,7 @@ def test_help_names_the_groups_and_what_each_field_is_for(capsys: pytest.Capture
     assert cli.main(["--help", "optimizer=sgd"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer: adagrad, adam, adamw" in said
-    assert "optimizer.momentum=0.0 the decay of the velocity; 0 is none" in said
+    assert "optimizer.momentum=0.0 the decay of the velocity; 0: no velocity" in said
     assert "--config-dir FOLDER" in said
 
 

@@ -57,7 +57,7 @@ def test_a_vector_and_a_column_stand_for_each_other() -> None:
     [
         ({"y": X, "target": LABELS}, "expected arrays 'x', 'target', found 'y', 'target'"),
         ({"x": X}, "expected arrays 'x', 'target', found 'x'"),
-        ({"x": X, "target": LABELS, "sample_weight": X[:, 0]}, "a loss takes weights with its sample_weight"),
+        ({"x": X, "target": LABELS, "sample_weight": X[:, 0]}, "set sample_weight of the loss to use weights"),
         ({"x": X[:, :3], "target": LABELS}, r"data 'x': expected rows of shape \[4\], found \[3\]"),
         ({"x": X, "target": X[:, 0]}, "data 'target': expected int64, found float32"),
         ({"x": X.astype(str), "target": LABELS}, "data 'x': expected float32, found <U"),

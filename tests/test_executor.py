@@ -592,7 +592,7 @@ def test_a_provider_by_its_name(executor, provider):
 def test_a_provider_that_is_not_installed_is_refused():
     with pytest.raises(
         graphopt.GraphoptError,
-        match=r"provider 'vulkan': expected one of the installed onnxruntime's, found .*CPUExecutionProvider",
+        match=r"provider 'vulkan': expected a provider of the installed ONNX Runtime: .*CPUExecutionProvider",
     ):
         graphopt.Executor(compiled(), provider="vulkan")
     with pytest.raises(

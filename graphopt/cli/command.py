@@ -24,7 +24,7 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.display import Display, Header, counted, measures, say
-from graphopt.cli.help import fields, page
+from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.cli.run_folder import RunFolder
@@ -58,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except SystemExit as exit:
         return int(exit.code or 0)
+    except BrokenPipeError:  # a program that read the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except USER_ERRORS as error:
         _complain(error)
         return 1
@@ -79,12 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="store_true", help="show the versions of graphopt and the runtime"
     )
     parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of a=1,2 b=3,4")
-    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of more recipes")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe, run nothing")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="add a folder of recipes")
+    parser.add_argument(
+        "--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it"
+    )
     parser.add_argument(
         "--resolve", action="store_true", help="with --cfg: show values instead of references"
     )
-    parser.add_argument("--package", "-p", metavar="FIELD", help="with --cfg: show that part alone")
+    parser.add_argument("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
     parser.add_argument("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
     parser.add_argument("--hydra-help", action="store_true", help="show the help of Hydra")
     parser.add_argument(
@@ -292,7 +297,9 @@ def _line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return (
-            unknown(group, name, error.options) if error.options else text.partition(" Config search path")[0]
+            unknown(group, name, [one for one in error.options if one != BASE])
+            if error.options
+            else text.partition(" Config search path")[0]
         )
     override = re.match(r"Could not override '([^']+)'", text)
     if override:

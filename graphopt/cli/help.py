@@ -20,13 +20,13 @@ Train an ONNX model with a recipe.
   graphopt my.onnx data=npz data.path=train.npz    train your own model
   graphopt my.onnx optimizer=sgd optimizer.learning_rate=0.1
   graphopt report my.onnx                          list what would train, and what blocks training
-  graphopt compile my.onnx                         write step.onnx, run nothing
-  graphopt hosts my.onnx                           write what hosts in other languages train
+  graphopt compile my.onnx                         write step.onnx without training
+  graphopt hosts my.onnx                           write files for hosts in other languages
   graphopt artifacts my.onnx                       write artifacts for onnxruntime-training
   graphopt experiment=text_transformer             run another recipe
   graphopt -m optimizer=sgd,adamw fit.epochs=5,10  run every combination, and print a table
   graphopt --config-dir my_recipes experiment=mine run your own recipe
-  graphopt --cfg job                               show the whole recipe, run nothing
+  graphopt --cfg job                               show the whole recipe without running it
 """
 BASE = "base"  # the base recipe of a group, which is not an option
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")

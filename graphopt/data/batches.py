@@ -85,12 +85,14 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
             arrays[own[0]] = arrays.pop(role.value)
     if set(arrays) != set(inputs):
         extra = (
-            " (a loss takes weights with its sample_weight)"
+            " (set sample_weight of the loss to use weights)"
             if "sample_weight" in set(arrays) - set(inputs)
             else ""
         )
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
-        raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}")
+        raise GraphoptError(
+            f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
+        )
     return list(inputs.values()), [arrays[name] for name in inputs]
 
 
@@ -127,7 +129,7 @@ class _Column:
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
-            self._refuse(rows, part, wrong, "finite numbers", "; allow_nan trains with it")
+            self._refuse(rows, part, wrong, "finite numbers", "; set allow_nan to train with it")
         if self._labels is not None:
             self._refuse(rows, part, self._labels.wrong(part), str(self._labels))
 

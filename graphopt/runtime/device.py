@@ -171,7 +171,7 @@ class Device(DeviceOptions):
         available = self.ort.get_available_providers()
         if self.provider is None and self.kind == "cuda" and CUDA not in available:
             raise GraphoptError(
-                f"device {self.name!r}: expected {CUDA}, this onnxruntime has {', '.join(available)}: "
+                f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
                 f"pip install onnxruntime-gpu"
             )
         wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
@@ -179,7 +179,7 @@ class Device(DeviceOptions):
         short = wanted.lower().removesuffix(SUFFIX.lower())
         if short not in names:
             raise GraphoptError(
-                f"provider {wanted!r}: expected one of the installed onnxruntime's, found {', '.join(available)}"
+                f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
             )
         return names[short]
 
