@@ -37,7 +37,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         self._steps: dict[str, tuple[Step, ...]] = {}
         for name, step in steps.items():
             if step is not None:
-                self._steps[name] = tuple(step) if isinstance(step, Sequence) else (step,)
+                self._steps[name] = (
+                    tuple(step) if isinstance(step, Sequence) and not isinstance(step, str) else (step,)
+                )
                 for one in self._steps[name]:
                     if not callable(one):
                         raise GraphoptError(

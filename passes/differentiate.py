@@ -45,7 +45,7 @@ class Differentiate(Pass):
         for name in self.wrt:
             if name not in values or not is_floating(values[name]):
                 floating = [name for name, value in values.items() if is_floating(value)]
-                raise GraphoptError(unknown("floating value", name, floating))
+                raise GraphoptError(unknown("floating-point value", name, floating))
         y = self._output(model)
         with Emitter(model) as op:
             if self.seeded:

@@ -57,7 +57,10 @@ def test_a_vector_and_a_column_stand_for_each_other() -> None:
     [
         ({"y": X, "target": LABELS}, "expected arrays 'x', 'target', found 'y', 'target'"),
         ({"x": X}, "expected arrays 'x', 'target', found 'x'"),
-        ({"x": X, "target": LABELS, "sample_weight": X[:, 0]}, "set sample_weight of the loss to use weights"),
+        (
+            {"x": X, "target": LABELS, "sample_weight": X[:, 0]},
+            "set sample_weight of the loss to use weights",
+        ),
         ({"x": X[:, :3], "target": LABELS}, r"data 'x': expected rows of shape \[4\], found \[3\]"),
         ({"x": X, "target": X[:, 0]}, "data 'target': expected int64, found float32"),
         ({"x": X.astype(str), "target": LABELS}, "data 'x': expected float32, found <U"),
@@ -240,7 +243,7 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
     data.npz(path)
     monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
     with pytest.raises(
-        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ reads"
+        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"
     ):
         data.npz(path)
     assert len(data.npz(path, expansion=2000)) == 2**18
@@ -285,7 +288,7 @@ def test_a_parquet_file_of_few_bytes_and_many_rows_is_refused(
     data.parquet(path)
     monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
     with pytest.raises(
-        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ reads"
+        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"
     ):
         data.parquet(path)
     assert len(data.parquet(path, expansion=10**6)) == 2**20

@@ -145,7 +145,7 @@ def test_the_batch_stays_dynamic_and_own_outputs_can_go():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wrt": ["z"]}, "unknown floating value 'z'; known: .*fc0.weight"),
+        ({"wrt": ["z"]}, "unknown floating-point value 'z'; known: .*fc0.weight"),
         (
             {"wrt": ["x"], "of": "z"},
             r"of='z': expected the name of one floating-point output, the model has \['y'\]",

@@ -281,7 +281,7 @@ def test_several_outputs_have_a_loss_each():
 
 def test_one_loss_on_several_outputs_must_name_its_own():
     with pytest.raises(
-        graphopt.GraphoptError, match=r"expected the name of one floating output.*\['a', 'b'\]"
+        graphopt.GraphoptError, match=r"expected the name of one floating-point output.*\['a', 'b'\]"
     ):
         graphopt.compile(model(TWO, **W2), loss=passes.MeanSquaredError(), optimizer=passes.SGD())
     step = graphopt.compile(
@@ -320,7 +320,7 @@ def test_a_target_tells_its_metric():
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one per class, found 1"),
         (
             lambda: passes.MeanSquaredError(output="z"),
-            "output='z': expected the name of one floating output",
+            "output='z': expected the name of one floating-point output",
         ),
     ],
 )

@@ -209,8 +209,8 @@ def _check_expansion(path: str, size: int, expansion: int) -> None:
     file_size = Path(path).stat().st_size
     if size > max(UNSUSPICIOUS, expansion * file_size):
         raise GraphoptError(
-            f"{path}: expected data of at most {expansion} times its {file_size:,} bytes, found {size:,}: "
-            f"data.expansion={-(-size // file_size)} reads it"
+            f"{path}: expected data of at most {expansion} times the file of {file_size:,} bytes, found {size:,}: "
+            f"set data.expansion={-(-size // file_size)} to read it"
         )
 
 

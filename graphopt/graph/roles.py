@@ -89,8 +89,8 @@ def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     found = with_role(model, role)
     if role is Role.LOSS and not found:
         raise GraphoptError(
-            f"{needed_by} needs a loss, found none: give one, loss=passes.MeanSquaredError() or another, or "
-            f"loss=passes.OwnLoss(OUTPUT) where the model computes its own"
+            f"{needed_by} needs a loss, found none: set loss=passes.MeanSquaredError() or another loss, or "
+            f"loss=passes.OwnLoss(OUTPUT) if the model computes its own"
         )
     if len(found) != 1:
         raise GraphoptError(

@@ -40,7 +40,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
         threads: the number of threads per operator.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, or it has no kernel for an operator.
+        GraphoptError: no ONNX Runtime is installed, it has no kernel for an operator, or an input is missing.
 
     >>> import numpy
     >>> from graphopt import models

@@ -85,7 +85,11 @@ class Session:
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run once on arrays and return all outputs by name. Arrays that are not inputs are ignored."""
-        taken = {x.name: feeds[x.name] for x in self.ort.get_inputs()}
+        inputs = [x.name for x in self.ort.get_inputs()]
+        missing = [name for name in inputs if name not in feeds]
+        if missing:
+            raise GraphoptError(f"inputs: expected {', '.join(inputs)}, found no {', '.join(missing)}")
+        taken = {name: feeds[name] for name in inputs}
         names = [y.name for y in self.ort.get_outputs()]
         return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
 

@@ -108,8 +108,8 @@ class Loss(Pass):
         if len(outputs) != 1:
             names = [value.name for value in floating]
             raise GraphoptError(
-                f"{type(self).__name__}: output={self.output!r}: expected the name of one floating output, the model "
-                f"has {names}: for a loss on several use passes.Losses, for one that the model computes passes.OwnLoss"
+                f"{type(self).__name__}: output={self.output!r}: expected the name of one floating-point output, "
+                f"found {names}: use passes.Losses for several outputs, or passes.OwnLoss if the model has a loss"
             )
         (prediction,) = outputs
         if prediction.shape is None:
