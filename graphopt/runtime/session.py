@@ -86,9 +86,8 @@ class Session:
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run once on arrays and return all outputs by name. Arrays that are not inputs are ignored."""
         inputs = [x.name for x in self.ort.get_inputs()]
-        missing = [name for name in inputs if name not in feeds]
-        if missing:
-            raise GraphoptError(f"inputs: expected {', '.join(inputs)}, found no {', '.join(missing)}")
+        if not set(inputs) <= set(feeds):
+            raise GraphoptError(f"inputs: expected {', '.join(inputs)}, found {', '.join(feeds) or 'none'}")
         taken = {name: feeds[name] for name in inputs}
         names = [y.name for y in self.ort.get_outputs()]
         return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
