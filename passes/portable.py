@@ -110,7 +110,10 @@ def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
 
 
 def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write LayerNormalization as reductions where its mean or inverse deviation is used, which are wrong on TVM."""
+    """Write LayerNormalization as reductions where its mean or inverse deviation is used.
+
+    OpenVINO refuses these outputs, and TVM computes them wrongly.
+    """
     x, scale, *bias = node.inputs
     used = [y for y in node.outputs[1:] if y.uses() or y.is_graph_output()]
     if x is None or x.shape is None or not used:
@@ -153,7 +156,7 @@ ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 TARGETS: dict[str, Mapping[str, Form]] = {
     "iree": {},
     "mnn": {"BatchNormalization": batch_normalization},
-    "openvino": {},
+    "openvino": {"LayerNormalization": layer_normalization},
     "tinygrad": {},
     "tract": {"BatchNormalization": batch_normalization},
     "tvm": {"LayerNormalization": layer_normalization},

@@ -13,11 +13,10 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.state import take_initial
 from graphopt.graph.traversal import subgraphs
 
-LOWEST_OPSET = 13  # before, operators that graphs of opset 21 have mean something else
+LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
 ONNXRUNTIME = {
-    13: "1.6",
     14: "1.8",
     15: "1.9",
     16: "1.11",
