@@ -139,9 +139,9 @@ def test_operators_and_types_without_a_cuda_kernel_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("activation", "expected"),
-    [("Tanh", ["every operator has a kernel"]), ("Mish", []), ("Celu", ["Celu", "host"])],
+    [("Tanh", ["every operator has a kernel"]), ("Mish", []), ("Celu", ["Celu", "the CPU runs"])],
 )
-def test_the_report_names_what_the_host_runs(
+def test_the_report_names_what_the_cpu_runs(
     activation: str, expected: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

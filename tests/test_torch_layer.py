@@ -141,5 +141,5 @@ def test_what_does_not_fit_is_said(pair: Any) -> None:
     with pytest.raises(TypeError, match="expected the inputs x, ids, scale, each once, found x, ids"):
         layer(tensors["x"], tensors["ids"])
     layer.eval()
-    with pytest.raises(RuntimeError, match=r"expected train\(\) where gradients are needed"):
+    with pytest.raises(RuntimeError, match=r"expected the mode train\(\), found eval\(\)"):
         layer(**with_gradients(tensors))
