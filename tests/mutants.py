@@ -268,8 +268,8 @@ MUTANTS = [
     *of(
         "control_flow.py",
         ("", "like(total + found[x], x)", "found[x]"),
-        ("", "turned = [1 - way for way in ways]", "turned = list(ways)"),
-        ("", "(end_, dy_, axis, 1 - way)", "(end_, dy_, axis, way)"),
+        ("", "turned = [1 - direction for direction in directions]", "turned = list(directions)"),
+        ("", "(end_, dy_, axis, 1 - direction)", "(end_, dy_, axis, direction)"),
         ("", "at = inner.Sub(last, turn)", "at = turn"),
         tests="test_control_flow.py",
     ),

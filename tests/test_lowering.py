@@ -481,7 +481,7 @@ REFUSED = {
         {"K": 32, "N": 3, "block_size": 16},
     ),
     "activation 'Nothing' is not covered": gemm("Nothing"),
-    "an axis that is not the last": Case("BiasSoftmax", {"x": X, "b": X}, {"axis": 1}),
+    "axis=1 is not covered: expected the last axis": Case("BiasSoftmax", {"x": X, "b": X}, {"axis": 1}),
     "of 4 axes is not covered": attention(np.ones((B, 1, 6, 6), np.int32)),
     "expected query, key and value": multi_head(Q, None, None),
     "post_transform='PROBIT'": classical(
