@@ -119,7 +119,7 @@ def test_npy_is_read_as_it_is_needed(tmp_path: Path) -> None:
     assert (batches.take(np.array([0, 3]))["x"] == X[[0, 3]]).all()
     with pytest.raises(graphopt.GraphoptError, match="found NaN in row 4"):
         batches.take(range(3, 5))
-    with pytest.raises(graphopt.GraphoptError, match="expected a folder with a file NAME.npy"):
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder with a file NAME"):
         data.npy(str(tmp_path / "x.npy"))
 
 
