@@ -44,7 +44,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
-    """Write files by name to a folder, all or none; the folder is made where it is missing.
+    """Write all files to a folder, or none, and create the folder if it is missing.
 
     Raises:
         GraphoptError: the folder cannot be made or written to.

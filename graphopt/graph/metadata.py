@@ -67,7 +67,7 @@ GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it 
 RUNTIME = Text(
     "graphopt.needs_runtime"
 )  # of a model: the package of the only runtime that supports its operators
-HOST = Text("graphopt.host")  # of a model: what hosts feed and read, in JSON; see graphopt.hosts.contract
+HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form

@@ -1,1 +1,1 @@
-"""Write training graphs for hosts without Python. Imports `compiler`, `runtime`, `graph` and what lies below."""
+"""Export training graphs to other languages. Imports `runtime` and `graph`, and `passes` inside functions."""

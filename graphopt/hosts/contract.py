@@ -1,4 +1,4 @@
-"""Describe a training graph to hosts in JSON: what they feed, carry from step to step, and read."""
+"""Describe a training graph in JSON: its feeds, its state and successors, its hyperparameters and its reports."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def contract(
 
     Args:
         step: the training graph.
-        initial: what its state and hyperparameters start with, by name.
-        places: where the state stands in its file.
-        models: the graphs that hosts run, by name.
+        initial: the initial values of its state and hyperparameters, by name.
+        places: the place of each state in the state file.
+        models: the exported graphs, by name.
     """
     opset = max(model.opset_imports.get("", 1) for model in models.values())
     domains = {name: v for model in models.values() for name, v in model.opset_imports.items() if name}

@@ -1,4 +1,4 @@
-"""Write a training graph as the folder of files that a host in any language trains from."""
+"""Export a training graph as a folder from which a program in any language trains."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def export_hosts(
     unroll: bool = False,
     target: str | None = None,
 ) -> None:
-    """Write a training graph for hosts in any language, on any ONNX Runtime and other runtimes of ONNX.
+    """Export a training graph for programs in any language, on ONNX Runtime or another runtime for ONNX.
 
-    The folder gets, all or none:
+    All files are written, or none:
 
-    - `train.onnx`: a step, whose state and hyperparameters are plain inputs; `train_steps.onnx`: several in one call.
-    - `evaluate.onnx` and `predict.onnx`: the inference form, with the same names.
-    - `state.safetensors`: the initial state. A checkpoint is the same file with other numbers.
-    - `inference.onnx`: the trained model, whose weights are those in `state.safetensors`.
-    - `host.json`: the names, types and shapes of all these, and which output replaces which state.
+    - `train.onnx` runs one step. State and hyperparameters are plain inputs. `train_steps.onnx` runs several steps.
+    - `evaluate.onnx` and `predict.onnx` are the inference form, with the same names.
+    - `state.safetensors` contains the initial state. A checkpoint is the same file with other numbers.
+    - `inference.onnx` is the trained model, which reads its weights from `state.safetensors`.
+    - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
         folder: the folder to write to.
         batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
-        unroll: write the turns of Scan and Loop one after the other, for runtimes without loops.
-        target: avoid what a runtime is known to compute wrongly or not at all; see `passes.Portable`.
+        unroll: unroll Scan and Loop, for runtimes without loops; see `passes.UnrollLoops`.
+        target: the runtime whose missing or incorrect operators the graphs avoid; see `passes.Portable`.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.
@@ -105,7 +105,7 @@ def export_hosts(
 
 
 def _graphs(model: ir.Model, unroll: bool) -> dict[str, ir.Model]:
-    """Return the graphs that hosts run, by name."""
+    """Return the graphs to export, by name."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
     if not unroll:
@@ -126,7 +126,7 @@ def _make_portable(graph: ir.Model, target: str | None, unroll: bool) -> None:
 
 
 def _fix_batch(model: ir.Model, batch: int) -> None:
-    """Give the first dimension of what is fed, and all dimensions of its name, one size."""
+    """Fix the first dimension of each feed, and every dimension of the same name."""
     if batch < 1:
         raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
     first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
@@ -141,7 +141,7 @@ def _fix_batch(model: ir.Model, batch: int) -> None:
 
 
 def _initial(model: ir.Model) -> dict[str, np.ndarray]:
-    """Return what state and hyperparameters start with, by name."""
+    """Return the initial values of state and hyperparameters by name."""
     values = with_role(model, *STATE, Role.HYPERPARAMETER)
     return {str(x.name): x.const_value.numpy() for x in values if x.const_value is not None}
 
@@ -149,7 +149,7 @@ def _initial(model: ir.Model) -> dict[str, np.ndarray]:
 def _with_weights_in_state(
     trained: onnx.ModelProto, model: ir.Model, where: Mapping[str, Place]
 ) -> onnx.ModelProto:
-    """Return the trained model whose weights are read from the file of the state."""
+    """Make the trained model read its weights from the state file, and return it."""
     owners = {original_name(x): str(x.name) for x in with_role(model, *STATE)}
     for tensor in trained.graph.initializer:
         if tensor.name in owners:

@@ -31,7 +31,7 @@ ONNXRUNTIME = {
 
 
 def lower(models: Sequence[ir.Model]) -> None:
-    """Make the state of models plain inputs, and rewrite each in the lowest opset that its operators have."""
+    """Make the state of each model plain inputs, and convert it to the oldest opset that its operators allow."""
     for model in models:
         take_initial(model)
         RemoveUnusedOpsetsPass()(model)

@@ -1,4 +1,4 @@
-"""Read where the numbers of each tensor stand in a safetensors file."""
+"""Locate the tensors in a safetensors file."""
 
 from __future__ import annotations
 
