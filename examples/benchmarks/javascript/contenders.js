@@ -40,10 +40,10 @@ function batchesOf(batches, convert) {
 /** Train with graphopt, `together` steps in a call. */
 export function graphopt(ort, { executionProviders, together = 1, threads = 1 }) {
   return async ({ files, batches }) => {
-    const sessionOptions = { intraOpNumThreads: threads, interOpNumThreads: 1 };
     const trainer = await Trainer.create(ort, files, {
-      executionProviders,
-      sessionOptions,
+      ...(executionProviders && { executionProviders }),
+      intraOpNumThreads: threads,
+      interOpNumThreads: 1,
       stepsPerCall: together,
       report: ["loss"],
     });

@@ -38,10 +38,7 @@ def main(site: Path = HERE / "site") -> None:
     )
     graphopt.export_hosts(step, site / "host")
     write_digits(site)
-    for path in [
-        *(HERE / name for name in PAGE),
-        *(PACKAGE / f"{name}.js" for name in ("index", "contract", "storage")),
-    ]:
+    for path in [*(HERE / name for name in PAGE), *PACKAGE.glob("*.js")]:
         shutil.copy(path, site)
     (site / "onnxruntime").mkdir(exist_ok=True)
     for pattern in ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.*"):

@@ -1,8 +1,7 @@
 /** Train a classifier of digits in the browser, show how it goes, and learn the digits that the user draws. */
 
 import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
-import { Trainer } from "./index.js";
-import { loadFromIndexedDB, saveToIndexedDB } from "./storage.js";
+import { Trainer, loadFromIndexedDB, saveToIndexedDB } from "./index.js";
 
 const BATCH = 32;
 const STEPS = 600; // of one press of Train

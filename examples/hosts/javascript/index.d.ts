@@ -13,28 +13,15 @@ export type Files =
   | string
   | URL;
 
-export interface Options {
-  /** Where to compute, such as `["webgpu"]` or `["wasm"]`; the runtime's own choice by default. */
-  executionProviders?: InferenceSession.SessionOptions["executionProviders"];
-  /** Further options of the sessions. */
-  sessionOptions?: InferenceSession.SessionOptions;
+/** Options of ONNX Runtime's sessions, such as `executionProviders: ["webgpu"]`, and of this package. */
+export interface Options extends InferenceSession.SessionOptions {
   /** The most steps that `run` does in one call of the runtime; 16 by default. With WebGPU it is always 1. */
   stepsPerCall?: number;
   /** What training steps report, by name; everything by default. Fewer reports are fewer copies. */
   report?: string[];
 }
 
-export type NumberArray =
-  | Float32Array
-  | Float64Array
-  | Uint16Array
-  | BigInt64Array
-  | Int32Array
-  | Int16Array
-  | Int8Array
-  | BigUint64Array
-  | Uint32Array
-  | Uint8Array;
+export type NumberArray = Exclude<Tensor.DataType, string[]>;
 
 interface Nested extends Array<number | bigint | Nested> {}
 
@@ -67,7 +54,10 @@ export interface Host {
   graphs: Record<string, { feeds: string[]; state: string[]; hyperparameters: string[]; reports: string[] }>;
 }
 
-/** Report what a user can mend, in one line: the thing, what was expected, what was found, what to do. */
+/**
+ * Report what a user can mend, in one line: the thing, what was expected, what was found, what to do.
+ * What ONNX Runtime itself refuses, such as a file that is no graph, is its own Error.
+ */
 export class GraphoptError extends Error {}
 
 /** Hold a training graph with its state, and train it. Calls run one after the other, in the order they are made. */
@@ -107,9 +97,18 @@ export class Trainer {
   /** Return the trained model as two files: `inference.onnx`, and `state.safetensors` that holds its weights. */
   trained(): Promise<Record<string, Uint8Array>>;
 
-  /** Return a session of the trained model. */
-  trainedSession(options?: InferenceSession.SessionOptions): Promise<InferenceSession>;
-
   /** Give back the sessions, and the state on the device. */
   dispose(): Promise<void>;
 }
+
+/** Write bytes under a name to the browser's IndexedDB. */
+export function saveToIndexedDB(name: string, bytes: Uint8Array): Promise<unknown>;
+
+/** Return the bytes that IndexedDB has under a name; undefined where it has none. */
+export function loadFromIndexedDB(name: string): Promise<Uint8Array | undefined>;
+
+/** Write bytes to a file of the origin's private file system (OPFS). */
+export function saveToOPFS(name: string, bytes: Uint8Array): Promise<void>;
+
+/** Return the bytes of a file of the origin's private file system; undefined where there is none. */
+export function loadFromOPFS(name: string): Promise<Uint8Array | undefined>;

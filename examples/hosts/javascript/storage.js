@@ -1,16 +1,8 @@
 /** Keep checkpoints in the browser: in IndexedDB, or in the origin's private file system (OPFS). */
 
-/** Write bytes under a name to IndexedDB. */
-export function saveToIndexedDB(name, bytes) {
-  return inStore("readwrite", (store) => store.put(bytes, name));
-}
+export const saveToIndexedDB = (name, bytes) => inStore("readwrite", (store) => store.put(bytes, name));
+export const loadFromIndexedDB = (name) => inStore("readonly", (store) => store.get(name));
 
-/** Return the bytes that IndexedDB has under a name; undefined where it has none. */
-export function loadFromIndexedDB(name) {
-  return inStore("readonly", (store) => store.get(name));
-}
-
-/** Write bytes to a file of the origin's private file system. */
 export async function saveToOPFS(name, bytes) {
   const folder = await navigator.storage.getDirectory();
   const writable = await (await folder.getFileHandle(name, { create: true })).createWritable();
@@ -18,7 +10,6 @@ export async function saveToOPFS(name, bytes) {
   await writable.close();
 }
 
-/** Return the bytes of a file of the origin's private file system; undefined where there is none. */
 export async function loadFromOPFS(name) {
   const folder = await navigator.storage.getDirectory();
   const handle = await folder.getFileHandle(name).catch(() => undefined);
@@ -29,11 +20,8 @@ async function inStore(mode, work) {
   const opening = indexedDB.open("graphopt", 1);
   opening.onupgradeneeded = () => opening.result.createObjectStore("checkpoints");
   const database = await settled(opening);
-  try {
-    return await settled(work(database.transaction("checkpoints", mode).objectStore("checkpoints")));
-  } finally {
-    database.close();
-  }
+  const store = database.transaction("checkpoints", mode).objectStore("checkpoints");
+  return settled(work(store)).finally(() => database.close());
 }
 
 function settled(request) {

@@ -9,6 +9,7 @@ const [folder, otherFolder, stepFile] = process.argv.slice(2);
 const files = (name) => readFile(join(folder, name));
 const otherFiles = (name) => readFile(join(otherFolder, name));
 const host = JSON.parse(await files("host.json"));
+const half = { ...host, feeds: [{ ...host.feeds[0], type: "bfloat16" }, host.feeds[1]] };
 const bytesOf = (object) => new TextEncoder().encode(JSON.stringify(object));
 const instead = (replaced) => async (name) => replaced[name] ?? files(name);
 
@@ -23,16 +24,17 @@ const shaped = new TextDecoder("latin1").decode(before).replace("[8,16]", "[16,8
 const MISTAKES = {
   "a missing file": () => Trainer.create(ort, { "host.json": bytesOf(host) }),
   "another version": () => Trainer.create(ort, instead({ "host.json": bytesOf({ ...host, version: 2 }) })),
-  "a type of no array": () =>
-    Trainer.create(
-      ort,
-      instead({ "host.json": bytesOf({ ...host, feeds: [{ ...host.feeds[0], type: "bfloat16" }] }) }),
-    ),
+  "a type of no array": async () =>
+    (await Trainer.create(ort, instead({ "host.json": bytesOf(half) }))).step({ x, target }),
   "a graph of state with defaults": async () =>
     Trainer.create(ort, instead({ "train.onnx": await readFile(stepFile) })),
   "a file that is no graph": () => Trainer.create(ort, instead({ "train.onnx": new Uint8Array(9) })),
   "an unknown feed": () => trainer.step({ x, target, y: x }),
   "a missing feed": () => trainer.step({ x }),
+  "a graph that the folder lacks": async () => {
+    const { predict, ...graphs } = host.graphs;
+    await (await Trainer.create(ort, instead({ "host.json": bytesOf({ ...host, graphs }) }))).predict({ x });
+  },
   "another type": () => trainer.step({ x, target: Int32Array.of(1, 2) }),
   "a tensor of another type": () => trainer.step({ x, target: new ort.Tensor("int32", [1, 2], [2]) }),
   "a broken row": () => trainer.step({ x: x.subarray(1), target }),
@@ -55,7 +57,7 @@ for (const [name, mistake] of Object.entries(MISTAKES)) {
     await mistake();
     found[name] = "nothing";
   } catch (error) {
-    found[name] = error instanceof GraphoptError ? error.message : `${error.name}: ${error.stack}`;
+    found[name] = error instanceof GraphoptError ? error.message : String(error);
   }
 }
 found["the state afterwards"] = Buffer.compare(before, await trainer.save()) ? "changed" : "as it was";

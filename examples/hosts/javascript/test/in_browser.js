@@ -25,7 +25,7 @@ const result = await page.evaluate(
     const { scenario } = await import("/package/test/scenario.js");
     const files = async (name) => new Uint8Array(await (await fetch(`/host/${name}`)).arrayBuffer());
     const { saved, end, ...others } = await scenario(ort, files, { executionProviders: [provider], ...options });
-    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/package/storage.js");
+    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/package/index.js");
     await saveToIndexedDB("try", end);
     await saveToOPFS("try", end);
     const kept = [await loadFromIndexedDB("try"), await loadFromOPFS("try"), await loadFromOPFS("none")];

@@ -1,9 +1,8 @@
-// What the compiler of TypeScript checks the types with: tsc --noEmit --strict --module nodenext types.ts
+// What the compiler of TypeScript checks the types with: tsc -p .
 
 import * as ort from "onnxruntime-node";
 import * as web from "onnxruntime-web";
-import { GraphoptError, Trainer, type Reports } from "../index.js";
-import { loadFromOPFS, saveToOPFS } from "../storage.js";
+import { GraphoptError, Trainer, loadFromOPFS, saveToOPFS, type Reports } from "../index.js";
 
 export async function train(files: Record<string, Uint8Array>): Promise<Reports[]> {
   const trainer = await Trainer.create(ort, files, { executionProviders: ["cpu"], stepsPerCall: 4 });
@@ -20,5 +19,7 @@ export async function train(files: Record<string, Uint8Array>): Promise<Reports[
   await trainer.load((await loadFromOPFS("mine")) ?? (await trainer.save()));
   await saveToOPFS("mine", await trainer.save());
   await Trainer.create(web, "./host/", { executionProviders: ["webgpu"] });
+  // @ts-expect-error: no such option
+  await Trainer.create(web, "./host/", { providers: ["webgpu"] });
   return trainer.run([batch, batch]);
 }
