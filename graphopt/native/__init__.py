@@ -1,0 +1,1 @@
+"""Lower a training graph to the machine at hand."""

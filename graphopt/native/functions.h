@@ -1,0 +1,126 @@
+/* Functions of float32, without branches, so that compilers vectorize the loops that call them. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* They keep NaN, as the runtime's Max, Min and Clip do. */
+#define MAXIMUM(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
+#define MINIMUM(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
+#define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+INLINE float as_float(int32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE int32_t as_bits(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+/* 2^n, for -126 <= n <= 127 */
+INLINE float power_of_two(int32_t n) { return as_float((n + 127) << 23); }
+
+/* e^r = 1 + r + r^2 p(r), for |r| <= ln(2) / 2: p by a minimax fit. */
+INLINE float exp_tail(float r) {
+    float p = 1.979034132e-4f;
+    p = fmaf(p, r, 1.394465915e-3f);
+    p = fmaf(p, r, 8.333496749e-3f);
+    p = fmaf(p, r, 4.166629538e-2f);
+    p = fmaf(p, r, 1.666666567e-1f);
+    return fmaf(p, r, 0.5f);
+}
+
+/* Cody and Waite's reduction: x = n ln(2) + r; e^x = 2^n e^r, where 2^n is two factors, so that subnormal numbers and
+   those next to infinity come out. */
+INLINE float exp_float(float x) {
+    float bounded = x < 89.0f ? x : 89.0f; /* NaN: the comparison is false; restored below */
+    bounded = bounded > -104.0f ? bounded : -104.0f;
+    float n = rintf(bounded * 1.44269504088896341f);
+    float r = fmaf(n, -0.693145751953125f, bounded);
+    r = fmaf(n, -1.42860682030941723212e-6f, r);
+    float y = fmaf(r * r, exp_tail(r), r) + 1.0f;
+    int32_t whole = (int32_t)n, half = whole >> 1;
+    y = y * power_of_two(half) * power_of_two(whole - half);
+    return x != x ? x : y;
+}
+
+/* e^x - 1, for |x| <= 44 */
+INLINE float expm1_bounded(float x) {
+    float n = rintf(x * 1.44269504088896341f);
+    float r = fmaf(n, -0.693145751953125f, x);
+    r = fmaf(n, -1.42860682030941723212e-6f, r);
+    float scale = power_of_two((int32_t)n);
+    float tail = fmaf(r * r, exp_tail(r), r);
+    return fmaf(tail, scale, scale - 1.0f);
+}
+
+/* tanh(x) = u / (u + 2), where u = e^(2x) - 1 */
+INLINE float tanh_float(float x) {
+    float magnitude = fabsf(x);
+    float bounded = magnitude < 10.0f ? magnitude : 10.0f;
+    float u = expm1_bounded(2.0f * bounded);
+    float y = copysignf(u / (u + 2.0f), x);
+    return x != x ? x : y;
+}
+
+INLINE float sigmoid_float(float x) {
+    float e = exp_float(-fabsf(x));
+    float y = (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+    return x != x ? x : y;
+}
+
+/* log(1 + f) for the fraction of x between sqrt(1/2) and sqrt(2), plus the exponent times ln(2). */
+INLINE float log_float(float x) {
+    int subnormal = x < 1.17549435e-38f;
+    float scaled = subnormal ? x * 8388608.0f : x;
+    int32_t bits = as_bits(scaled) - 0x3f3504f3; /* sqrt(1/2) */
+    int32_t e = bits >> 23;
+    float f = as_float((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
+    float n = (float)e - (subnormal ? 23.0f : 0.0f);
+    float p = 7.0376836292e-2f;
+    p = fmaf(p, f, -1.1514610310e-1f);
+    p = fmaf(p, f, 1.1676998740e-1f);
+    p = fmaf(p, f, -1.2420140846e-1f);
+    p = fmaf(p, f, 1.4249322787e-1f);
+    p = fmaf(p, f, -1.6668057665e-1f);
+    p = fmaf(p, f, 2.0000714765e-1f);
+    p = fmaf(p, f, -2.4999993993e-1f);
+    p = fmaf(p, f, 3.3333331174e-1f);
+    float square = f * f;
+    float tail = fmaf(p * f, square, n * -2.12194440e-4f);
+    float y = fmaf(n, 0.693359375f, f + fmaf(-0.5f, square, tail));
+    y = x > 3.40282347e38f ? x : y; /* infinity */
+    y = x == 0.0f ? -INFINITY : y;
+    return x < 0.0f || x != x ? NAN : y;
+}
+
+/* Up to 0.92, x + x q(x^2); above, 1 - e^(a r(a)) with a = |x|: q and r by minimax fits. */
+INLINE float erf_float(float x) {
+    float magnitude = fabsf(x);
+    float a = magnitude < 3.95f ? magnitude : 3.95f;
+    float z = x * x;
+    float q = 8.316775347e-5f;
+    q = fmaf(q, z, -8.130013011e-4f);
+    q = fmaf(q, z, 5.199906882e-3f);
+    q = fmaf(q, z, -2.685894072e-2f);
+    q = fmaf(q, z, 1.128368750e-1f);
+    q = fmaf(q, z, -3.761263192e-1f);
+    q = fmaf(q, z, 1.283791661e-1f);
+    float r = -5.297069947e-6f;
+    r = fmaf(r, a, 4.994125629e-5f);
+    r = fmaf(r, a, 2.743147343e-5f);
+    r = fmaf(r, a, -2.869111486e-3f);
+    r = fmaf(r, a, 2.257560194e-2f);
+    r = fmaf(r, a, -1.051694825e-1f);
+    r = fmaf(r, a, -6.356731653e-1f);
+    r = fmaf(r, a, -1.128541470e+0f);
+    float large = copysignf(-expm1_bounded(r * a), x);
+    float y = magnitude < 0.92f ? fmaf(q, x, x) : large;
+    return x != x ? x : y;
+}

@@ -1,0 +1,102 @@
+"""Compile C to libraries with the system's compiler, and keep them in the user's cache folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from graphopt.errors import GraphoptError
+
+HEADERS = ("ort.h", "functions.h")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
+)
+FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def compiler() -> tuple[str, ...] | None:
+    """Return the command of a C compiler: $CC, cc, gcc or clang, else the wheel ziglang; None if there is none."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        found = shutil.which(name) if name else None
+        if found:
+            return (found,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "cc")
+    return None
+
+
+def build(source: str) -> Path:
+    """Return the library of a C source; compile it unless the cache has it.
+
+    Raises:
+        GraphoptError: there is no compiler, or it fails.
+    """
+    command = compiler()
+    if command is None:
+        raise GraphoptError("native: expected a C compiler, found none: install gcc or clang, or pip install ziglang")
+    digest = hashlib.sha256("\0".join([source, *_environment(command)]).encode()).hexdigest()
+    folder = cache_folder()
+    path = folder / f"{digest[:32]}.so"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        (Path(work) / "kernels.c").write_text(source)
+        target = Path(work) / "kernels.so"
+        arguments = [*command, *FLAGS, f"-I{FOLDER}", str(Path(work) / "kernels.c"), "-o", str(target), "-lm"]
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        if done.returncode:
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise GraphoptError(f"native: {command[0]} does not compile the kernels: {reason}")
+        os.replace(target, path)
+    return path
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries, which belongs to the user alone.
+
+    Raises:
+        GraphoptError: the folder cannot be made, or others may write to it.
+    """
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "graphopt" / "native"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise GraphoptError(f"native: expected a cache folder, found none: {error}") from error
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise GraphoptError(f"{folder}: expected a folder that only you can write to: chmod 700 {folder}")
+    return folder
+
+
+@functools.cache
+def _environment(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what else a library depends on: headers, flags, the compiler and the processor."""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    headers = tuple((FOLDER / name).read_text() for name in HEADERS)
+    return (*headers, *FLAGS, *command, version, _processor())
+
+
+def _processor() -> str:
+    """Return what decides which instructions `-march=native` stands for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
