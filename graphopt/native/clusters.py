@@ -23,7 +23,7 @@ from graphopt.native.operators import CTYPES, REDUCING, ROWS, expression
 Size = int | str
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
 
-VIEWS = {"Reshape", "Squeeze", "Unsqueeze"}
+RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
 
 
 @dataclass
@@ -60,9 +60,7 @@ class Cluster:
     def outer(self) -> int | None:
         """Return how many dimensions are rows; None if no number serves all values."""
         order = list(self.sizes)
-        varying = [
-            {d for d in axes if d is not None} for axes in [*self.axes.values(), *self.read.values()]
-        ]
+        varying = [{d for d in axes if d is not None} for axes in [*self.axes.values(), *self.read.values()]]
         produced = [
             {d for d in axes if d is not None}
             for value, axes in self.axes.items()
@@ -102,7 +100,7 @@ def find_clusters(graph: ir.Graph, versions: Mapping[str, int]) -> list[Cluster]
 
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     """Return what a node does; None if kernels do not compute it."""
-    if node.domain != "" or any(x is None for x in node.inputs) and node.op_type != "Clip":
+    if node.domain != "" or (any(x is None for x in node.inputs) and node.op_type != "Clip"):
         return None
     values = [x for x in (*node.inputs, *node.outputs) if x is not None]
     if any(x.dtype is None or x.shape is None for x in node.outputs):
@@ -112,7 +110,7 @@ def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     ctype = CTYPES.get(y.dtype)
     if ctype is None:
         return None
-    if node.op_type in VIEWS:
+    if node.op_type in RESHAPING:
         return _view(node, attributes)
     if node.op_type in REDUCING:
         return _reduction(node, attributes, versions)
@@ -126,11 +124,17 @@ def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
             return None
         return Form("rows", attributes, (rank - 1,))
     if node.op_type == "Clip":
-        return Form("map", attributes) if ctype in ("float", "double") and node.inputs[0] is not None else None
+        return (
+            Form("map", attributes) if ctype in ("float", "double") and node.inputs[0] is not None else None
+        )
     if node.op_type == "Pow":
         exponent = constant_of(node.inputs[1])
         simple = exponent is not None and exponent.size == 1 and exponent.item() in (1.0, 2.0)
-        return Form("map", attributes) if ctype == source and ctype == "float" and (simple or _is_scalar(y)) else None
+        return (
+            Form("map", attributes)
+            if ctype == source and ctype == "float" and (simple or _is_scalar(y))
+            else None
+        )
     if expression(node.op_type, ctype, source, attributes, len(node.inputs)) is None:
         return None
     return Form("map", attributes)
@@ -191,9 +195,7 @@ def operands_of(node: ir.Node, form: Form) -> list[int]:
     return [i for i, x in enumerate(node.inputs) if x is not None]
 
 
-def _grown(
-    cluster: Cluster, forms: Mapping[ir.Node, Form], taken: set[ir.Node], reach: _Reach
-) -> Cluster:
+def _grown(cluster: Cluster, forms: Mapping[ir.Node, Form], taken: set[ir.Node], reach: _Reach) -> Cluster:
     """Return a cluster with all neighbors that fit, one by one."""
     refused: dict[ir.Node, int] = {}
     while True:
@@ -214,7 +216,7 @@ def _grown(
 def _neighbors(cluster: Cluster) -> list[ir.Node]:
     """Return the nodes that read or produce a value of the cluster, or read the same large value."""
     found: dict[ir.Node, None] = {}
-    for node, form in cluster.nodes.items():
+    for node in cluster.nodes:
         for y in node.outputs:
             found.update((use.node, None) for use in y.uses())
     for node, form in cluster.nodes.items():
@@ -248,7 +250,7 @@ def _add(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
     placed = _placed(grown, node, form, operands, known)
     if placed is None:
         return None
-    for (i, axes) in placed[0].items():
+    for i, axes in placed[0].items():
         if node.inputs[i] in cluster.axes and cluster.axes[node.inputs[i]] != axes:
             return None
         grown.read[node, i] = axes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.values import constant_of
 from graphopt.native.clusters import Axes, Cluster, Form, Size, operands_of, sizes_of
-from graphopt.native.operators import CTYPES, REDUCING, expression, literal
+from graphopt.native.operators import CTYPES, REDUCING, REDUCTIONS, expression, literal
 
 GRAIN = 16384  # elements of a task
 MOST_TASKS = 16  # of a kernel that sums over tasks, each of which has sums of its own
@@ -36,7 +35,9 @@ class Variable:
     kind: str
     code: str
     operands: tuple[Variable, ...] = ()
-    stage: int = 0  # the loop over columns that computes it; of a row's number, the loop before which it is known
+    stage: int = (
+        0  # the loop over columns that computes it; of a row's number, the loop before which it is known
+    )
     loads: bool = False
     reduces: str | None = None
     scratch: int | None = None
@@ -70,8 +71,6 @@ class Writer:
 
     def kernel(self) -> Kernel:
         """Return the kernel."""
-        for node, form in sorted(self.cluster.nodes.items(), key=lambda item: item[0].name or ""):
-            pass
         for node, form in self.cluster.nodes.items():
             self._emit(node, form)
         stores = [
@@ -184,7 +183,9 @@ class Writer:
         if scale:
             reduced = self._map(f"{{0}}{scale}", x.ctype, reduced)
         elif node.op_type == "ReduceL2":
-            reduced = self._map("sqrt{F}({0})".replace("{F}", "f" if x.ctype == "float" else ""), x.ctype, reduced)
+            reduced = self._map(
+                "sqrt{F}({0})".replace("{F}", "f" if x.ctype == "float" else ""), x.ctype, reduced
+            )
         self.values[y] = reduced
 
     def _normalized(self, node: ir.Node, form: Form, xs: list[Variable]) -> list[Variable]:
@@ -240,7 +241,11 @@ class Writer:
         scratch = 0
         for v in self.variables:
             if v.kind == "full" and not v.loads:
-                after = [r.stage - 1 if r.reduces else r.stage for r in readers.get(id(v), []) if r.kind == "full" or r.reduces]
+                after = [
+                    r.stage - 1 if r.reduces else r.stage
+                    for r in readers.get(id(v), [])
+                    if r.kind == "full" or r.reduces
+                ]
                 if max(after, default=v.stage) > v.stage:
                     v.scratch, scratch = scratch, scratch + 1
         self.scratch = scratch
@@ -264,11 +269,17 @@ class Writer:
         lines += self._compute(inputs, outputs)
         return "\n".join(lines) + "\n"
 
-    def _body(self, pointers: dict[ir.Value, str], stores: Sequence[tuple[ir.Value, Variable, Axes]]) -> list[str]:
+    def _body(
+        self, pointers: dict[ir.Value, str], stores: Sequence[tuple[ir.Value, Variable, Axes]]
+    ) -> list[str]:
         lines = [
-            "static void body_@(const args_@ *a, int64_t row0, int64_t row1, int64_t column0, int64_t column1, size_t task) {"
+            "static void body_@(const args_@ *a, int64_t row0, int64_t row1, int64_t column0, int64_t column1,",
+            "                   size_t task) {",
         ]
-        lines += ["    const int64_t columns = a->columns;", "    (void)columns, (void)column0, (void)column1, (void)task;"]
+        lines += [
+            "    const int64_t columns = a->columns;",
+            "    (void)columns, (void)column0, (void)column1, (void)task;",
+        ]
         loaded = {id(v): (x, axes) for (x, axes), v in self.inputs.items()}
         for v in self.variables:
             if v.kind == "once":
@@ -285,7 +296,9 @@ class Writer:
             lines.append(f"    {largest} *scratch = malloc(sizeof({largest}) * {self.scratch} * columns);")
             for v in self.variables:
                 if v.scratch is not None:
-                    lines.append(f"    {v.ctype} *restrict s_{v.name} = ({v.ctype} *)(scratch + {v.scratch} * columns);")
+                    lines.append(
+                        f"    {v.ctype} *restrict s_{v.name} = ({v.ctype} *)(scratch + {v.scratch} * columns);"
+                    )
         lines.append("    for (int64_t r = row0; r < row1; r++) {")
         lines += [f"        {line}" for line in self._row(pointers, loaded, stores)]
         lines.append("    }")
@@ -293,7 +306,12 @@ class Writer:
             lines.append("    free(scratch);")
         return [*lines, "}", ""]
 
-    def _row(self, pointers: dict[ir.Value, str], loaded: dict[int, tuple[ir.Value, Axes]], stores: Sequence[tuple[ir.Value, Variable, Axes]]) -> list[str]:
+    def _row(
+        self,
+        pointers: dict[ir.Value, str],
+        loaded: dict[int, tuple[ir.Value, Axes]],
+        stores: Sequence[tuple[ir.Value, Variable, Axes]],
+    ) -> list[str]:
         lines: list[str] = []
         indexed: set[int] = set()
 
@@ -332,7 +350,9 @@ class Writer:
         for i, total in enumerate(self.totals):
             full = any(d in self.columns for d in total.axes)
             kept.append(full)
-            lines.append(f"{total.operand.ctype} *restrict t{i} = a->sum{i} + task * a->width + {offset(total.axes)};")
+            lines.append(
+                f"{total.operand.ctype} *restrict t{i} = a->sum{i} + task * a->width + {offset(total.axes)};"
+            )
         stages = max([v.stage for v in self.variables] + [0])
         for stage in range(stages + 1):
             for v in self.variables:
@@ -344,7 +364,14 @@ class Writer:
                 lines.append(f"a->{pointers[y]}[{offset(axes)}] = {v.name};")
         return lines
 
-    def _loop(self, stage: int, loaded: dict[int, tuple[ir.Value, Axes]], stores: Sequence[tuple[ir.Value, Variable, Axes]], pointers: dict[ir.Value, str], kept: Sequence[bool]) -> list[str]:
+    def _loop(
+        self,
+        stage: int,
+        loaded: dict[int, tuple[ir.Value, Axes]],
+        stores: Sequence[tuple[ir.Value, Variable, Axes]],
+        pointers: dict[ir.Value, str],
+        kept: Sequence[bool],
+    ) -> list[str]:
         """Return the loop over columns that computes the numbers of a stage."""
         body: list[str] = []
         here: set[int] = set()
@@ -370,7 +397,7 @@ class Writer:
                 need(v)
         for v in self.variables:
             if v.reduces and v.stage == stage + 1:
-                start, step, _ = _reduction(v.reduces)
+                start, step, _ = REDUCTIONS[v.reduces]
                 need(v.operands[0])
                 before.append(f"{v.ctype} {v.name} = {start};")
                 body.append(step.format(v.name, v.operands[0].name))
@@ -379,7 +406,7 @@ class Writer:
             x = total.operand
             if x.stage != stage:
                 continue
-            start, step, _ = _reduction(total.kind)
+            start, step, _ = REDUCTIONS[total.kind]
             need(x)
             if kept[i]:
                 body.append(step.format(f"t{i}[j]", x.name))
@@ -387,16 +414,16 @@ class Writer:
                 before.append(f"{x.ctype} u{i} = {start};")
                 body.append(step.format(f"u{i}", x.name))
                 reductions.append((total.kind, f"u{i}"))
-                after.append(step.format("t%d[0]" % i, f"u{i}"))
+                after.append(step.format(f"t{i}[0]", f"u{i}"))
             else:
-                after.append(step.format("t%d[0]" % i, x.name))
+                after.append(step.format(f"t{i}[0]", x.name))
         for y, v, _ in stores:
-            if v.kind == "full" and (v.stage == stage and not v.loads or v.loads and stage == 0):
+            if v.kind == "full" and ((v.stage == stage and not v.loads) or (v.loads and stage == 0)):
                 need(v)
                 body.append(f"q_{pointers[y]}[j] = {v.name};")
         if not body:
             return before + after
-        clauses = "".join(f" reduction({_reduction(kind)[2]}:{name})" for kind, name in reductions)
+        clauses = "".join(f" reduction({REDUCTIONS[kind][2]}:{name})" for kind, name in reductions)
         return [
             *before,
             f"#pragma omp simd{clauses}",
@@ -412,10 +439,18 @@ class Writer:
         splits_columns = not any(v.reduces for v in self.variables)
         lines = ["static void task_@(void *user, size_t task) {", "    const args_@ *a = user;"]
         if splits_columns and self.order:
-            lines += ["    if (a->rows < a->tasks) {",
-                "        body_@(a, 0, a->rows, a->columns * task / a->tasks, a->columns * (task + 1) / a->tasks, task);",
-                "        return;", "    }"]
-        lines += ["    body_@(a, a->rows * task / a->tasks, a->rows * (task + 1) / a->tasks, 0, a->columns, task);", "}", ""]
+            lines += [
+                "    if (a->rows < a->tasks) {",
+                "        const int64_t c0 = a->columns * task / a->tasks, c1 = a->columns * (task + 1) / a->tasks;",
+                "        body_@(a, 0, a->rows, c0, c1, task);",
+                "        return;",
+                "    }",
+            ]
+        lines += [
+            "    body_@(a, a->rows * task / a->tasks, a->rows * (task + 1) / a->tasks, 0, a->columns, task);",
+            "}",
+            "",
+        ]
         return lines
 
     def _compute(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> list[str]:
@@ -475,12 +510,14 @@ class Writer:
         for i, total in enumerate(self.totals):
             lines.append(f"    a->sum{i} = sums + {start};")
             start += f" + lengths[{i}]"
-            initial = _reduction(total.kind)[0]
-            lines.append(f"    for (int64_t t = 0; t < a->tasks; t++)")
-            lines.append(f"        for (int64_t i = 0; i < lengths[{i}]; i++) a->sum{i}[t * a->width + i] = {initial};")
+            initial = REDUCTIONS[total.kind][0]
+            lines.append("    for (int64_t t = 0; t < a->tasks; t++)")
+            lines.append(
+                f"        for (int64_t i = 0; i < lengths[{i}]; i++) a->sum{i}[t * a->width + i] = {initial};"
+            )
         lines += run
         for i, total in enumerate(self.totals):
-            step = _reduction(total.kind)[1].format("x", f"a->sum{i}[t * a->width + i]")
+            step = REDUCTIONS[total.kind][1].format("x", f"a->sum{i}[t * a->width + i]")
             out = f"a->out{self._total_output(i)}"
             lines.append(f"    for (int64_t i = 0; i < lengths[{i}]; i++) {{")
             lines.append(f"        {total.operand.ctype} x = a->sum{i}[i];")
@@ -491,19 +528,15 @@ class Writer:
 
     def _total_output(self, index: int) -> int:
         stored = sum(
-            self._leaves(y) and y not in self.cluster.totals for node in self.cluster.nodes for y in node.outputs
+            self._leaves(y) and y not in self.cluster.totals
+            for node in self.cluster.nodes
+            for y in node.outputs
         )
         return stored + index
 
 
 def _code(v: Variable) -> str:
     return v.code.format(*(x.name for x in v.operands))
-
-
-def _reduction(kind: str) -> tuple[str, str, str]:
-    from graphopt.native.operators import REDUCTIONS
-
-    return REDUCTIONS[kind]
 
 
 def _ctype(x: ir.Value) -> str:

@@ -20,7 +20,7 @@ CTYPES = {
 FLOATING = {"float", "double"}
 
 # Arithmetic and predicates: the runtime's results, bit for bit.
-EXACT = {
+EXACT_IN_C = {
     "Abs": "{0} < 0 ? -{0} : {0}",
     "Add": "{0} + {1}",
     "And": "{0} & {1}",
@@ -93,10 +93,13 @@ def literal(number: float, ctype: str) -> str:
         return "NAN"
     if number in (float("inf"), float("-inf")):
         return "INFINITY" if number > 0 else "(-INFINITY)"
-    return f"{'(' if number < 0 else ''}{float(number).hex()}{'f' if ctype == 'float' else ''}{')' if number < 0 else ''}"
+    text = float(number).hex() + ("f" if ctype == "float" else "")
+    return f"({text})" if number < 0 else text
 
 
-def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, Any], inputs: int) -> str | None:
+def expression(
+    op_type: str, ctype: str, source: str, attributes: Mapping[str, Any], inputs: int
+) -> str | None:
     """Return the C expression of an element; None if kernels do not compute the operator.
 
     Args:
@@ -109,8 +112,8 @@ def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, A
         return TRANSCENDENTAL[op_type][ctype == "double"]
     if floating and op_type in OF_FLOATING:
         return OF_FLOATING[op_type].replace("{F}", "f" if ctype == "float" else "")
-    if op_type in EXACT and (op_type in MIXED or ctype == source):
-        return EXACT[op_type]
+    if op_type in EXACT_IN_C and (op_type in MIXED or ctype == source):
+        return EXACT_IN_C[op_type]
     if op_type == "Cast":
         return _cast(ctype, source)
     if floating and op_type in ATTRIBUTED:

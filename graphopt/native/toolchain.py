@@ -43,7 +43,9 @@ def build(source: str) -> Path:
     """
     command = compiler()
     if command is None:
-        raise GraphoptError("native: expected a C compiler, found none: install gcc or clang, or pip install ziglang")
+        raise GraphoptError(
+            "native: expected a C compiler, found none: install gcc or clang, or pip install ziglang"
+        )
     digest = hashlib.sha256("\0".join([source, *_environment(command)]).encode()).hexdigest()
     folder = cache_folder()
     path = folder / f"{digest[:32]}.so"
