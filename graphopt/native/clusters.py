@@ -103,30 +103,26 @@ def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     if node.domain != "" or (any(x is None for x in node.inputs) and node.op_type != "Clip"):
         return None
     values = [x for x in (*node.inputs, *node.outputs) if x is not None]
-    if any(x.dtype is None or x.shape is None for x in node.outputs):
-        return None
     attributes = attributes_of(node, versions)
     y = node.outputs[0]
-    ctype = CTYPES.get(y.dtype)
+    ctype = ctype_of(y)
     if ctype is None:
         return None
     if node.op_type in RESHAPING:
         return _view(node, attributes)
     if node.op_type in REDUCING:
         return _reduction(node, attributes, versions)
-    if any(x.dtype not in CTYPES or not _known(x) for x in values):
+    if node.inputs[0] is None or any(ctype_of(x) is None or not _known(x) for x in values):
         return None
-    source = CTYPES[node.inputs[0].dtype]
+    source = ctype_of(node.inputs[0]) or ""
     if node.op_type in ROWS:
         axis = attributes.get("axis", -1)
-        rank = len(y.shape)
+        rank = len(sizes_of(y))
         if ctype != "float" or rank == 0 or axis % rank != rank - 1 or versions.get("", 1) < 13:
             return None
         return Form("rows", attributes, (rank - 1,))
     if node.op_type == "Clip":
-        return (
-            Form("map", attributes) if ctype in ("float", "double") and node.inputs[0] is not None else None
-        )
+        return Form("map", attributes) if ctype in ("float", "double") else None
     if node.op_type == "Pow":
         exponent = constant_of(node.inputs[1])
         simple = exponent is not None and exponent.size == 1 and exponent.item() in (1.0, 2.0)
@@ -138,6 +134,11 @@ def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     if expression(node.op_type, ctype, source, attributes, len(node.inputs)) is None:
         return None
     return Form("map", attributes)
+
+
+def ctype_of(x: ir.Value) -> str | None:
+    """Return the C type of a value's elements; None if kernels do not have it."""
+    return None if x.dtype is None else CTYPES.get(x.dtype)
 
 
 def _known(x: ir.Value) -> bool:
@@ -158,7 +159,7 @@ def sizes_of(x: ir.Value) -> list[Size]:
 def _view(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
     """Return the form of a node that adds and removes axes of size 1."""
     x, y = node.inputs[0], node.outputs[0]
-    if x is None or x.dtype not in CTYPES or not _known(x) or not _known(y):
+    if x is None or ctype_of(x) is None or not _known(x) or not _known(y):
         return None
     left, right = sizes_of(x), sizes_of(y)
     kept = [i for i, size in enumerate(left) if size != 1]
@@ -188,11 +189,10 @@ def _reduction(node: ir.Node, attributes: Mapping[str, Any], versions: Mapping[s
     return Form("reduce", attributes, reduced, bool(attributes.get("keepdims", 1))) if rank else None
 
 
-def operands_of(node: ir.Node, form: Form) -> list[int]:
-    """Return the indices of the inputs that a kernel reads as numbers: not axes or shapes."""
-    if form.kind in ("view", "reduce"):
-        return [0]
-    return [i for i, x in enumerate(node.inputs) if x is not None]
+def operands_of(node: ir.Node, form: Form) -> dict[int, ir.Value]:
+    """Return the inputs that a kernel reads as numbers, not axes or shapes, by their index."""
+    inputs = node.inputs[:1] if form.kind in ("view", "reduce") else node.inputs
+    return {i: x for i, x in enumerate(inputs) if x is not None}
 
 
 def _grown(cluster: Cluster, forms: Mapping[ir.Node, Form], taken: set[ir.Node], reach: _Reach) -> Cluster:
@@ -220,8 +220,7 @@ def _neighbors(cluster: Cluster) -> list[ir.Node]:
         for y in node.outputs:
             found.update((use.node, None) for use in y.uses())
     for node, form in cluster.nodes.items():
-        for i in operands_of(node, form):
-            x = node.inputs[i]
+        for x in operands_of(node, form).values():
             producer = x.producer()
             if producer is not None:
                 found[producer] = None
@@ -245,13 +244,13 @@ def _add(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
         return None  # numbers of the whole step are a kernel of their own
     known = _known_axes(cluster)
     operands = operands_of(node, form)
-    if any(node.inputs[i] in cluster.totals for i in operands):
+    if any(x in cluster.totals for x in operands.values()):
         return None
     placed = _placed(grown, node, form, operands, known)
     if placed is None:
         return None
     for i, axes in placed[0].items():
-        if node.inputs[i] in cluster.axes and cluster.axes[node.inputs[i]] != axes:
+        if cluster.axes.get(operands[i], axes) != axes:
             return None
         grown.read[node, i] = axes
     for y, axes in zip(node.outputs, placed[1], strict=True):
@@ -278,36 +277,40 @@ def _add(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
 
 def _known_axes(cluster: Cluster) -> dict[ir.Value, Axes]:
     """Return the axes of all values that the cluster produces or reads."""
-    found = {node.inputs[i]: axes for (node, i), axes in cluster.read.items()}
+    found = {x: axes for (node, i), axes in cluster.read.items() if (x := node.inputs[i]) is not None}
     return found | cluster.axes
 
 
 def _placed(
-    cluster: Cluster, node: ir.Node, form: Form, operands: Sequence[int], known: Mapping[ir.Value, Axes]
+    cluster: Cluster,
+    node: ir.Node,
+    form: Form,
+    operands: Mapping[int, ir.Value],
+    known: Mapping[ir.Value, Axes],
 ) -> tuple[dict[int, Axes], list[Axes]] | None:
     """Return the axes of a node's operands and outputs; add the dimensions that the space lacks."""
     y = node.outputs[0]
     if form.kind == "map":
         sizes = sizes_of(y)
         wanted: list[set[int]] = [set() for _ in sizes]
-        for x in (node.inputs[i] for i in operands):
+        for x in operands.values():
             _want(wanted, sizes_of(x), known.get(x) if x in cluster.axes else None)
         _want(wanted, sizes, known.get(y))
         if not any(wanted):
-            for x in (node.inputs[i] for i in operands):
+            for x in operands.values():
                 _want(wanted, sizes_of(x), known.get(x))
         axes = _assigned(cluster, sizes, wanted)
         if axes is None:
             return None
         read = {}
-        for i in operands:
-            own = sizes_of(node.inputs[i])
+        for i, x in operands.items():
+            own = sizes_of(x)
             tail = axes[len(axes) - len(own) :]
             if any(size not in (1, sizes[len(sizes) - len(own) + p]) for p, size in enumerate(own)):
                 return None  # two names for one size
             read[i] = tuple(None if size == 1 else d for size, d in zip(own, tail, strict=True))
         return read, [axes]
-    x = node.inputs[0]
+    x = operands[0]
     sizes = sizes_of(x)
     wanted = [set() for _ in sizes]
     _want(wanted, sizes, known.get(x))
@@ -318,8 +321,8 @@ def _placed(
             return None
         reduced = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
         read = {0: axes}
-        for i in operands[1:]:
-            own = sizes_of(node.inputs[i])
+        for i, other in list(operands.items())[1:]:
+            own = sizes_of(other)
             if own != sizes[len(sizes) - len(own) :]:
                 return None
             read[i] = axes[len(axes) - len(own) :]

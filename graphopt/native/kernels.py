@@ -147,13 +147,13 @@ class Writer:
             self.values[y] = self._clipped(node, xs, ctype)
         elif node.op_type == "Pow":
             exponent = constant_of(node.inputs[1])
-            number = None if exponent is None else float(exponent.item())
-            template = {1.0: "{0}", 2.0: "{0} * {0}"}.get(number, "powf({0}, {1})")
-            self.values[y] = self._map(template, ctype, *xs)
+            powers = {1.0: "{0}", 2.0: "{0} * {0}"}
+            known = "" if exponent is None else powers.get(float(exponent.item()), "")
+            self.values[y] = self._map(known or "powf({0}, {1})", ctype, *xs)
         else:
-            template = expression(node.op_type, ctype, xs[0].ctype, form.attributes, len(xs))
-            assert template is not None
-            self.values[y] = self._map(template, ctype, *xs)
+            code = expression(node.op_type, ctype, xs[0].ctype, form.attributes, len(xs))
+            assert code is not None
+            self.values[y] = self._map(code, ctype, *xs)
 
     def _clipped(self, node: ir.Node, xs: list[Variable], ctype: str) -> Variable:
         bounds = iter(xs[1:])
@@ -341,11 +341,9 @@ class Writer:
                     lines.append(f"const {v.ctype} *restrict p_{v.name} = a->{pointers[x]} + {at};")
                 else:
                     lines.append(f"const {v.ctype} {v.name} = a->{pointers[x]}[{at}];")
-        written = {}
         for y, v, axes in stores:
             if v.kind == "full":
                 lines.append(f"{_ctype(y)} *restrict q_{pointers[y]} = a->{pointers[y]} + {offset(axes)};")
-                written.setdefault(id(v), pointers[y])
         kept = []
         for i, total in enumerate(self.totals):
             full = any(d in self.columns for d in total.axes)
@@ -455,7 +453,7 @@ class Writer:
 
     def _compute(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> list[str]:
         """Return the function that ONNX Runtime calls: it reads shapes, makes outputs and starts tasks."""
-        types = ", ".join(str(x.dtype.value) for x in [*inputs, *outputs])
+        types = ", ".join(str(x.dtype.value) for x in [*inputs, *outputs] if x.dtype is not None)
         lines = [
             f"static const unsigned char types_@[] = {{{types}}};",
             "",
@@ -476,12 +474,12 @@ class Writer:
                 lines.append(f"    if ({' || '.join(checks)}) return unlike();")
         for i, d in enumerate(self.order):
             lines.append(f"    a->n{i} = {_symbolic(self.cluster.sizes[d], symbols)};")
-        for name, dims in (("rows", self.rows), ("columns", self.columns)):
-            lines.append(f"    a->{name} = {' * '.join(f'a->n{self.order.index(d)}' for d in dims) or '1'};")
+        for name, part in (("rows", self.rows), ("columns", self.columns)):
+            lines.append(f"    a->{name} = {' * '.join(f'a->n{self.order.index(d)}' for d in part) or '1'};")
         for i, y in enumerate(outputs):
-            sizes = [_symbolic(size, symbols) for size in sizes_of(y)]
-            shape = f"(int64_t[]){{{', '.join(sizes)}}}" if sizes else "NULL"
-            lines.append(f"    CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
+            dims = [_symbolic(size, symbols) for size in sizes_of(y)]
+            shape = f"(int64_t[]){{{', '.join(dims)}}}" if dims else "NULL"
+            lines.append(f"    CHECK(output(context, {i}, &a->out{i}, {shape}, {len(dims)}));")
         lines += [f"    a->tasks = (a->rows * a->columns + {GRAIN - 1}) / {GRAIN};"]
         if any(v.reduces for v in self.variables):
             lines.append("    if (a->tasks > a->rows) a->tasks = a->rows;")
@@ -500,7 +498,7 @@ class Writer:
             return run
         lines, lengths = [], []
         for total in self.totals:
-            dims = [f"a->n{self.order.index(d)}" for d in total.axes]
+            dims = [f"a->n{self.order.index(d)}" for d in total.axes if d is not None]
             lengths.append(" * ".join(dims) or "1")
         lines.append(f"    const int64_t lengths[] = {{{', '.join(lengths)}}};")
         lines.append(f"    a->width = {' + '.join(f'lengths[{i}]' for i in range(len(lengths)))};")
