@@ -11,6 +11,7 @@ from host_graphs import GRAPHS, batches
 
 import graphopt
 import passes
+from graphopt import models
 from graphopt.graph.shapes import infer
 from graphopt.testing.reference import evaluator
 from passes.portable import TARGETS
@@ -139,7 +140,7 @@ def test_training_graphs_stay_the_same(name, target):
     types = {node.op_type for node in written.graph.all_nodes()}
     assert "Size" not in types
     assert types.isdisjoint(
-        set(TARGETS[target]) - {"Conv", "LayerNormalization", "Split"} if target else set()
+        set(TARGETS[target]) - {"Conv", "LayerNormalization", "MaxPool", "Split"} if target else set()
     )
 
 
@@ -170,6 +171,21 @@ def test_a_network_of_grouped_convolutions_trains_the_same():
         assert second.step(batch)["loss"] == pytest.approx(first.step(batch)["loss"], rel=1e-5)
     for key, value in first.state.items():
         np.testing.assert_allclose(second.state[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_webgpu_pools_channels_and_the_cpu_planes():
+    """Compare with the same step before the fusion."""
+    step = graphopt.compile(
+        models.cnn((1, 8, 8), 10, channels=(8, 16)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)
+    )
+    written = step.clone()
+    passes.Portable("webgpu")(written)
+    pooled = [[n.inputs[0].shape[1] for n in m.graph if n.op_type == "MaxPool"] for m in (step, written)]
+    assert pooled == [[1, 1], [8, 16]]
+    first, second = (graphopt.Executor(m, threads=1) for m in (step, written))
+    for _ in range(5):
+        batch = {"x": numbers(4, 1, 8, 8), "target": np.arange(4)}
+        assert second.step(batch)["loss"] == pytest.approx(first.step(batch)["loss"], rel=1e-6)
 
 
 def test_an_unknown_target_lists_the_known_ones():

@@ -160,29 +160,26 @@ export function jaxjs({ numpy: np, nn, lax, jit, valueAndGrad, tree }) {
   };
 }
 
-const CHECKED = 10; // steps whose losses are compared
-const ROUNDS = 5;
-
 /**
- * Check that contenders report the same losses, then time them in turns.
+ * Check that contenders report the same losses in so many steps, then time them in turns.
  *
  * @returns {object} of each contender the milliseconds of a step: the median of rounds, or why it has none
  */
-export async function race(contenders, problem, { milliseconds = 400, log = () => {} } = {}) {
+export async function race(contenders, problem, { checked = 10, rounds = 5, milliseconds = 400, log = () => {} } = {}) {
   const found = {};
   const running = {};
   let expected;
   for (const [name, make] of Object.entries(contenders)) {
     try {
       const train = await make(problem);
-      const losses = await train(CHECKED);
+      const losses = await train(checked);
       expected ??= losses;
       const off = Math.max(...losses.map((loss, i) => Math.abs(loss - expected[i]) / expected[i]));
       log(`${name}: losses differ by ${off.toExponential(1)}`);
       if (!(off < 1e-3)) throw new Error(`losses differ by ${off.toExponential(1)}`);
       const start = performance.now();
-      await train(CHECKED);
-      const time = (performance.now() - start) / CHECKED;
+      await train(checked);
+      const time = (performance.now() - start) / checked;
       running[name] = {
         train,
         count: Math.max(2, Math.min(320, Math.round(milliseconds / time / 16) * 16 || 2)),
@@ -195,14 +192,14 @@ export async function race(contenders, problem, { milliseconds = 400, log = () =
       log(`${name}: ${found[name]}`);
     }
   }
-  for (let round = 0; round < ROUNDS; round++) {
+  for (let round = 0; round < rounds; round++) {
     for (const { train, count, times } of Object.values(running)) {
       const start = performance.now();
       await train(count);
       times.push((performance.now() - start) / count);
     }
   }
-  const median = (times) => times.sort((a, b) => a - b)[ROUNDS >> 1];
+  const median = (times) => times.sort((a, b) => a - b)[rounds >> 1];
   const names = Object.keys(contenders);
   return Object.fromEntries(names.map((name) => [name, found[name] ?? median(running[name].times)]));
 }
