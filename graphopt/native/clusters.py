@@ -52,7 +52,7 @@ class Cluster:
     axes: dict[ir.Value, Axes] = field(default_factory=dict)  # of produced values
     read: dict[tuple[ir.Node, int], Axes] = field(default_factory=dict)  # of operands, by node and index
     columns: frozenset[int] = frozenset()  # the dimensions that reductions within the cluster reduce
-    totals: set[ir.Value] = field(default_factory=set)
+    totals: dict[ir.Value, Axes] = field(default_factory=dict)  # the axes of what they are sums of
 
     def produces(self, value: ir.Value) -> bool:
         return value in self.axes
@@ -66,12 +66,16 @@ class Cluster:
             for value, axes in self.axes.items()
             if value not in self.totals
         ]
+        summed = [{d for d in axes if d is not None} for axes in self.totals.values()]
         choices = [len(order) - len(self.columns)] if self.columns else range(len(order))
         for split in choices:
             rows, columns = set(order[:split]), set(order[split:])
             if self.columns and columns != self.columns:
                 return None
             if not all(found >= columns or found.isdisjoint(columns) for found in varying):
+                continue
+            whole = [rows | columns, rows] if self.columns else [rows | columns]
+            if not all(found in whole for found in summed):
                 continue
             if all(found in (rows | columns, rows) or not found for found in produced):
                 return split
@@ -237,7 +241,7 @@ def _add(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
         sizes=dict(cluster.sizes),
         axes=dict(cluster.axes),
         read=dict(cluster.read),
-        totals=set(cluster.totals),
+        totals=dict(cluster.totals),
     )
     scalar = all(_is_scalar(y) for y in node.outputs) and form.kind != "reduce"
     if cluster.nodes and scalar != all(_is_scalar(y) for n in cluster.nodes for y in n.outputs):
@@ -264,12 +268,16 @@ def _add(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
         suffix = bool(reduced) and set(order[len(order) - len(reduced) :]) == reduced
         whole = {d for d in placed[0][0] if d is not None} == set(order)
         read_inside = any(use.node in cluster.nodes for y in node.outputs for use in y.uses())
-        if suffix and whole and (not grown.columns or grown.columns == reduced) and len(reduced) < len(order):
+        if not reduced and form.kind == "reduce":
+            pass  # of one element: it computes what an elementwise operator does
+        elif (
+            suffix and whole and (not grown.columns or grown.columns == reduced) and len(reduced) < len(order)
+        ):
             grown.columns = reduced
         elif form.kind == "rows" or read_inside:
             return None
         else:
-            grown.totals.add(node.outputs[0])
+            grown.totals[node.outputs[0]] = placed[0][0]
     if grown.columns and set(list(grown.sizes)[-len(grown.columns) :]) != grown.columns:
         return None
     return grown if grown.outer() is not None else None

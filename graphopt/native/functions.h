@@ -1,5 +1,6 @@
 /* Functions of float32, without branches, so that compilers vectorize the loops that call them. */
 #pragma once
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -7,7 +8,11 @@
 /* They keep NaN, as the runtime's Max, Min and Clip do. */
 #define MAXIMUM(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
 #define MINIMUM(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
+#pragma omp declare reduction(maximum : float, double : omp_out = MAXIMUM(omp_out, omp_in)) initializer(omp_priv = -INFINITY)
+#pragma omp declare reduction(minimum : float, double : omp_out = MINIMUM(omp_out, omp_in)) initializer(omp_priv = INFINITY)
 #define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
+
+#define AT_LEAST_1(n) ((n) > 1 ? (n) : 1)
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
@@ -60,13 +65,19 @@ INLINE float expm1_bounded(float x) {
     return fmaf(tail, scale, scale - 1.0f);
 }
 
-/* tanh(x) = u / (u + 2), where u = e^(2x) - 1 */
+/* Up to 0.625, x + x z p(z) with z = x^2, Cephes' fit; above, u / (u + 2) with u = e^(2x) - 1. */
 INLINE float tanh_float(float x) {
-    float magnitude = fabsf(x);
+    float magnitude = fabsf(x), z = x * x;
+    float p = -5.70498872745e-3f;
+    p = fmaf(p, z, 2.06390887954e-2f);
+    p = fmaf(p, z, -5.37397155531e-2f);
+    p = fmaf(p, z, 1.33314422036e-1f);
+    p = fmaf(p, z, -3.33332819422e-1f);
+    float small = fmaf(p * z, x, x);
     float bounded = magnitude < 10.0f ? magnitude : 10.0f;
     float u = expm1_bounded(2.0f * bounded);
-    float y = copysignf(u / (u + 2.0f), x);
-    return x != x ? x : y;
+    float large = copysignf(u / (u + 2.0f), x);
+    return x != x ? x : magnitude < 0.625f ? small : large;
 }
 
 INLINE float sigmoid_float(float x) {

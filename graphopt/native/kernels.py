@@ -156,44 +156,46 @@ class Writer:
             self.values[y] = self._map(code, ctype, *xs)
 
     def _clipped(self, node: ir.Node, xs: list[Variable], ctype: str) -> Variable:
+        """Bound a number; a bound that is not given is the type's largest finite number, as in the runtime."""
         bounds = iter(xs[1:])
-        given = [next(bounds) if x is not None else None for x in node.inputs[1:]]
-        low, high = [*given, None, None][:2]
-        y = xs[0]
-        if low is not None:
-            y = self._map("{0} < {1} ? {1} : {0}", ctype, y, low)
-        if high is not None:
-            y = self._map("{0} > {1} ? {1} : {0}", ctype, y, high)
-        return y
+        inputs = [*node.inputs[1:], None, None]
+        largest = "FLT_MAX" if ctype == "float" else "DBL_MAX"
+        low = (
+            next(bounds) if inputs[0] is not None else Variable(f"-{largest}", ctype, "once", "", loads=True)
+        )
+        high = next(bounds) if inputs[1] is not None else Variable(largest, ctype, "once", "", loads=True)
+        bounded = self._map("{0} < {1} ? {1} : {0}", ctype, xs[0], low)
+        return self._map("{0} > {1} ? {1} : {0}", ctype, bounded, high)
 
     def _reduce(self, node: ir.Node, form: Form, x: Variable) -> None:
         y = node.outputs[0]
         if node.op_type in ("ReduceSumSquare", "ReduceL2"):
             x = self._map("{0} * {0}", x.ctype, x)
         axes = self.cluster.read[node, 0]
-        count = [self._size(axes[p]) for p in form.reduced if axes[p] is not None]
-        scale = f" / ({x.ctype})({' * '.join(count) or '1'})" if node.op_type == "ReduceMean" else ""
+        reduced = [d for p in form.reduced if (d := axes[p]) is not None]
+        after = self._after_sum(node.op_type, x.ctype, reduced)
         if y in self.cluster.totals:
-            root = node.op_type == "ReduceL2"
-            code = f"sqrt{'f' if x.ctype == 'float' else ''}({{0}})" if root else f"{{0}}{scale}"
             kept = tuple(d for d in self.cluster.axes[y] if d is not None)
-            self.totals.append(_Total(REDUCING[node.op_type], x, y, kept, code))
+            self.totals.append(_Total(REDUCING[node.op_type], x, y, kept, after))
             return
-        reduced = self._reduced(REDUCING[node.op_type], x)
-        if scale:
-            reduced = self._map(f"{{0}}{scale}", x.ctype, reduced)
-        elif node.op_type == "ReduceL2":
-            reduced = self._map(
-                "sqrt{F}({0})".replace("{F}", "f" if x.ctype == "float" else ""), x.ctype, reduced
-            )
-        self.values[y] = reduced
+        total = self._reduced(REDUCING[node.op_type], x) if reduced else x
+        self.values[y] = total if after == "{0}" else self._map(after, x.ctype, total)
+
+    def _after_sum(self, op_type: str, ctype: str, reduced: Sequence[int]) -> str:
+        """Return what a reduction does with the sum; the mean of no number is 0, as the runtime's."""
+        if op_type == "ReduceL2":
+            return "sqrtf({0})" if ctype == "float" else "sqrt({0})"
+        if op_type != "ReduceMean" or not reduced:
+            return "{0}"
+        count = " * ".join(self._size(d) for d in reduced)
+        return f"{{0}} / ({ctype})AT_LEAST_1({count})"
 
     def _normalized(self, node: ir.Node, form: Form, xs: list[Variable]) -> list[Variable]:
         """Return the outputs of a node that is computed row by row, in float32."""
         x = xs[0]
         width = f"(float)({' * '.join(self._size(d) for d in self.columns)})"
         if node.op_type in ("Softmax", "LogSoftmax"):
-            highest = self._reduced("max", x)
+            highest = self._reduced("largest number", x)
             shifted = self._map("{0} - {1}", "float", x, highest)
             power = self._map("exp_float({0})", "float", shifted)
             total = self._reduced("sum", power)

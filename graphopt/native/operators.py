@@ -49,7 +49,7 @@ OF_FLOATING = {
     "Reciprocal": "1 / {0}",
     "Relu": "{0} > 0 || {0} != {0} ? {0} : 0",
     "Round": "rint{F}({0})",
-    "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0}",
+    "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} + 0",
     "Softsign": "{0} / (1 + fabs{F}({0}))",
     "Sqrt": "sqrt{F}({0})",
 }
@@ -66,19 +66,20 @@ TRANSCENDENTAL = {
 # Operators whose operands have types of their own: their number decides nothing, only the result's type.
 MIXED = {"Cast", "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
 
-# What a reduction starts from, and how it takes in one more element; `simd` is OpenMP's name of it.
+# What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
     "sum": ("0", "{0} += {1};", "+"),
-    "max": ("-INFINITY", "{0} = {1} > {0} || {1} != {1} ? {1} : {0};", "max"),
-    "min": ("INFINITY", "{0} = {1} < {0} || {1} != {1} ? {1} : {0};", "min"),
+    "maximum": ("-INFINITY", "{0} = MAXIMUM({0}, {1});", "maximum"),
+    "minimum": ("INFINITY", "{0} = MINIMUM({0}, {1});", "minimum"),
+    "largest number": ("-INFINITY", "{0} = {1} > {0} ? {1} : {0};", "max"),  # passes over NaN
 }
 REDUCING = {
     "ReduceSum": "sum",
     "ReduceMean": "sum",
     "ReduceSumSquare": "sum",
     "ReduceL2": "sum",
-    "ReduceMax": "max",
-    "ReduceMin": "min",
+    "ReduceMax": "maximum",
+    "ReduceMin": "minimum",
 }
 
 # Operators that are computed row by row, from sums over the last axis, and how many outputs they have.
