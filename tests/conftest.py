@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 
 import numpy as np
 import pytest
+
+os.environ.setdefault("GRAPHOPT_NATIVE", "false")  # kernels are compiled where a test asks for them
 
 SAMPLE = 8  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 

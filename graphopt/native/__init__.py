@@ -1,1 +1,1 @@
-"""Lower a training graph to the machine at hand."""
+"""Lower a training graph to the machine: find clusters of nodes, write them in C, compile. Imports `graph`."""

@@ -104,7 +104,11 @@ def find_clusters(graph: ir.Graph, versions: Mapping[str, int]) -> list[Cluster]
 
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     """Return what a node does; None if kernels do not compute it."""
-    if node.domain != "" or (any(x is None for x in node.inputs) and node.op_type != "Clip"):
+    if (
+        node.domain != ""
+        or not node.inputs
+        or (any(x is None for x in node.inputs) and node.op_type != "Clip")
+    ):
         return None
     values = [x for x in (*node.inputs, *node.outputs) if x is not None]
     attributes = attributes_of(node, versions)

@@ -123,7 +123,7 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) { return ((Ke
 static OrtStatus *register_kernels(OrtSessionOptions *options, const OrtApiBase *base, Kernel *kernels, size_t count) {
     OrtCustomOpDomain *domain; /* the session options keep it for as long as they live */
     api = base->GetApi(API_VERSION);
-    CHECK(api->CreateCustomOpDomain("graphopt.native", &domain));
+    CHECK(api->CreateCustomOpDomain("ai.graphopt", &domain));
     for (size_t i = 0; i < count; i++) CHECK(api->CustomOpDomain_Add(domain, &kernels[i].op));
     return api->AddCustomOpDomain(options, domain);
 }

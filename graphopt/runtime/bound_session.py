@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class BoundSession:
     Args:
         report: the outputs to return.
         as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
-        shapes: the shapes of the data by name, if they are the same in every call.
+        library: a library of the kernels that the graph calls.
     """
 
     def __init__(
@@ -65,18 +66,17 @@ class BoundSession:
         buffers: StateBuffers,
         report: Sequence[str],
         as_numpy: bool,
-        shapes: Mapping[str, Sequence[int]],
+        library: Path | None = None,
     ) -> None:
         self._device, self._report, self._as_numpy = device, list(report), as_numpy
         self._types = {str(x.name): InputSpec(x).dtype for x in with_role(model, *FED)}
-        if shapes:
-            model = _with_shapes(model, shapes)
-        self.session = Session(device, model)
+        self.session = Session(device, model, library=library)
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.cuda_graph:
             self._graph_inputs = {
-                name: buffer(device, np.zeros(shapes[name], dtype)) for name, dtype in self._types.items()
+                str(x.name): buffer(device, np.zeros(_static_shape(x), self._types[str(x.name)]))
+                for x in with_role(model, *FED)
             }
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
@@ -162,7 +162,7 @@ class BoundSession:
         return binding
 
 
-def _with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
+def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
     """Return a training graph for fixed data shapes, with the constants that follow folded."""
     model = model.clone()
     sizes = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.native.lowering import LOWERINGS
 from graphopt.runtime.denormals import Flushing, supported
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ SESSION_OPTIONS = (
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
+NATIVE = "GRAPHOPT_NATIVE"  # the environment variable
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -42,6 +45,10 @@ class DeviceOptions:
             become slower.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
+        native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
+            CPU for models of 10,000 parameters or more, keeps the faster form, and runs the graph as it is without a
+            compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`.
+        native_without: the names of lowerings to leave out: `kernels`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
@@ -54,6 +61,8 @@ class DeviceOptions:
     cuda_graph: bool = False
     low_memory: bool = False
     flush_denormals: bool = True
+    native: bool | Literal["auto"] | None = None
+    native_without: Sequence[str] = ()
     session_options: Mapping[str, Any] | None = None
 
 
@@ -87,11 +96,29 @@ class Device(DeviceOptions):
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
+        self.native = self._resolved_native()
+        for lowering in self.native_without:
+            if lowering not in LOWERINGS:
+                raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
         if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
             raise GraphoptError(
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
+
+    def _resolved_native(self) -> bool | Literal["auto"]:
+        """Return the option `native`, or the environment's."""
+        words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+        given = os.environ.get(NATIVE, "auto") if self.native is None else self.native
+        found = words.get(str(given).lower())
+        if found is None:
+            name = f"environment variable {NATIVE}" if self.native is None else "native"
+            raise GraphoptError(f"{name}: expected auto, true or false, found {given!r}")
+        if self.native is True and not self.on_cpu:
+            raise GraphoptError(
+                f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
+            )
+        return found
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,17 +31,24 @@ class Session:
 
     Args:
         options: modified options of the session; `Device.new_session_options()` by default.
+        library: a library of the kernels that the graph calls.
 
     Raises:
         GraphoptError: the runtime rejects the graph, or the provider does not start.
     """
 
     def __init__(
-        self, device: Device, model: ir.Model, options: onnxruntime.SessionOptions | None = None
+        self,
+        device: Device,
+        model: ir.Model,
+        options: onnxruntime.SessionOptions | None = None,
+        library: Path | None = None,
     ) -> None:
         self.device = device
         try:
             options = options or device.new_session_options()
+            if library is not None:
+                options.register_custom_ops_library(str(library))
             content, self._weights = _serialized(device, model, options)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():

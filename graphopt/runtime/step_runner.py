@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
-from graphopt.runtime.bound_session import BoundSession, Reported
+from graphopt.runtime.bound_session import BoundSession, Reported, with_shapes
 from graphopt.runtime.device import Device
+from graphopt.runtime.native_forms import Forms
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
@@ -39,10 +40,12 @@ class StepRunner:
         as_numpy: bool = True,
     ) -> None:
         self.signature = Signature(device, with_role(model, *FED))
-        self._static = static_shapes
-        self._bind = functools.partial(BoundSession, device, model, buffers, report, as_numpy)
-        self._by_shapes: dict[Any, BoundSession] = {}
-        self._bound = None if static_shapes else self._bind({})
+        self._device, self._model, self._static = device, model, static_shapes
+        self._bind = functools.partial(
+            BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy
+        )
+        self._by_shapes: dict[Any, Forms] = {}
+        self._forms = None if static_shapes else Forms(device, model, self._bind)
         self._checked: list[Any] | None = (
             None  # names, shapes and types of the tensors that were checked last
         )
@@ -61,8 +64,9 @@ class StepRunner:
         if self._static:
             key = tuple(sorted(shapes.items()))
             if key not in self._by_shapes:
-                self._by_shapes[key] = self._bind(shapes)
-            self._bound = self._by_shapes[key]
+                model = with_shapes(self._model, shapes)
+                self._by_shapes[key] = Forms(self._device, model, self._bind)
+            self._forms = self._by_shapes[key]
         self._checked = description(feeds)
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
@@ -71,14 +75,14 @@ class StepRunner:
         Args:
             feeds: tensors that `check` has accepted.
         """
-        assert self._bound is not None
-        return self._bound.call(source, feeds)
+        assert self._forms is not None
+        return self._forms.chosen(source, feeds).call(source, feeds)
 
     @property
     def session(self) -> Session:
         """Return the session of the latest step."""
-        if self._bound is None:
+        if self._forms is None:
             raise GraphoptError(
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
-        return self._bound.session
+        return self._forms.latest.session

@@ -1,0 +1,115 @@
+"""Run a training graph as it is or lowered to the machine, whichever is faster."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import Role, with_role
+from graphopt.native.lowering import Lowered, lower
+from graphopt.native.toolchain import cache_folder
+from graphopt.runtime.bound_session import BoundSession
+from graphopt.runtime.device import Device
+from graphopt.runtime.signature import description
+from graphopt.runtime.tensors import Tensor
+
+WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
+ROUNDS = 5
+
+
+class Forms:
+    """Hold the forms of a training graph until a first step shows which one is faster.
+
+    Args:
+        bind: creates the session of a form.
+
+    Raises:
+        GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
+    """
+
+    def __init__(self, device: Device, model: ir.Model, bind: Callable[..., BoundSession]) -> None:
+        self._device = device
+        self._lowered = _lowered(device, model)
+        insists = device.native is True or device.deterministic
+        self._bound = [] if self._lowered and insists else [bind(model=model)]
+        if self._lowered:
+            self._bound.append(bind(model=self._lowered.model, library=self._lowered.library))
+
+    @property
+    def latest(self) -> BoundSession:
+        """Return the form that runs, or that would run next."""
+        return self._bound[-1]
+
+    def chosen(self, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
+        """Return the faster form, and drop the other one.
+
+        The first call measures both on its step. A step reads one set of state buffers and writes the other, so that
+        it can be repeated.
+        """
+        if len(self._bound) > 1:
+            assert self._lowered is not None
+            calls = [functools.partial(form.call, source, feeds) for form in self._bound]
+            key = (
+                self._lowered.digest,
+                self._device.ort.__version__,
+                self._device.threads,
+                description(feeds),
+            )
+            self._bound = [self._bound[fastest(key, calls)]]
+        return self._bound[0]
+
+
+def _lowered(device: Device, model: ir.Model) -> Lowered | None:
+    """Return a training graph lowered to the machine, or None if it is to run as it is."""
+    if device.native is False or (device.native == "auto" and not (device.on_cpu and _is_worth_it(model))):
+        return None
+    try:
+        return lower(model, device.native_without)
+    except GraphoptError as error:
+        if device.native is True:
+            raise
+        warnings.warn(f"{error}; steps run without kernels of their own", stacklevel=2)
+        return None
+
+
+def _is_worth_it(model: ir.Model) -> bool:
+    shapes = [x.shape for x in with_role(model, Role.PARAMETER) if x.shape is not None]
+    return sum(math.prod(shape.numpy()) for shape in shapes if shape.is_static()) >= WORTH_COMPILING
+
+
+def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
+    """Return the index of the fastest call, by the median of calls in turns; the machine remembers it.
+
+    Args:
+        key: what the choice depends on.
+    """
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{digest}.json"
+    try:
+        return int(json.loads(path.read_text())["fastest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not measured yet
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for taken, call in zip(times, calls, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    medians = [statistics.median(taken) for taken in times]
+    found = medians.index(min(medians))
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"fastest": found, "seconds": medians}))
+    os.replace(written, path)
+    return found

@@ -1,0 +1,240 @@
+"""Steps lowered to the machine: the same training, chosen by measuring, and a plain step wherever that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import attention, mlp
+
+import graphopt
+import passes
+from graphopt.graph.loading import load
+from graphopt.native import toolchain
+from graphopt.native.kernels import library
+from graphopt.native.lowering import lower
+from graphopt.runtime.native_forms import fastest
+
+RNG = np.random.default_rng(0)
+pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Give a test a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "graphopt" / "native"
+
+
+def step_of(proto=None, **steps):
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01), **steps}
+    return graphopt.compile(mlp((4, 64, 3)) if proto is None else proto, **steps)
+
+
+def batches(count=6, rows=8, shape=(4,), out=(3,)):
+    return [
+        {
+            "x": RNG.standard_normal((rows, *shape)).astype(np.float32),
+            "target": RNG.standard_normal((rows, *out)).astype(np.float32),
+        }
+        for _ in range(count)
+    ]
+
+
+STEPS = {
+    "adamw": ({}, {}),
+    "clip": ({"clip": passes.ClipGlobalNorm(0.5), "schedule": passes.Cosine(steps=9, warmup=2)}, {}),
+    "momentum": ({"optimizer": passes.SGD(0.1, momentum=0.9), "regularizer": passes.ElasticPenalty(1e-3)}, {}),
+    "rmsprop": ({"optimizer": passes.RMSprop(0.01)}, {}),
+    "accumulated": ({"accumulate": passes.Accumulate(2)}, {}),
+    "static": ({}, {"static_shapes": True}),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_lowered_step_trains_as_the_plain_one(name, threads):
+    steps, options = STEPS[name]
+    step, data = step_of(**steps), batches()
+    plain = graphopt.Executor(step, threads=threads, native=False, **options)
+    lowered = graphopt.Executor(step, threads=threads, native=True, **options)
+    for batch in data:
+        expected, found = plain.step(batch), lowered.step(batch)
+        for output, value in expected.items():
+            np.testing.assert_allclose(found[output], value, rtol=1e-5, atol=1e-6)
+    for key, value in plain.state.items():
+        np.testing.assert_allclose(lowered.state[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_and_layer_normalization():
+    step, data = step_of(attention()), batches(shape=(6, 4), out=(6, 4))
+    losses = [
+        [x["loss"] for x in map(graphopt.Executor(step, native=native).step, data)]
+        for native in (False, True)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_several_steps_in_a_call_are_lowered_too():
+    step, data = step_of(), batches(8)
+    losses = [
+        [x["loss"] for x in graphopt.Executor(step, native=native).run(data, steps_per_call=4)]
+        for native in (False, True)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_the_state_of_a_lowered_step_continues_in_a_plain_one(tmp_path):
+    step, data = step_of(), batches(8)
+    first = graphopt.Executor(step, native=True)
+    first.run(data[:4])
+    first.save(tmp_path / "state")
+    then, once = graphopt.Executor(step, native=False), graphopt.Executor(step, native=False)
+    then.load(tmp_path / "state")
+    then.run(data[4:])
+    once.run(data)
+    for name, value in once.state.items():
+        np.testing.assert_allclose(then.state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    step, data = step_of(mlp((4, 300, 3))), batches(rows=500)
+    states = []
+    for threads in (1, 2):
+        executor = graphopt.Executor(step, threads=threads, native=True)
+        executor.run(data)
+        states.append(executor.state)
+    for name, value in states[0].items():
+        np.testing.assert_allclose(states[1][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
+    graphopt.Executor(step_of(), native="auto").run(batches(2))
+    assert not cache.exists()  # small: nothing was compiled
+    step = step_of(mlp((4, 200, 60, 3)))
+    for _ in range(2):
+        graphopt.Executor(step, native="auto").run(batches(2))
+        (noted,) = cache.glob("*.json")
+        assert json.loads(noted.read_text())["fastest"] in (0, 1)
+        assert len([*cache.glob("*.so")]) == 1
+
+
+def test_the_fastest_call_is_remembered(cache):
+    called = []
+    assert fastest(["key"], [lambda: sum(range(10**5)), lambda: called.append(0)]) == 1
+    assert len(called) == 6
+    assert fastest(["key"], [lambda: called.append(0), lambda: called.append(0)]) == 1
+    assert len(called) == 6
+
+
+def test_a_deterministic_executor_measures_nothing(cache):
+    executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto", deterministic=True)
+    executor.run(batches(2))
+    assert [*cache.glob("*.so")]
+    assert not [*cache.glob("*.json")]
+
+
+def test_a_library_is_compiled_once(cache, monkeypatch):
+    model = load(step_of())
+    first = lower(model).library
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert lower(model).library == first
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_processes_may_compile_at_once(cache, tmp_path):
+    graphopt.save(step_of(), tmp_path / "step.onnx")
+    code = "import graphopt, sys; graphopt.Executor(sys.argv[1], native=True); print('opened')"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "step.onnx")], env=environment, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].strip() for process in started] == [b"opened"] * 2
+    assert len([*cache.iterdir()]) == 1
+
+
+def test_without_a_compiler_the_plain_step_runs(monkeypatch):
+    monkeypatch.setattr(toolchain, "compiler", lambda: None)
+    step = step_of(mlp((4, 201, 60, 3)))
+    with pytest.warns(UserWarning, match="expected a C compiler, found none: .* pip install ziglang"):
+        executor = graphopt.Executor(step, native="auto")
+    assert executor.step(batches(1)[0])["loss"] > 0
+    with pytest.raises(graphopt.GraphoptError, match="native: expected a C compiler, found none"):
+        graphopt.Executor(step, native=True)
+
+
+def test_if_the_compiler_fails_the_plain_step_runs(cache, monkeypatch):
+    monkeypatch.setattr(
+        toolchain, "compiler", lambda: (sys.executable, "-c", "raise SystemExit('error: no C')")
+    )
+    with pytest.warns(UserWarning, match="does not compile the kernels: error: no C"):
+        executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto")
+    assert executor.step(batches(1)[0])["loss"] > 0
+    assert not [*cache.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+def test_a_cache_that_others_may_write_to_is_refused(cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a folder that only you can write to: chmod 700"
+    ):
+        graphopt.Executor(step_of(), native=True)
+
+
+def test_generated_code_has_no_name_of_the_model():
+    proto = mlp((4, 64, 3))
+    for node in proto.graph.node:
+        node.name = '*/ #include "/etc/passwd"'
+    renamed = {"fc0.weight": 'w"; system("rm"); //', "h0": "\n#error secret\n"}
+    for node in proto.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    for weight in proto.graph.initializer:
+        weight.name = renamed.get(weight.name, weight.name)
+    lowered = lower(load(step_of(proto)))
+    source = library(lowered.kernels)
+    assert not any(word in source for word in ("system", "secret", "passwd", "fc1", "bias"))
+
+
+def test_the_environment_sets_the_default(monkeypatch):
+    step = step_of()
+    for word, expected in (("true", True), ("FALSE", False), ("auto", "auto")):
+        monkeypatch.setenv("GRAPHOPT_NATIVE", word)
+        assert graphopt.Device("cpu").native == expected
+        assert graphopt.Device("cpu", native=False).native is False
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "yes")
+    with pytest.raises(
+        graphopt.GraphoptError, match="GRAPHOPT_NATIVE: expected auto, true or false, found 'yes'"
+    ):
+        graphopt.Executor(step)
+
+
+def test_wrong_options():
+    with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
+        graphopt.Executor(step_of(), native="fast")
+    with pytest.raises(
+        graphopt.GraphoptError, match="unknown native_without 'kernel'; known: kernels"
+    ):
+        graphopt.Executor(step_of(), native_without=["kernel"])
+
+
+def test_lowerings_can_be_left_out(cache):
+    executor = graphopt.Executor(step_of(), native=True, native_without=["kernels"])
+    assert executor.step(batches(1)[0])["loss"] > 0
+    assert not cache.exists()
+
+
+def test_headers_are_part_of_the_package():
+    for name in toolchain.HEADERS:
+        assert (Path(toolchain.__file__).parent / name).exists()
