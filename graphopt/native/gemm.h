@@ -1,0 +1,368 @@
+/* Matrix products: C = A B, or C += A B, for float32 and float64.
+ *
+ *     #include "gemm.h"             gives gemm_float and gemm_scratch_float
+ *     #define GEMM_REAL double
+ *     #include "gemm.h"             gives gemm_double and gemm_scratch_double
+ *
+ * Two strides find each element of A and of B, so a transposed operand needs no copy. Rows of C are contiguous. A product
+ * may have two batch dimensions, whose strides are free, too: transposes before and after it cost nothing.
+ *
+ * Each element of C is always summed in one order: k is cut into blocks, whose size depends on k alone; a block's products
+ * are added one after the other, each with one rounding, and the block's sum is added to C. So the result depends neither
+ * on the number of threads nor on the tiles.
+ *
+ * The loops, from the outside: blocks of rows, whose part of A fits the L2 cache; blocks of k; panels of columns, whose
+ * part of B fits the L1 cache; tiles of up to GEMM_MR rows, whose sums stay in registers.
+ *
+ * Compile with -O3 and for the machine's own instruction set (-march=native).
+ */
+#ifndef GRAPHOPT_GEMM_H
+#define GRAPHOPT_GEMM_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* In elements; 0 repeats. C has column 1, and no two elements of C lie in one place. */
+typedef struct {
+    int64_t row, column, batch[2];
+} gemm_strides;
+
+/* Gets a block of C when it is final and still in a cache. The blocks together are C, each element once. */
+typedef void (*gemm_epilogue)(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
+                              int64_t column1);
+
+/* Runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are done. */
+typedef void (*gemm_task)(void *user, size_t index);
+typedef void (*gemm_parallel_for)(void *pool, gemm_task task, size_t count, void *user);
+
+typedef struct {
+    int64_t m, n, k, batch[2]; /* C is m x n, A is m x k, B is k x n; batch is {1, 1} for one product */
+    const void *a, *b;
+    void *c;
+    gemm_strides a_strides, b_strides, c_strides;
+    int accumulate;         /* C += A B */
+    int whole_rows;         /* the epilogue gets all columns at once */
+    gemm_epilogue epilogue; /* or NULL */
+    void *user;             /* for the epilogue */
+    void *scratch;          /* as many bytes as gemm_scratch_... says */
+    int64_t threads;        /* 1 needs no parallel_for */
+    gemm_parallel_for parallel_for;
+    void *pool;
+} gemm_product;
+
+#if defined(__AVX512F__)
+#define GEMM_BYTES 64
+#define GEMM_MR 14
+#elif defined(__AVX2__) && defined(__FMA__)
+#define GEMM_BYTES 32
+#define GEMM_MR 6
+#elif defined(__aarch64__)
+#define GEMM_BYTES 16
+#define GEMM_MR 14
+#else
+#define GEMM_BYTES 16
+#define GEMM_MR 6
+#endif
+
+enum {
+    GEMM_KC = 256,                     /* the largest block of k */
+    GEMM_MC = 384 / GEMM_MR * GEMM_MR, /* the largest block of rows */
+    GEMM_DIRECT = 0,                   /* columns of C up to which A is read where it lies */
+    GEMM_STEP = GEMM_MR > 8 ? 16 : 8,  /* from one column to the next in a packed panel of A */
+};
+
+static inline int64_t gemm_min(int64_t x, int64_t y) { return x < y ? x : y; }
+static inline int64_t gemm_parts(int64_t size, int64_t largest) { return size > largest ? (size + largest - 1) / largest : 1; }
+/* Where part number `part` of `parts` nearly equal ones begins. */
+static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
+    return size / parts * part + gemm_min(part, size % parts);
+}
+
+static inline int64_t gemm_rows(const gemm_product *g) {
+    const int64_t small = 131072 / (g->n + 1) + 1, least = 8 * GEMM_MR;
+    return g->whole_rows && small < GEMM_MC ? (small > least ? small : least) : GEMM_MC;
+}
+
+/* From one row to the next in a packed block of A: an odd number of cache lines, which spreads rows over the cache. */
+static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1) * 16; }
+
+/* The elements that one task needs: a block of A, a panel of B, a tile of C. */
+static inline size_t gemm_task_elements(const gemm_product *g, int64_t nr) {
+    const int64_t depth = gemm_min(g->k, GEMM_KC), rows = gemm_min(g->m, GEMM_MC);
+    return (size_t)((rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth) + (depth + GEMM_MR) * nr + 64) / 16 * 16;
+}
+
+/* How many ways the rows and the columns of each product are split. A task reads all of its rows of A and columns of B. */
+static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_ways, int64_t *column_ways) {
+    const int64_t products = g->batch[0] * g->batch[1];
+    int64_t best = INT64_MAX;
+    *row_ways = *column_ways = 1;
+    if (products >= 4 * g->threads) return;
+    for (int64_t ways = 1; ways <= g->threads; ways++) {
+        const int64_t other = g->whole_rows ? 1 : g->threads / ways;
+        const int64_t rows = (g->m + ways - 1) / ways, columns = (gemm_parts(g->n, nr) + other - 1) / other * nr;
+        const int64_t cost = rows * columns + 4 * rows + 8 * columns;
+        if (cost < best) best = cost, *row_ways = ways, *column_ways = other;
+    }
+}
+
+#define GEMM_INLINE static inline __attribute__((always_inline))
+#define GEMM_PASTE_(x, y) x##_##y
+#define GEMM_PASTE(x, y) GEMM_PASTE_(x, y)
+#define GEMM_SIZE_float 4
+#define GEMM_SIZE_double 8
+#define GEMM_INDEX_float int32_t
+#define GEMM_INDEX_double int64_t
+#endif
+
+#ifndef GEMM_REAL
+#define GEMM_REAL float
+#endif
+#define GEMM_NAME(name) GEMM_PASTE(name, GEMM_REAL)
+#define GEMM_LANES (GEMM_BYTES / GEMM_NAME(GEMM_SIZE))
+#define GEMM_NR (2 * GEMM_LANES)
+
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast") /* a * b + c is one instruction here, whatever the command line says */
+#endif
+
+typedef GEMM_REAL GEMM_NAME(gemm_vector) __attribute__((vector_size(GEMM_BYTES)));
+typedef GEMM_REAL GEMM_NAME(gemm_unaligned) __attribute__((vector_size(GEMM_BYTES), aligned(GEMM_NAME(GEMM_SIZE)), may_alias));
+#define GEMM_VECTOR GEMM_NAME(gemm_vector)
+#define GEMM_AT(pointer) (*(GEMM_NAME(gemm_unaligned) *)(pointer))
+
+/* mr rows times `vectors` vectors of C. Strides of A and B are in bytes here. With `keep`, what is read of B is written to
+ * `kept`, without gaps. mr, vectors and keep are constants where this is called, so that the sums stay in registers. */
+GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, int64_t k, const char *a, int64_t a_row,
+                                      int64_t a_column, const char *b, int64_t b_row, char *kept, GEMM_REAL *c,
+                                      int64_t c_row, int accumulate) {
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    GEMM_VECTOR sums[GEMM_MR][2] = {{{0}}};
+    const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
+    int64_t a_row3 = 3 * a_row;
+    __asm__("" : "+r"(a_row3)); /* three pointers and two strides: a compiler that knows more makes 14 pointers */
+    for (int64_t p = 0; p < k; p++) {
+        GEMM_VECTOR b0 = GEMM_AT(b), b1 = GEMM_AT(b + (vectors - 1) * GEMM_BYTES);
+        if (keep) {
+            __builtin_prefetch(b + 8 * b_row);
+            __builtin_prefetch(b + 8 * b_row + (vectors - 1) * GEMM_BYTES);
+            GEMM_AT(kept) = b0;
+            GEMM_AT(kept + (vectors - 1) * GEMM_BYTES) = b1;
+            kept += vectors * GEMM_BYTES;
+        }
+#pragma GCC unroll 14
+        for (int i = 0; i < mr; i++) {
+            const char *from = i < 5 ? a : i < 10 ? a5 : a10;
+            const GEMM_REAL x = *(const GEMM_REAL *)(i % 5 == 3 ? from + a_row3 : from + i % 5 * a_row);
+            sums[i][0] += x * b0;
+            if (vectors > 1) sums[i][1] += x * b1;
+        }
+        a += a_column, a5 += a_column, a10 += a_column, b += b_row;
+    }
+#pragma GCC unroll 14
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            GEMM_REAL *to = c + i * c_row + v * GEMM_LANES;
+            if (accumulate) sums[i][v] += GEMM_AT(to);
+            GEMM_AT(to) = sums[i][v];
+        }
+}
+
+typedef void (*GEMM_NAME(gemm_tile_function))(int64_t, const char *, int64_t, int64_t, const char *, int64_t, char *,
+                                              GEMM_REAL *, int64_t, int);
+#define GEMM_TILE(name, mr, vectors, keep)                                                                                 \
+    static void name(int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *b, int64_t b_row, char *kept,  \
+                     GEMM_REAL *c, int64_t c_row, int accumulate) {                                                        \
+        GEMM_NAME(gemm_tile)(mr, vectors, keep, k, a, a_row, a_column, b, b_row, kept, c, c_row, accumulate);              \
+    }
+#define GEMM_TILES(mr)                        \
+    GEMM_TILE(GEMM_NAME(gemm_1_##mr), mr, 1, 0) \
+    GEMM_TILE(GEMM_NAME(gemm_2_##mr), mr, 2, 0) \
+    GEMM_TILE(GEMM_NAME(gemm_k_##mr), mr, 2, 1)
+#define GEMM_POINTERS(mr) {GEMM_NAME(gemm_1_##mr), GEMM_NAME(gemm_2_##mr), GEMM_NAME(gemm_k_##mr)},
+#define GEMM_SIX(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#if GEMM_MR == 14
+#define GEMM_ALL(X) GEMM_SIX(X) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14)
+#else
+#define GEMM_ALL(X) GEMM_SIX(X)
+#endif
+GEMM_ALL(GEMM_TILES)
+/* By rows, then: one vector, two vectors, two vectors and keep B. */
+static const GEMM_NAME(gemm_tile_function) GEMM_NAME(gemm_tiles)[GEMM_MR][3] = {GEMM_ALL(GEMM_POINTERS)};
+
+#if GEMM_LANES == 16
+#define GEMM_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define GEMM_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif GEMM_LANES == 8
+#define GEMM_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define GEMM_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#elif GEMM_LANES == 4
+#define GEMM_LOW 0, 4, 1, 5
+#define GEMM_HIGH 2, 6, 3, 7
+#else
+#define GEMM_LOW 0, 2
+#define GEMM_HIGH 1, 3
+#endif
+#ifdef __clang__
+#define GEMM_ZIP(x, y, order) __builtin_shufflevector(x, y, order)
+#else
+typedef GEMM_NAME(GEMM_INDEX) GEMM_NAME(gemm_order) __attribute__((vector_size(GEMM_BYTES)));
+#define GEMM_ZIP(x, y, ...) __builtin_shuffle(x, y, (GEMM_NAME(gemm_order)){__VA_ARGS__})
+#endif
+
+/* Transpose a square of `from`, of which `rows` rows are there. To zip the halves as often as 2 divides the size transposes. */
+GEMM_INLINE void GEMM_NAME(gemm_transpose)(int64_t rows, const GEMM_REAL *from, int64_t from_row, GEMM_REAL *to, int64_t to_row) {
+    GEMM_VECTOR x[GEMM_LANES], y[GEMM_LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < GEMM_LANES; i++)
+        if (i < rows) x[i] = GEMM_AT(from + i * from_row);
+        else x[i] = (GEMM_VECTOR){0};
+#pragma GCC unroll 4
+    for (int done = 1; done < GEMM_LANES; done *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < GEMM_LANES / 2; i++) {
+            y[2 * i] = GEMM_ZIP(x[i], x[i + GEMM_LANES / 2], GEMM_LOW);
+            y[2 * i + 1] = GEMM_ZIP(x[i], x[i + GEMM_LANES / 2], GEMM_HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < GEMM_LANES; i++) x[i] = y[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < GEMM_LANES; i++) GEMM_AT(to + i * to_row) = x[i];
+}
+
+/* Copy depth x width of `from` to rows of `padded` elements. `rest` elements after the first may be read. */
+static void GEMM_NAME(gemm_pack)(int64_t depth, int64_t width, int64_t padded, const GEMM_REAL *from, int64_t row,
+                                 int64_t column, int64_t rest, GEMM_REAL *to) {
+    if (row == 1 && depth >= GEMM_LANES && padded % GEMM_LANES == 0) {
+        for (int64_t j = 0; j < padded; j += GEMM_LANES)
+            for (int64_t p = 0; p < depth; p += GEMM_LANES) {
+                const int64_t q = gemm_min(p, depth - GEMM_LANES); /* the last square overlaps the one before */
+                GEMM_NAME(gemm_transpose)(width - j, from + q + j * column, column, to + q * padded + j, padded);
+            }
+        return;
+    }
+    for (int64_t p = 0; p < depth; p++, from += row, rest -= row, to += padded)
+        if (column == 1 && padded <= rest)
+            for (int64_t j = 0; j < padded; j += GEMM_LANES) GEMM_AT(to + j) = GEMM_AT(from + j);
+        else if (column == 1)
+            memcpy(to, from, (size_t)width * sizeof *to);
+        else
+            for (int64_t j = 0; j < width; j++) to[j] = from[j * column];
+}
+
+/* Rows i0 to i1 and columns j0 to j1 of one product. */
+static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0,
+                                   int64_t j1, GEMM_REAL *scratch) {
+    const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
+    const GEMM_REAL *a = (const GEMM_REAL *)g->a + batch[0] * sa.batch[0] + batch[1] * sa.batch[1];
+    const GEMM_REAL *b = (const GEMM_REAL *)g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1];
+    GEMM_REAL *c = (GEMM_REAL *)g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
+    GEMM_REAL *tile = (GEMM_REAL *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR, *a_block = b_panel + gemm_min(g->k, GEMM_KC) * GEMM_NR;
+    const int64_t row_blocks = gemm_parts(i1 - i0, gemm_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
+    const int64_t size = sizeof(GEMM_REAL);
+    for (int64_t r = 0; r < row_blocks; r++) {
+        const int64_t first = i0 + gemm_begin(i1 - i0, r, row_blocks);
+        const int64_t rows = i0 + gemm_begin(i1 - i0, r + 1, row_blocks) - first, tiles = gemm_parts(rows, GEMM_MR);
+        for (int64_t s = 0; s < k_blocks; s++) {
+            const int64_t p0 = gemm_begin(g->k, s, k_blocks), depth = gemm_begin(g->k, s + 1, k_blocks) - p0;
+            const int accumulate = g->accumulate || s > 0;
+            const GEMM_REAL *a_from = a + first * sa.row + p0 * sa.column;
+            int64_t a_row = sa.row, a_column = sa.column, done = j0;
+            int by_panels = 0;
+            if (j1 - j0 > GEMM_DIRECT) {
+                by_panels = sa.row == 1;
+                a_row = by_panels ? 1 : gemm_padded(depth), a_column = by_panels ? GEMM_STEP : 1;
+                for (int64_t t = 0; by_panels && t < tiles; t++) {
+                    const int64_t i = gemm_begin(rows, t, tiles), mr = gemm_begin(rows, t + 1, tiles) - i;
+                    GEMM_NAME(gemm_pack)(depth, mr, GEMM_STEP, a_from + i, sa.column, 1,
+                                         g->m - first - i + (g->k - p0 - 1) * sa.column, a_block + t * GEMM_STEP * depth);
+                }
+                if (!by_panels)
+                    GEMM_NAME(gemm_pack)(rows, depth, a_row, a_from, sa.row, sa.column,
+                                         (g->m - first - 1) * sa.row + g->k - p0, a_block);
+                a_from = a_block;
+            }
+            for (int64_t j = j0; j < j1; j += GEMM_NR) {
+                const int64_t width = gemm_min(GEMM_NR, j1 - j);
+                const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
+                const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
+                int64_t b_row = sb.row;
+                int keep = 0;
+                if (whole && sb.column == 1) {
+                    keep = vectors > 1 && tiles > 1;
+                } else {
+                    GEMM_NAME(gemm_pack)(depth, width, vectors * GEMM_LANES, b_from, sb.row, sb.column,
+                                         (g->k - p0 - 1) * sb.row + g->n - j, b_panel);
+                    b_from = b_panel, b_row = vectors * GEMM_LANES;
+                }
+                for (int64_t t = 0; t < tiles; t++) {
+                    const int64_t i = gemm_begin(rows, t, tiles), mr = gemm_begin(rows, t + 1, tiles) - i;
+                    GEMM_REAL *to = c + (first + i) * sc.row + j;
+                    GEMM_NAME(gemm_tiles)[mr - 1][keep ? 2 : vectors - 1](
+                        depth, (const char *)(a_from + (by_panels ? t * GEMM_STEP * depth : i * a_row)), a_row * size,
+                        a_column * size, (const char *)b_from, b_row * size, (char *)b_panel, whole ? to : tile,
+                        whole ? sc.row : GEMM_NR, whole && accumulate);
+                    for (int64_t x = 0; !whole && x < mr; x++)
+                        for (int64_t y = 0; y < width; y++)
+                            to[x * sc.row + y] = accumulate ? to[x * sc.row + y] + tile[x * GEMM_NR + y] : tile[x * GEMM_NR + y];
+                    if (keep) b_from = b_panel, b_row = GEMM_NR, keep = 0;
+                }
+                const int64_t end = j + width;
+                if (g->epilogue && s == k_blocks - 1 && (end == j1 || (!g->whole_rows && (end - done) * rows >= 32768))) {
+                    g->epilogue(g->user, batch, first, first + rows, done, end);
+                    done = end;
+                }
+            }
+        }
+    }
+}
+
+typedef struct {
+    const gemm_product *product;
+    int64_t row_ways, column_ways, units, tasks;
+} GEMM_NAME(gemm_plan);
+
+static void GEMM_NAME(gemm_run)(void *user, size_t index) {
+    const GEMM_NAME(gemm_plan) *plan = (const GEMM_NAME(gemm_plan) *)user;
+    const gemm_product *g = plan->product;
+    const int64_t panels = gemm_parts(g->n, GEMM_NR), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
+    for (int64_t u = gemm_begin(plan->units, (int64_t)index, plan->tasks); u < end; u++) {
+        const int64_t j = u % plan->column_ways, i = u / plan->column_ways % plan->row_ways;
+        const int64_t product = u / plan->column_ways / plan->row_ways;
+        const int64_t batch[2] = {product / g->batch[1], product % g->batch[1]};
+        GEMM_NAME(gemm_region)(g, batch, gemm_begin(g->m, i, plan->row_ways), gemm_begin(g->m, i + 1, plan->row_ways),
+                               gemm_begin(panels, j, plan->column_ways) * GEMM_NR,
+                               gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * GEMM_NR, g->n),
+                               (GEMM_REAL *)g->scratch + index * gemm_task_elements(g, GEMM_NR));
+    }
+}
+
+static inline size_t GEMM_NAME(gemm_scratch)(const gemm_product *g) {
+    return (size_t)g->threads * gemm_task_elements(g, GEMM_NR) * sizeof(GEMM_REAL);
+}
+
+static inline void GEMM_NAME(gemm)(const gemm_product *g) {
+    const int64_t products = g->batch[0] * g->batch[1];
+    GEMM_NAME(gemm_plan) plan = {g, 1, 1, products, 1};
+    if (g->m == 0 || g->n == 0 || products == 0) return;
+    if (g->threads > 1 && 2.0 * (double)g->m * (double)g->n * (double)g->k * (double)products > 1e6) {
+        gemm_split(g, GEMM_NR, &plan.row_ways, &plan.column_ways);
+        plan.units *= plan.row_ways * plan.column_ways;
+        plan.tasks = gemm_min(g->threads, plan.units);
+    }
+    if (plan.tasks > 1) g->parallel_for(g->pool, GEMM_NAME(gemm_run), (size_t)plan.tasks, &plan);
+    else GEMM_NAME(gemm_run)(&plan, 0);
+}
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+#undef GEMM_LOW
+#undef GEMM_HIGH
+#undef GEMM_REAL

@@ -1,0 +1,229 @@
+"""Matrix products in C: graphopt/native/gemm.h against NumPy in float64."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HEADER = Path(__file__).parents[1] / "graphopt" / "native" / "gemm.h"
+FLAGS = [
+    "-std=gnu99",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+]
+TYPES = {"float": np.float32, "double": np.float64}
+SIZE = 1 << 24
+
+DRIVER = """
+#include "gemm.h"
+#define GEMM_REAL double
+#include "gemm.h"
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+/* The end of memory behind which an access ends the process. */
+char *guarded(size_t size) {
+    char *start = mmap(NULL, size + 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(start + size, 65536, PROT_NONE);
+    return start + size;
+}
+
+typedef struct { gemm_task task; void *user; size_t index; } job;
+static void *work(void *user) { job *j = user; j->task(j->user, j->index); return NULL; }
+static void parallel_for(void *pool, gemm_task task, size_t count, void *user) {
+    pthread_t threads[16];
+    job jobs[16];
+    for (size_t i = 0; i < count; i++) {
+        jobs[i] = (job){task, user, i};
+        if (pthread_create(threads + i, NULL, work, jobs + i)) abort();
+    }
+    for (size_t i = 0; i < count; i++) pthread_join(threads[i], NULL);
+    *(size_t *)pool = count;
+}
+
+/* How often the epilogue saw each element, and what it saw; -1000 if it did not see whole rows that it was to see. */
+typedef struct { const gemm_product *g; int size; int32_t *times; char *seen; } watch;
+static void look(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    watch *w = user;
+    const gemm_product *g = w->g;
+    const gemm_strides s = g->c_strides;
+    for (int64_t i = row0; i < row1; i++)
+        for (int64_t j = column0; j < column1; j++) {
+            const int64_t at = ((batch[0] * g->batch[1] + batch[1]) * g->m + i) * g->n + j;
+            const int64_t from = batch[0] * s.batch[0] + batch[1] * s.batch[1] + i * s.row + j;
+            w->times[at] += g->whole_rows && (column0 > 0 || column1 < g->n) ? -1000 : 1;
+            memcpy(w->seen + at * w->size, (char *)g->c + from * w->size, w->size);
+        }
+}
+
+size_t multiply(int size, int64_t threads, const int64_t dims[5], const int64_t strides[12], const char *a,
+                const char *b, char *c, int accumulate, int whole_rows, int32_t *times, char *seen, char *scratch_end) {
+    gemm_product g = {.m = dims[2], .n = dims[3], .k = dims[4], .batch = {dims[0], dims[1]}, .a = a, .b = b, .c = c};
+    watch w = {&g, size, times, seen};
+    size_t tasks = 1;
+    g.a_strides = (gemm_strides){strides[2], strides[3], {strides[0], strides[1]}};
+    g.b_strides = (gemm_strides){strides[6], strides[7], {strides[4], strides[5]}};
+    g.c_strides = (gemm_strides){strides[10], strides[11], {strides[8], strides[9]}};
+    g.accumulate = accumulate, g.whole_rows = whole_rows, g.threads = threads;
+    g.parallel_for = parallel_for, g.pool = &tasks;
+    if (times) g.epilogue = look, g.user = &w;
+    g.scratch = scratch_end - (size == 4 ? gemm_scratch_float(&g) : gemm_scratch_double(&g));
+    if (size == 4) gemm_float(&g);
+    else gemm_double(&g);
+    return tasks;
+}
+"""
+
+
+class Library:
+    """The driver, compiled with `flags`, and memory for its operands."""
+
+    def __init__(self, folder, flags):
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if not compiler:
+            pytest.skip("no C compiler: install cc, gcc or clang")
+        source, library = folder / "driver.c", folder / "driver.so"
+        source.write_text(DRIVER)
+        macros = subprocess.run(
+            [compiler, "-march=native", "-dM", "-E", source, f"-I{HEADER.parent}"], capture_output=True
+        )
+        if "-mavx2" in flags and b"__AVX2__" not in macros.stdout:
+            pytest.skip("this processor has no AVX2")
+        command = [
+            compiler,
+            *FLAGS,
+            *flags,
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            f"-I{HEADER.parent}",
+            source,
+            "-o",
+            library,
+        ]
+        subprocess.run(command, check=True)
+        self.c = ctypes.CDLL(str(library))
+        self.c.guarded.restype = ctypes.c_void_p
+        self.c.multiply.restype = ctypes.c_size_t
+        self.ends = [self.c.guarded(ctypes.c_size_t(SIZE)) for _ in range(4)]
+
+    def array(self, number, shape, strides, dtype):
+        """Return an array that ends where the guarded memory ends."""
+        size = np.dtype(dtype).itemsize
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        assert extent * size <= SIZE
+        memory = (ctypes.c_char * (extent * size)).from_address(self.ends[number] - extent * size)
+        flat = np.frombuffer(memory, dtype)
+        return flat, np.lib.stride_tricks.as_strided(flat, shape, [s * size for s in strides])
+
+    def multiply(self, a, b, c, threads=1, accumulate=False, whole_rows=False, watch=None):
+        """Write a @ b to c, or add it; return the number of tasks."""
+        size = c.itemsize
+        dims = (ctypes.c_int64 * 5)(*c.shape, a.shape[-1])
+        strides = (ctypes.c_int64 * 12)(*(s // size for x in (a, b, c) for s in x.strides))
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (a, b, c)]
+        seen = [ctypes.c_void_p(x.ctypes.data) for x in watch] if watch else [None, None]
+        end = ctypes.c_void_p(self.ends[3])
+        threads = ctypes.c_int64(threads)
+        return self.c.multiply(size, threads, dims, strides, *pointers, accumulate, whole_rows, *seen, end)
+
+
+@pytest.fixture(
+    scope="module", params=["-march=native", "-mavx2 -mfma", ""], ids=["native", "avx2", "baseline"]
+)
+def library(request, tmp_path_factory):
+    return Library(tmp_path_factory.mktemp("gemm"), request.param.split())
+
+
+def strides(rng, shape, innermost=None, broadcast=False):
+    """Draw an order of the axes in memory and gaps between them."""
+    order = [int(axis) for axis in rng.permutation(len(shape)) if axis != innermost]
+    result, step = [0] * len(shape), 1 if innermost is not None else int(rng.choice([1, 1, 1, 2]))
+    for axis in [innermost, *order] if innermost is not None else order:
+        result[axis] = step
+        step *= shape[axis] + int(rng.choice([0, 0, 0, 1, 5]))
+        if broadcast and axis < 2 and rng.random() < 0.3:
+            result[axis] = 0
+    return result
+
+
+def sizes(rng):
+    """Draw batch sizes, m, n and k: mostly small, at times larger than a block."""
+    draw = [0, 1, 2, 3, 5, 8, 13, 14, 15, 16, 17, 28, 31, 32, 33, 47, 64, 65, 100]
+    m, n, k = (int(x) for x in rng.choice(draw, 3, p=[0.02, *[0.98 / 18] * 18]))
+    if rng.random() < 0.15:
+        m, n, k = [(401, n, k), (m, 300, k), (m, n, 523), (150, 130, 260)][rng.integers(4)]
+    return int(rng.choice([1, 1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4])), m, n, k
+
+
+@pytest.mark.parametrize("real", TYPES)
+def test_against_numpy(library, real):
+    dtype = TYPES[real]
+    rng = np.random.default_rng(14)
+    tasks = set()
+    for _ in range(150):
+        b0, b1, m, n, k = sizes(rng)
+        shapes = (b0, b1, m, k), (b0, b1, k, n), (b0, b1, m, n)
+        drawn = [
+            strides(rng, shapes[0], broadcast=True),
+            strides(rng, shapes[1], broadcast=True),
+            strides(rng, shapes[2], 3),
+        ]
+        (_, a), (_, b), (memory, c) = (
+            library.array(i, *x, dtype) for i, x in enumerate(zip(shapes, drawn, strict=True))
+        )
+        for x in (a, b):
+            x[...] = rng.standard_normal(x.shape)
+        accumulate, whole_rows = bool(rng.integers(2)), bool(rng.integers(2))
+        before = rng.standard_normal(memory.shape).astype(dtype)
+        case = f"{shapes}, {drawn}, accumulate={accumulate}, whole_rows={whole_rows}"
+        exact, bound = (f(a.astype(np.float64)) @ f(b.astype(np.float64)) for f in (np.asarray, np.abs))
+
+        memory[...] = before
+        start = c.astype(np.float64)
+        library.multiply(a, b, c, accumulate=accumulate)
+        alone = memory.copy()
+        error = np.abs(c - exact - accumulate * start)
+        assert (error <= (k + 2) * np.finfo(dtype).eps * (bound + accumulate * np.abs(start))).all(), case
+        c[...] = 0
+        touched = memory.copy()
+        memory[...] = before
+        c[...] = 0
+        assert np.array_equal(memory, touched), f"wrote outside of C: {case}"
+
+        for threads in 2, 5:
+            memory[...] = before
+            times, seen = np.zeros(c.shape, np.int32), np.full(c.shape, np.nan, dtype)
+            tasks.add(library.multiply(a, b, c, threads, accumulate, whole_rows, (times, seen)))
+            assert np.array_equal(memory, alone), f"{threads} threads: {case}"
+            assert (times == 1).all(), case
+            assert np.array_equal(seen, c), case
+    assert {1, 2, 5} <= tasks
+
+
+@pytest.mark.parametrize("real", TYPES)
+def test_nan_and_infinity(library, real):
+    rng = np.random.default_rng(15)
+    for _ in range(30):
+        _, _, m, n, k = sizes(rng)
+        a, b = rng.standard_normal((1, 1, m, k)), rng.standard_normal((1, 1, k, n))
+        for x in (a, b):
+            special = rng.random(x.shape) < 0.02
+            x[special] = rng.choice([np.nan, np.inf, -np.inf, 0], special.sum())
+        a, b = a.astype(TYPES[real]), b.astype(TYPES[real])
+        c = np.zeros((1, 1, m, n), TYPES[real])
+        library.multiply(a, b, c)
+        with np.errstate(invalid="ignore"):
+            expected = a.astype(np.float64) @ b.astype(np.float64)
+        finite = np.isfinite(expected)
+        assert np.array_equal(np.isfinite(c), finite), (m, n, k)
+        assert np.array_equal(c[~finite], expected[~finite], equal_nan=True), (m, n, k)
