@@ -1,0 +1,113 @@
+/* Matrix products as ONNX Runtime calls them: operands and results may be stored transposed. */
+#pragma once
+#include <stdatomic.h>
+
+#include "gemm.h"
+#include "ort.h"
+
+#define MOST_AXES 4
+
+/* Where the axes of operands and of the result lie: `a[i]` is the stored axis that axis i of A is. */
+typedef struct {
+    int rank_a, rank_b, rank_c;
+    unsigned char a[MOST_AXES], b[MOST_AXES], c[MOST_AXES];
+    int rank_bias; /* -1 without a bias */
+} ProductForm;
+
+typedef struct {
+    const float *bias;
+    int64_t bias_row, bias_column, c_row;
+    float *c;
+} Bias;
+
+/* One spare buffer, so that a step does not ask the system for pages again and again. */
+static _Atomic(size_t *) spare;
+
+static void *borrow(size_t bytes) {
+    size_t *buffer = atomic_exchange(&spare, NULL);
+    if (!buffer || *buffer < bytes) {
+        free(buffer);
+        buffer = malloc(bytes + 64);
+        if (!buffer) return NULL;
+        *buffer = bytes;
+    }
+    return (char *)buffer + 64;
+}
+
+static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((char *)data - 64))); }
+
+static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    const Bias *x = user;
+    (void)batch;
+    for (int64_t i = row0; i < row1; i++) {
+        float *restrict c = x->c + i * x->c_row;
+        const float *restrict bias = x->bias + i * x->bias_row;
+        if (x->bias_column)
+            for (int64_t j = column0; j < column1; j++) c[j] += bias[j];
+        else
+            for (int64_t j = column0; j < column1; j++) c[j] += bias[0];
+    }
+}
+
+static void parallel_for(void *context, task_t task, size_t count, void *user) {
+    OrtStatus *failed = api->KernelContext_ParallelFor(context, task, count, 0, user);
+    (void)failed;
+}
+
+/* Compute an output of the operator from its first two inputs, and a bias from the third. */
+static OrtStatus *product(OrtKernelContext *context, const ProductForm *form) {
+    int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES];
+    gemm_product g = {0};
+    CHECK(input(context, 0, &g.a, da, form->rank_a));
+    CHECK(input(context, 1, &g.b, db, form->rank_b));
+    const int rank = form->rank_c;
+    int64_t steps_a[MOST_AXES], steps_b[MOST_AXES], step = 1;
+    for (int i = form->rank_a - 1; i >= 0; step *= da[i--]) steps_a[i] = step;
+    step = 1;
+    for (int i = form->rank_b - 1; i >= 0; step *= db[i--]) steps_b[i] = step;
+    for (int i = 0; i < rank; i++) {
+        const int ia = i - (rank - form->rank_a), ib = i - (rank - form->rank_b);
+        la[i] = ia < 0 ? 1 : da[form->a[ia]], sa[i] = la[i] == 1 ? 0 : steps_a[form->a[ia]];
+        lb[i] = ib < 0 ? 1 : db[form->b[ib]], sb[i] = lb[i] == 1 ? 0 : steps_b[form->b[ib]];
+    }
+    g.m = la[rank - 2], g.k = la[rank - 1], g.n = lb[rank - 1];
+    if (lb[rank - 2] != g.k) return unlike();
+    int64_t logical[MOST_AXES];
+    for (int i = 0; i < rank - 2; i++) {
+        if (la[i] != lb[i] && la[i] != 1 && lb[i] != 1) return unlike();
+        logical[i] = la[i] == 1 ? lb[i] : la[i];
+    }
+    logical[rank - 2] = g.m, logical[rank - 1] = g.n;
+    for (int i = 0; i < rank; i++) dc[i] = logical[form->c[i]];
+    CHECK(output(context, 0, &g.c, dc, rank));
+    step = 1;
+    for (int i = rank - 1; i >= 0; step *= dc[i--]) sc[form->c[i]] = step;
+    g.a_strides.row = sa[rank - 2], g.a_strides.column = sa[rank - 1];
+    g.b_strides.row = sb[rank - 2], g.b_strides.column = sb[rank - 1];
+    g.c_strides.row = sc[rank - 2], g.c_strides.column = 1;
+    int outer = rank - 2;
+    while (outer > 0 && (logical[outer - 1] == 1 || (sb[outer - 1] == 0 && sa[outer - 1] == g.m * g.a_strides.row && sc[outer - 1] == g.m * g.c_strides.row)))
+        g.m *= logical[--outer]; /* these are rows of one product */
+    g.batch[0] = g.batch[1] = 1;
+    for (int i = 0; i < outer; i++) {
+        const int at = i + 2 - outer;
+        g.batch[at] = logical[i];
+        g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
+    }
+    Bias bias = {0};
+    if (form->rank_bias >= 0) {
+        int64_t d[MOST_AXES];
+        CHECK(input(context, 2, &bias.bias, d, form->rank_bias));
+        const int64_t columns = form->rank_bias > 0 ? d[form->rank_bias - 1] : 1, rows = form->rank_bias > 1 ? d[0] : 1;
+        if ((columns != 1 && columns != g.n) || (rows != 1 && rows != g.m)) return unlike();
+        bias.bias_row = rows == 1 ? 0 : columns, bias.bias_column = columns != 1;
+        bias.c = g.c, bias.c_row = g.c_strides.row;
+        g.epilogue = add_bias, g.user = &bias;
+    }
+    g.threads = THREADS, g.parallel_for = parallel_for, g.pool = context;
+    g.scratch = borrow(gemm_scratch_float(&g));
+    if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");
+    gemm_float(&g);
+    give_back(g.scratch);
+    return NULL;
+}
