@@ -17,7 +17,7 @@ import graphopt
 import passes
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
-from graphopt.native.kernels import library
+from graphopt.native.library import source
 from graphopt.native.lowering import lower
 from graphopt.runtime.native_forms import fastest
 
@@ -50,7 +50,10 @@ def batches(count=6, rows=8, shape=(4,), out=(3,)):
 STEPS = {
     "adamw": ({}, {}),
     "clip": ({"clip": passes.ClipGlobalNorm(0.5), "schedule": passes.Cosine(steps=9, warmup=2)}, {}),
-    "momentum": ({"optimizer": passes.SGD(0.1, momentum=0.9), "regularizer": passes.ElasticPenalty(1e-3)}, {}),
+    "momentum": (
+        {"optimizer": passes.SGD(0.1, momentum=0.9), "regularizer": passes.ElasticPenalty(1e-3)},
+        {},
+    ),
     "rmsprop": ({"optimizer": passes.RMSprop(0.01)}, {}),
     "accumulated": ({"accumulate": passes.Accumulate(2)}, {}),
     "static": ({}, {"static_shapes": True}),
@@ -203,8 +206,8 @@ def test_generated_code_has_no_name_of_the_model():
     for weight in proto.graph.initializer:
         weight.name = renamed.get(weight.name, weight.name)
     lowered = lower(load(step_of(proto)))
-    source = library(lowered.kernels)
-    assert not any(word in source for word in ("system", "secret", "passwd", "fc1", "bias"))
+    text = source(lowered.kernels, threads=1)
+    assert not any(word in text for word in ("system", "secret", "passwd", "fc1", "bias"))
 
 
 def test_the_environment_sets_the_default(monkeypatch):
@@ -224,13 +227,13 @@ def test_wrong_options():
     with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
         graphopt.Executor(step_of(), native="fast")
     with pytest.raises(
-        graphopt.GraphoptError, match="unknown native_without 'kernel'; known: kernels"
+        graphopt.GraphoptError, match="unknown native_without 'kernel'; known: kernels, products"
     ):
         graphopt.Executor(step_of(), native_without=["kernel"])
 
 
 def test_lowerings_can_be_left_out(cache):
-    executor = graphopt.Executor(step_of(), native=True, native_without=["kernels"])
+    executor = graphopt.Executor(step_of(), native=True, native_without=["kernels", "products"])
     assert executor.step(batches(1)[0])["loss"] > 0
     assert not cache.exists()
 

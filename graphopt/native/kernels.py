@@ -24,6 +24,7 @@ class Kernel:
     code: str
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
+    header: str = "functions.h"
 
 
 @dataclass
@@ -546,20 +547,3 @@ def _ctype(x: ir.Value) -> str:
 
 def _symbolic(size: Size, symbols: dict[str, str]) -> str:
     return str(size) if isinstance(size, int) else symbols[size]
-
-
-def library(kernels: Sequence[Kernel]) -> str:
-    """Return the C source of a library with these kernels."""
-    unique = {kernel.name: kernel for kernel in kernels}
-    lines = ['#include "ort.h"', '#include "functions.h"', ""]
-    lines += [unique[name].code for name in sorted(unique)]
-    lines.append("static Kernel kernels[] = {")
-    lines += [
-        f"    KERNEL({name}, types_{name}, {len(kernel.inputs)}, {len(kernel.outputs)}),"
-        for name, kernel in sorted(unique.items())
-    ]
-    lines += ["};", ""]
-    lines.append("EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {")
-    lines.append("    return register_kernels(options, base, kernels, sizeof(kernels) / sizeof(*kernels));")
-    lines += ["}", ""]
-    return "\n".join(lines)

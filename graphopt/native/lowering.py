@@ -1,9 +1,10 @@
-"""Lower a graph to the machine: clusters of nodes become kernels of a compiled library."""
+"""Lower a graph to the machine: products and clusters of nodes become kernels of a compiled library."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import onnx_ir as ir
 from graphopt.graph.metadata import copy
 from graphopt.graph.values import like
 from graphopt.native.clusters import find_clusters
-from graphopt.native.kernels import Kernel, Writer, library
+from graphopt.native.kernels import Kernel, Writer
+from graphopt.native.library import source
+from graphopt.native.products import product_kernel
 from graphopt.native.toolchain import build
 
 DOMAIN = "ai.graphopt"
-LOWERINGS = ("kernels",)
+LOWERINGS = ("kernels", "products")
 
 
 @dataclass
@@ -33,40 +36,71 @@ class Lowered:
         return hashlib.sha256(ir.to_proto(self.model).SerializeToString()).hexdigest()
 
 
-def lower(model: ir.Model, without: Sequence[str] = ()) -> Lowered | None:
-    """Return a copy of a graph with clusters replaced by kernels; None if nothing changes.
+def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = None) -> Lowered | None:
+    """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
     Args:
         without: the lowerings to leave out, by name.
+        threads: the number of threads of a session; by default, one for each processor.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
-    if "kernels" in without:
-        return None
     model = model.clone()
     kernels: list[Kernel] = []
     for graph in [*model.graphs()]:
         versions = dict(model.opset_imports)
-        for cluster in find_clusters(graph, versions):
-            in_order = [node for node in graph if node in cluster.nodes]
-            cluster.nodes = {node: cluster.nodes[node] for node in in_order}
-            kernel = Writer(cluster, versions).kernel()
-            _replace(graph, cluster.nodes, kernel)
-            kernels.append(kernel)
-        graph.sort()
+        if "products" not in without:
+            kernels += _lower_products(graph, versions)
+        if "kernels" not in without:
+            kernels += _lower_clusters(graph, versions)
     if not kernels:
         return None
     model.opset_imports[DOMAIN] = 1
-    return Lowered(model, build(library(kernels)), kernels)
+    return Lowered(model, build(source(kernels, threads or os.cpu_count() or 1)), kernels)
 
 
-def _replace(graph: ir.Graph, nodes: Mapping[ir.Node, object], kernel: Kernel) -> None:
+def _lower_products(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:
+    """Replace matrix products, and return their kernels."""
+    found = []
+    for node in list(graph):
+        if node.graph is not graph:
+            continue  # replaced together with another
+        lowered = product_kernel(node, versions)
+        if lowered is not None:
+            kernel, nodes = lowered
+            _replace(graph, nodes, kernel)
+            found.append(kernel)
+    _remove_unread(graph, "Transpose")
+    return found
+
+
+def _lower_clusters(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:
+    """Replace clusters, and return their kernels."""
+    found = []
+    for cluster in find_clusters(graph, versions):
+        cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
+        kernel = Writer(cluster, versions).kernel()
+        _replace(graph, cluster.nodes, kernel)
+        found.append(kernel)
+    graph.sort()
+    return found
+
+
+def _replace(graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
+    """Put a call of a kernel in place of nodes."""
+    nodes = list(nodes)
     outputs = [like(ir.Value(name=y.name), y) for y in kernel.outputs]
     node = ir.Node(DOMAIN, kernel.name, list(kernel.inputs), outputs=outputs)
-    last = list(nodes)[-1]
-    graph.insert_after(last, node)
+    graph.insert_after(nodes[-1], node)
     for old, new in zip(kernel.outputs, outputs, strict=True):
         copy(old, new)
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    graph.remove(list(nodes), safe=True)
+    graph.remove(nodes, safe=True)
+
+
+def _remove_unread(graph: ir.Graph, op_type: str) -> None:
+    """Remove nodes of a type that nothing reads any more."""
+    for node in reversed(list(graph)):
+        if node.op_type == op_type and not any(y.uses() or y.is_graph_output() for y in node.outputs):
+            graph.remove(node, safe=True)

@@ -74,7 +74,7 @@ def _lowered(device: Device, model: ir.Model) -> Lowered | None:
     if device.native is False or (device.native == "auto" and not (device.on_cpu and _is_worth_it(model))):
         return None
     try:
-        return lower(model, device.native_without)
+        return lower(model, device.native_without, device.threads)
     except GraphoptError as error:
         if device.native is True:
             raise
