@@ -48,7 +48,7 @@ OWN_TABLES = {
     "graphopt/graph/folding.py": "operators that evaluators agree on bit for bit",
     "graphopt/graph/opsets.py": "operators that changed between opsets",
     "graphopt/inspection/cuda_kernels.py": "kernels of ONNX Runtime's CUDA provider",
-    "graphopt/native/clusters.py": "views that kernels see through",
+    "graphopt/native/forms.py": "views that kernels see through",
     "graphopt/native/operators.py": "what each operator computes, in C",
     "graphopt/testing/coverage.py": "inputs of ONNX's node tests that are not moved",
     "graphopt/testing/reference/loops.py": "activation functions in NumPy",

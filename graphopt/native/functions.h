@@ -8,9 +8,14 @@
 /* They keep NaN, as the runtime's Max, Min and Clip do. */
 #define MAXIMUM(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
 #define MINIMUM(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
-#pragma omp declare reduction(maximum : float, double : omp_out = MAXIMUM(omp_out, omp_in)) initializer(omp_priv = -INFINITY)
-#pragma omp declare reduction(minimum : float, double : omp_out = MINIMUM(omp_out, omp_in)) initializer(omp_priv = INFINITY)
 #define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
+#pragma omp declare reduction(maximum : float, double : omp_out = MAXIMUM(omp_out, omp_in)) \
+    initializer(omp_priv = -INFINITY)
+#pragma omp declare reduction(minimum : float, double : omp_out = MINIMUM(omp_out, omp_in)) \
+    initializer(omp_priv = INFINITY)
+
+/* pow(x, 0.5): the root of -0 is 0, that of -infinity is infinity. */
+#define ROOT(x, sqrt) ((x) == -INFINITY ? INFINITY : sqrt((x) + 0))
 
 #define AT_LEAST_1(n) ((n) > 1 ? (n) : 1)
 
@@ -63,6 +68,14 @@ INLINE float expm1_bounded(float x) {
     float scale = power_of_two((int32_t)n);
     float tail = fmaf(r * r, exp_tail(r), r);
     return fmaf(tail, scale, scale - 1.0f);
+}
+
+INLINE float expm1_float(float x) {
+    float bounded = x < 44.0f ? x : 44.0f;
+    bounded = bounded > -44.0f ? bounded : -44.0f;
+    float y = expm1_bounded(bounded);
+    y = x > 44.0f ? exp_float(x) : y;
+    return x == 0.0f || x != x ? x : y;
 }
 
 /* Up to 0.625, x + x z p(z) with z = x^2, Cephes' fit; above, u / (u + 2) with u = e^(2x) - 1. */
@@ -135,3 +148,36 @@ INLINE float erf_float(float x) {
     float y = magnitude < 0.92f ? fmaf(q, x, x) : large;
     return x != x ? x : y;
 }
+
+/* log(1 + x) for 0 <= x <= 1: the logarithm of the rounded sum, and what rounding took. */
+INLINE float log1p_unit(float x) {
+    float sum = 1.0f + x;
+    return log_float(sum) + (x - (sum - 1.0f)) / sum;
+}
+
+/* log(1 + e^x) */
+INLINE float softplus_float(float x) {
+    float y = (x > 0.0f ? x : 0.0f) + log1p_unit(exp_float(-fabsf(x)));
+    return x != x ? x : y;
+}
+
+/* x tanh(log(1 + e^x)) = x n / (n + 2), where n = e^x (e^x + 2); in e^-x above 0. */
+INLINE float mish_float(float x) {
+    float e = exp_float(-fabsf(x));
+    float above = 1.0f + 2.0f * e, below = e * (e + 2.0f);
+    float y = x > 0.0f ? x * (above / (above + 2.0f * e * e)) : x * (below / (below + 2.0f));
+    return x != x ? x : y;
+}
+
+INLINE float gelu_float(float x) { return 0.5f * x * (1.0f + erf_float(x * 0.70710678118654752f)); }
+
+INLINE float gelu_tanh_float(float x) {
+    return 0.5f * x * (1.0f + tanh_float(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+/* The same in float64, by C's functions, which compilers do not vectorize. */
+INLINE double sigmoid(double x) { return x >= 0 ? 1 / (1 + exp(-x)) : exp(x) / (1 + exp(x)); }
+INLINE double softplus(double x) { return x != x ? x : (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
+INLINE double mish(double x) { return x * tanh(softplus(x)); }
+INLINE double gelu(double x) { return 0.5 * x * (1 + erf(x * 0.70710678118654752)); }
+INLINE double gelu_tanh(double x) { return 0.5 * x * (1 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x))); }

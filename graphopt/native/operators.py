@@ -1,6 +1,8 @@
 """Say what each operator computes, in C: the expression of an element, and how a row or a whole tensor is reduced.
 
-`{0}`, `{1}`, ... are the operands, which have the type of the result unless the operator says otherwise.
+`{0}`, `{1}`, ... are the operands, which have the type of the result unless the operator says otherwise. `{F}` is the
+suffix of C's functions of a floating type (`sqrtf`), `{T}` that of the functions in functions.h (`exp_float`), and
+`{C}` the type itself.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from typing import Any
 
 import onnx_ir as ir
 
+# The types that kernels compute in. Numbers of 16 bits are stored, and computed in float, as the runtime does.
 CTYPES = {
     ir.DataType.FLOAT: "float",
+    ir.DataType.FLOAT16: "float",
     ir.DataType.DOUBLE: "double",
     ir.DataType.INT64: "int64_t",
     ir.DataType.INT32: "int32_t",
     ir.DataType.BOOL: "uint8_t",
 }
-FLOATING = {"float", "double"}
+STORED = {**CTYPES, ir.DataType.FLOAT16: "_Float16"}
+SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
+FLOATING = frozenset(SUFFIXES)
 
-# Arithmetic and predicates: the runtime's results, bit for bit.
-EXACT_IN_C = {
+# Operators of any type.
+OF_ANY = {
     "Abs": "{0} < 0 ? -{0} : {0}",
     "Add": "{0} + {1}",
     "And": "{0} & {1}",
@@ -40,50 +46,86 @@ EXACT_IN_C = {
     "Xor": "{0} ^ {1}",
 }
 
-# Functions of floating numbers; `F` stands for the suffix of C's functions of float.
+# Operators of floating numbers.
 OF_FLOATING = {
     "Abs": "fabs{F}({0})",
     "Ceil": "ceil{F}({0})",
     "Div": "{0} / {1}",
+    "Erf": "erf{T}({0})",
+    "Exp": "exp{T}({0})",
     "Floor": "floor{F}({0})",
+    "HardSwish": "{0} * CLAMP({0} * ({C})(1.0 / 6) + ({C})0.5, 0, 1)",
+    "Log": "log{T}({0})",
+    "Mish": "mish{T}({0})",
+    "PRelu": "{0} < 0 ? {0} * {1} : {0}",
     "Reciprocal": "1 / {0}",
     "Relu": "{0} > 0 || {0} != {0} ? {0} : 0",
     "Round": "rint{F}({0})",
+    "Sigmoid": "sigmoid{T}({0})",
     "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} + 0",
+    "Softplus": "softplus{T}({0})",
     "Softsign": "{0} / (1 + fabs{F}({0}))",
     "Sqrt": "sqrt{F}({0})",
+    "Tanh": "tanh{T}({0})",
 }
 
-# Transcendental functions of float32, in functions.h; C's own for float64, which is not vectorized.
-TRANSCENDENTAL = {
-    "Erf": ("erf_float({0})", "erf({0})"),
-    "Exp": ("exp_float({0})", "exp({0})"),
-    "Log": ("log_float({0})", "log({0})"),
-    "Sigmoid": ("sigmoid_float({0})", "1 / (1 + exp(-{0}))"),
-    "Tanh": ("tanh_float({0})", "tanh({0})"),
+# Operators of floating numbers with attributes, from a function that returns an attribute as a literal.
+WITH_ATTRIBUTES: Mapping[str, Callable[[Callable[[str], str]], str]] = {
+    "Celu": lambda of: f"{{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}} / {of('alpha')})",
+    "Elu": lambda of: f"{{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}})",
+    "HardSigmoid": lambda of: f"CLAMP({of('alpha')} * {{0}} + {of('beta')}, 0, 1)",
+    "LeakyRelu": lambda of: f"{{0}} >= 0 ? {{0}} : {of('alpha')} * {{0}}",
+    "Selu": lambda of: f"{of('gamma')} * ({{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}}))",
+    "ThresholdedRelu": lambda of: f"{{0}} > {of('alpha')} ? {{0}} : 0",
 }
 
-# Operators whose operands have types of their own: their number decides nothing, only the result's type.
-MIXED = {"Cast", "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
+GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
+
+# Powers with these exponents alone; others are C's slow `powf`, one element at a time.
+POWERS = {
+    -1.0: "1 / {0}",
+    -0.5: "1 / ROOT({0}, sqrt{F})",
+    0.5: "ROOT({0}, sqrt{F})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+}
+
+# Operators of floating numbers with any number of operands.
+VARIADIC: Mapping[str, Callable[[int], str]] = {
+    "Max": lambda count: _nested("MAXIMUM", count),
+    "Mean": lambda count: f"({_added(count)}) / {count}",
+    "Min": lambda count: _nested("MINIMUM", count),
+    "Sum": lambda count: _added(count),
+}
+
+# Operators whose operands need not have the type of the result.
+MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
 
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
     "sum": ("0", "{0} += {1};", "+"),
+    "product": ("1", "{0} *= {1};", "*"),
     "maximum": ("-INFINITY", "{0} = MAXIMUM({0}, {1});", "maximum"),
     "minimum": ("INFINITY", "{0} = MINIMUM({0}, {1});", "minimum"),
     "largest number": ("-INFINITY", "{0} = {1} > {0} ? {1} : {0};", "max"),  # passes over NaN
 }
+
+# What is reduced, how, and what becomes of the result; `{N}` is the number of elements. The mean of none is 0.
 REDUCING = {
-    "ReduceSum": "sum",
-    "ReduceMean": "sum",
-    "ReduceSumSquare": "sum",
-    "ReduceL2": "sum",
-    "ReduceMax": "maximum",
-    "ReduceMin": "minimum",
+    "ReduceL1": ("fabs{F}({0})", "sum", "{0}"),
+    "ReduceL2": ("{0} * {0}", "sum", "sqrt{F}({0})"),
+    "ReduceLogSum": ("{0}", "sum", "log{T}({0})"),
+    "ReduceMax": ("{0}", "maximum", "{0}"),
+    "ReduceMean": ("{0}", "sum", "{0} / ({C})AT_LEAST_1({N})"),
+    "ReduceMin": ("{0}", "minimum", "{0}"),
+    "ReduceProd": ("{0}", "product", "{0}"),
+    "ReduceSum": ("{0}", "sum", "{0}"),
+    "ReduceSumSquare": ("{0} * {0}", "sum", "{0}"),
 }
 
-# Operators that are computed row by row, from sums over the last axis, and how many outputs they have.
-ROWS = {"LayerNormalization": 3, "LogSoftmax": 1, "RMSNormalization": 1, "Softmax": 1}
+# Operators that are computed row by row, from sums over the last axis.
+ROWS = frozenset({"LayerNormalization", "LogSoftmax", "RMSNormalization", "Softmax"})
 
 
 def literal(number: float, ctype: str) -> str:
@@ -95,7 +137,14 @@ def literal(number: float, ctype: str) -> str:
     if number in (float("inf"), float("-inf")):
         return "INFINITY" if number > 0 else "(-INFINITY)"
     text = float(number).hex() + ("f" if ctype == "float" else "")
-    return f"({text})" if number < 0 else text
+    return f"({text})" if text.startswith("-") else text
+
+
+def in_type(template: str, ctype: str) -> str:
+    """Return an expression with C's functions of a type."""
+    for mark, suffix in SUFFIXES.get(ctype, {}).items():
+        template = template.replace(mark, suffix)
+    return template.replace("{C}", ctype)
 
 
 def expression(
@@ -108,42 +157,47 @@ def expression(
         source: the C type of the first operand.
         inputs: the number of operands.
     """
-    floating = ctype in FLOATING
-    if floating and op_type in TRANSCENDENTAL:
-        return TRANSCENDENTAL[op_type][ctype == "double"]
-    if floating and op_type in OF_FLOATING:
-        return OF_FLOATING[op_type].replace("{F}", "f" if ctype == "float" else "")
-    if op_type in EXACT_IN_C and (op_type in MIXED or ctype == source):
-        return EXACT_IN_C[op_type]
-    if op_type == "Cast":
-        return _cast(ctype, source)
-    if floating and op_type in ATTRIBUTED:
-        return ATTRIBUTED[op_type](lambda name: literal(float(attributes[name]), ctype))
-    if floating and op_type in VARIADIC and inputs:
+    template = None
+    if op_type == "IsInf" and source in FLOATING:
+        template = _is_infinite(bool(attributes["detect_negative"]), bool(attributes["detect_positive"]))
+    elif op_type in MIXED or (op_type in OF_ANY and ctype == source and ctype not in FLOATING):
+        template = OF_ANY[op_type]
+    elif ctype in FLOATING and ctype == source:
+        template = _of_floating(op_type, ctype, attributes, inputs)
+    return None if template is None else in_type(template, ctype)
+
+
+def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs: int) -> str | None:
+    if op_type in WITH_ATTRIBUTES:
+        return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
+    if op_type in VARIADIC:
         return VARIADIC[op_type](inputs)
-    return None
+    if op_type == "Gelu":
+        return GELU.get(attributes["approximate"])
+    return OF_FLOATING.get(op_type, OF_ANY.get(op_type))
 
 
-def _cast(ctype: str, source: str) -> str | None:
-    if ctype == "uint8_t":
+def power(exponent: float, ctype: str) -> str | None:
+    """Return the C expression of a power; None if kernels do not compute it."""
+    template = POWERS.get(exponent) if ctype in FLOATING else None
+    return None if template is None else in_type(template, ctype)
+
+
+def cast(to: ir.DataType, source: str) -> str:
+    """Return the C expression of a number in another type."""
+    if to == ir.DataType.BOOL:
         return "{0} != 0"
-    if source in FLOATING and ctype not in FLOATING:
-        return None  # what becomes of numbers that do not fit is the runtime's affair
-    return f"({ctype}){{0}}"
+    rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
+    return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
 
 
-# Operators with attributes, from a function that returns an attribute as a literal.
-ATTRIBUTED: Mapping[str, Callable[[Callable[[str], str]], str]] = {
-    "HardSigmoid": lambda of: f"CLAMP({of('alpha')} * {{0}} + {of('beta')}, 0, 1)",
-    "LeakyRelu": lambda of: f"{{0}} >= 0 ? {{0}} : {of('alpha')} * {{0}}",
-    "ThresholdedRelu": lambda of: f"{{0}} > {of('alpha')} ? {{0}} : 0",
-}
+def _is_infinite(negative: bool, positive: bool) -> str:
+    found = ["{0} == -INFINITY"] * negative + ["{0} == INFINITY"] * positive
+    return " || ".join(found) or "0"
 
-VARIADIC: Mapping[str, Callable[[int], str]] = {
-    "Max": lambda count: _nested("MAXIMUM", count),
-    "Min": lambda count: _nested("MINIMUM", count),
-    "Sum": lambda count: " + ".join(f"{{{i}}}" for i in range(count)),
-}
+
+def _added(count: int) -> str:
+    return " + ".join(f"{{{i}}}" for i in range(count))
 
 
 def _nested(macro: str, count: int) -> str:

@@ -1,0 +1,58 @@
+"""Answer which nodes of a graph lead to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from graphopt.graph.traversal import values_read
+
+
+class Reach:
+    """Keep, for each node, the nodes that lead to it and those that it leads to, as bit masks."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._index = {node: i for i, node in enumerate(graph)}
+        self._before = [0] * len(self._index)
+        self._after = [0] * len(self._index)
+        for node, i in self._index.items():
+            for x in values_read(node):
+                j = self._index.get(producer) if (producer := x.producer()) is not None else None
+                if j is not None:
+                    self._before[i] |= self._before[j] | 1 << j
+        for i, before in enumerate(self._before):
+            for j in _bits(before):
+                self._after[j] |= 1 << i
+
+    def is_convex(self, nodes: Iterable[ir.Node], node: ir.Node) -> bool:
+        """Return whether no path between a node and the others leads through a third."""
+        inside, before, after = self._around(nodes)
+        i = self._index[node]
+        between = (self._before[i] & after) | (self._after[i] & before)
+        return not between & ~inside & ~(1 << i)
+
+    def contract(self, nodes: Iterable[ir.Node]) -> None:
+        """Make nodes one: whatever leads to one of them leads to all."""
+        inside, before, after = self._around(nodes)
+        for i in _bits(before | inside):
+            self._after[i] |= (after | inside) & ~(1 << i)
+        for i in _bits(after | inside):
+            self._before[i] |= (before | inside) & ~(1 << i)
+
+    def _around(self, nodes: Iterable[ir.Node]) -> tuple[int, int, int]:
+        """Return nodes, the others that lead to them, and the others that they lead to."""
+        inside = before = after = 0
+        for node in nodes:
+            i = self._index[node]
+            inside |= 1 << i
+            before |= self._before[i]
+            after |= self._after[i]
+        return inside, before & ~inside, after & ~inside
+
+
+def _bits(mask: int) -> Iterable[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
