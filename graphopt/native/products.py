@@ -40,7 +40,15 @@ def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, 
             y, axes_y = then.outputs[0], perm
     elif not 0 <= _rank(bias) <= 2:
         return None
-    form: list[int | Sequence[int]] = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, -1 if bias is None else _rank(bias)]
+    form: list[int | Sequence[int]] = [
+        len(axes_a),
+        len(axes_b),
+        rank,
+        axes_a,
+        axes_b,
+        axes_y,
+        -1 if bias is None else _rank(bias),
+    ]
     inputs = (a, b) if bias is None else (a, b, bias)
     types = [ir.DataType.FLOAT.value] * (len(inputs) + 1)
     code = f"""static const unsigned char types_@[] = {_braced(types)};
