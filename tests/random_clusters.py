@@ -25,7 +25,11 @@ Size = int | str
 UNARY = {
     **dict.fromkeys(("Abs", "Neg", "Sign", "Identity"), ({}, {})),
     **dict.fromkeys(("Ceil", "Floor", "Round", "Reciprocal", "Relu", "Softsign", "Sqrt"), ({},)),
-    **dict.fromkeys(("Erf", "Exp", "Log", "Sigmoid", "Tanh"), ({},)),
+    **dict.fromkeys(("Erf", "Exp", "HardSwish", "Log", "Mish", "Sigmoid", "Softplus", "Tanh"), ({},)),
+    "Celu": ({"alpha": 1.0}, {"alpha": 0.7}),
+    "Elu": ({"alpha": 1.0}, {"alpha": 0.7}),
+    "Gelu": ({"approximate": "none"}, {"approximate": "tanh"}),
+    "Selu": ({"alpha": 1.6732632, "gamma": 1.0507010}, {"alpha": 1.5, "gamma": 0.9}),
     "HardSigmoid": ({}, {"alpha": 0.3, "beta": 0.4}),
     "LeakyRelu": ({}, {"alpha": 0.3}),
     "ThresholdedRelu": ({}, {"alpha": 0.25}),
@@ -33,10 +37,28 @@ UNARY = {
 BINARY = ("Add", "Sub", "Mul", "Div")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 LOGIC = ("And", "Or", "Xor")
-VARIADIC = ("Max", "Min", "Sum")
+VARIADIC = ("Mean", "Max", "Min", "Sum")
 WHOLE_NUMBERS = {"Abs", "Neg", "Sign", "Identity"}
-FLOAT_ALONE = {"HardSigmoid", "Softsign", "ThresholdedRelu", "LeakyRelu", "Erf"}
-REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceMax", "ReduceMin")
+FLOAT_ALONE = {
+    *(
+        "Celu",
+        "Elu",
+        "Erf",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "LeakyRelu",
+        "Mish",
+        "Selu",
+        "Softplus",
+        "Softsign",
+    ),
+    "ThresholdedRelu",
+}
+REDUCTIONS = (
+    *("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2"),
+    *("ReduceL1", "ReduceLogSum", "ReduceMax", "ReduceMin", "ReduceProd"),  # not of nothing
+)
 ROWS = ("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization")
 
 SPECIAL = [
@@ -219,7 +241,8 @@ class Part:
             found = self.broadcast(dims or (), y.dims)
             if found is not None:
                 dims, others = found, [*others, y]
-        self.add(self.one_of(VARIADIC), [y.name for y in others], (x.dtype, dims or ()))
+        op_type = self.one_of(VARIADIC if x.dtype == FLOAT else VARIADIC[1:])
+        self.add(op_type, [y.name for y in others], (x.dtype, dims or ()))
 
     def comparison(self) -> None:
         x = self.pick(self.floating, *([INT64] if self.chance(0.3) else []))
@@ -236,6 +259,21 @@ class Part:
         x = self.pick(self.floating)
         self.add("IsNaN", [x.name], (BOOL, x.dims))
 
+    def is_inf(self) -> None:
+        x = self.pick(self.floating)
+        options = (
+            {}
+            if self.chance()
+            else {"detect_positive": int(self.chance()), "detect_negative": int(self.chance())}
+        )
+        self.add("IsInf", [x.name], (BOOL, x.dims), **options)
+
+    def p_relu(self) -> None:
+        x = self.pick(FLOAT)
+        slope = self.partner(x, FLOAT)
+        if self.opset >= 23 and self.broadcast(x.dims, slope.dims) == x.dims:  # 1.19 makes infinity NaN
+            self.add("PRelu", [x.name, slope.name], (FLOAT, x.dims))
+
     def where(self) -> None:
         x = self.pick(self.floating, *([INT64] if self.chance(0.2) else []))
         c = self.partner(x, BOOL)
@@ -249,7 +287,9 @@ class Part:
     def cast(self) -> None:
         x = self.pick(BOOL, INT64, INT32, self.floating)
         to = self.one_of(
-            [BOOL, self.floating, FLOAT] if x.dtype in FLOATING else [BOOL, INT64, INT32, self.floating]
+            [BOOL, INT64, INT32, self.floating, FLOAT, DOUBLE]
+            if x.dtype in FLOATING
+            else [BOOL, INT64, INT32, self.floating]
         )
         self.add("Cast", [x.name], (to, x.dims), to=to)
 
@@ -331,7 +371,7 @@ class Part:
             *[self.unary, self.binary] * 4,
             *[self.reduction, self.rows] * 2,
             *(self.variadic, self.comparison, self.logic, self.is_nan, self.where, self.cast, self.clip),
-            *(self.power, self.view),
+            *(self.power, self.view, self.is_inf, self.p_relu),
         ]
         wanted = int(self.r.integers(2, 11))
         while len(self.nodes) < wanted:

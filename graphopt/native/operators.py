@@ -94,7 +94,7 @@ POWERS = {
 # Operators of floating numbers with any number of operands.
 VARIADIC: Mapping[str, Callable[[int], str]] = {
     "Max": lambda count: _nested("MAXIMUM", count),
-    "Mean": lambda count: f"({_added(count)}) / {count}",
+    "Mean": lambda count: f"({_added(count)}) * ({{C}})(1.0 / {count})",
     "Min": lambda count: _nested("MINIMUM", count),
     "Sum": lambda count: _added(count),
 }
