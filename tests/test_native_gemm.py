@@ -150,7 +150,7 @@ def strides(rng, shape, innermost=None, broadcast=False):
     result, step = [0] * len(shape), 1 if innermost is not None else int(rng.choice([1, 1, 1, 2]))
     for axis in [innermost, *order] if innermost is not None else order:
         result[axis] = step
-        step *= shape[axis] + int(rng.choice([0, 0, 0, 1, 5]))
+        step *= shape[axis] + (shape[axis] > 1) * int(rng.choice([0, 0, 0, 1, 5]))
         if broadcast and axis < 2 and rng.random() < 0.3:
             result[axis] = 0
     return result
@@ -161,7 +161,8 @@ def sizes(rng):
     draw = [0, 1, 2, 3, 5, 8, 13, 14, 15, 16, 17, 28, 31, 32, 33, 47, 64, 65, 100]
     m, n, k = (int(x) for x in rng.choice(draw, 3, p=[0.02, *[0.98 / 18] * 18]))
     if rng.random() < 0.15:
-        m, n, k = [(401, n, k), (m, 300, k), (m, n, 523), (150, 130, 260)][rng.integers(4)]
+        large = [(401, n, k), (m, 300, k), (m, n, 523), (150, 130, 260), (260, 1200, 3), (3, 8, 30000)]
+        return 1, 1, *large[rng.integers(len(large))]
     return int(rng.choice([1, 1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4])), m, n, k
 
 

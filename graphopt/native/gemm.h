@@ -4,12 +4,12 @@
  *     #define GEMM_REAL double
  *     #include "gemm.h"             gives gemm_double and gemm_scratch_double
  *
- * Two strides find each element of A and of B, so a transposed operand needs no copy. Rows of C are contiguous. A product
- * may have two batch dimensions, whose strides are free, too: transposes before and after it cost nothing.
+ * Two strides find each element of A and of B, so a transposed operand needs no copy. Rows of C are contiguous. A
+ * product may have two batch dimensions, whose strides are free, too: transposes before and after it cost nothing.
  *
- * Each element of C is always summed in one order: k is cut into blocks, whose size depends on k alone; a block's products
- * are added one after the other, each with one rounding, and the block's sum is added to C. So the result depends neither
- * on the number of threads nor on the tiles.
+ * Each element of C is always summed in one order: k is cut into blocks, whose size depends on k alone; the products of
+ * a block are added one after the other, each with one rounding; the sum of the block is added to C. So the result
+ * depends neither on the number of threads nor on the tiles.
  *
  * The loops, from the outside: blocks of rows, whose part of A fits the L2 cache; blocks of k; panels of columns, whose
  * part of B fits the L1 cache; tiles of up to GEMM_MR rows, whose sums stay in registers.
@@ -59,7 +59,7 @@ typedef struct {
 #define GEMM_MR 6
 #elif defined(__aarch64__)
 #define GEMM_BYTES 16
-#define GEMM_MR 14
+#define GEMM_MR 10
 #else
 #define GEMM_BYTES 16
 #define GEMM_MR 6
@@ -68,32 +68,37 @@ typedef struct {
 enum {
     GEMM_KC = 256,                     /* the largest block of k */
     GEMM_MC = 384 / GEMM_MR * GEMM_MR, /* the largest block of rows */
-    GEMM_DIRECT = 0,                   /* columns of C up to which A is read where it lies */
+    GEMM_DIRECT = 256,                 /* columns of C up to which A is read where it lies */
     GEMM_STEP = GEMM_MR > 8 ? 16 : 8,  /* from one column to the next in a packed panel of A */
 };
 
 static inline int64_t gemm_min(int64_t x, int64_t y) { return x < y ? x : y; }
-static inline int64_t gemm_parts(int64_t size, int64_t largest) { return size > largest ? (size + largest - 1) / largest : 1; }
+static inline int64_t gemm_parts(int64_t size, int64_t most) { return size > most ? (size + most - 1) / most : 1; }
 /* Where part number `part` of `parts` nearly equal ones begins. */
 static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
     return size / parts * part + gemm_min(part, size % parts);
 }
 
-static inline int64_t gemm_rows(const gemm_product *g) {
-    const int64_t small = 131072 / (g->n + 1) + 1, least = 8 * GEMM_MR;
-    return g->whole_rows && small < GEMM_MC ? (small > least ? small : least) : GEMM_MC;
+/* The rows of a block: fewer with whole_rows, so that a block with all columns still fits a cache. */
+static inline int64_t gemm_block_rows(const gemm_product *g) {
+    const int64_t fitting = 131072 / (g->n + 1);
+    if (!g->whole_rows || fitting > GEMM_MC) return GEMM_MC;
+    return fitting > 8 * GEMM_MR ? fitting : 8 * GEMM_MR;
 }
+
+/* The rows of a packed panel of B. */
+static inline int64_t gemm_panel_rows(const gemm_product *g) { return g->k < 16 ? 16 : gemm_min(g->k, GEMM_KC); }
 
 /* From one row to the next in a packed block of A: an odd number of cache lines, which spreads rows over the cache. */
 static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1) * 16; }
 
 /* The elements that one task needs: a block of A, a panel of B, a tile of C. */
 static inline size_t gemm_task_elements(const gemm_product *g, int64_t nr) {
-    const int64_t depth = gemm_min(g->k, GEMM_KC), rows = gemm_min(g->m, GEMM_MC);
+    const int64_t depth = gemm_panel_rows(g), rows = gemm_min(g->m, GEMM_MC);
     return (size_t)((rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth) + (depth + GEMM_MR) * nr + 64) / 16 * 16;
 }
 
-/* How many ways the rows and the columns of each product are split. A task reads all of its rows of A and columns of B. */
+/* How many ways the rows and the columns of each product are split: least work for a task, and least to read. */
 static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_ways, int64_t *column_ways) {
     const int64_t products = g->batch[0] * g->batch[1];
     int64_t best = INT64_MAX;
@@ -108,6 +113,11 @@ static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_wa
 }
 
 #define GEMM_INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define GEMM_WIDE __attribute__((min_vector_width(8 * GEMM_BYTES))) /* otherwise clang halves vectors of 64 bytes */
+#else
+#define GEMM_WIDE
+#endif
 #define GEMM_PASTE_(x, y) x##_##y
 #define GEMM_PASTE(x, y) GEMM_PASTE_(x, y)
 #define GEMM_SIZE_float 4
@@ -129,15 +139,19 @@ static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_wa
 #endif
 
 typedef GEMM_REAL GEMM_NAME(gemm_vector) __attribute__((vector_size(GEMM_BYTES)));
-typedef GEMM_REAL GEMM_NAME(gemm_unaligned) __attribute__((vector_size(GEMM_BYTES), aligned(GEMM_NAME(GEMM_SIZE)), may_alias));
+typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
+    __attribute__((vector_size(GEMM_BYTES), aligned(GEMM_NAME(GEMM_SIZE)), may_alias));
 #define GEMM_VECTOR GEMM_NAME(gemm_vector)
 #define GEMM_AT(pointer) (*(GEMM_NAME(gemm_unaligned) *)(pointer))
 
-/* mr rows times `vectors` vectors of C. Strides of A and B are in bytes here. With `keep`, what is read of B is written to
- * `kept`, without gaps. mr, vectors and keep are constants where this is called, so that the sums stay in registers. */
-GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, int64_t k, const char *a, int64_t a_row,
-                                      int64_t a_column, const char *b, int64_t b_row, char *kept, GEMM_REAL *c,
-                                      int64_t c_row, int accumulate) {
+/* What a tile multiplies. Strides of A and B are in bytes here. */
+#define GEMM_OPERANDS                                                                                                \
+    int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *ahead, int64_t ahead_step, const char *b, \
+        int64_t b_row, char *kept, GEMM_REAL *c, int64_t c_row, int accumulate
+
+/* mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. What `ahead`
+ * points to is fetched into the cache. mr, vectors and keep are constants, so that the sums stay in registers. */
+GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERANDS) {
 #ifdef __clang__
 #pragma clang fp contract(fast)
 #endif
@@ -145,6 +159,7 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, int64_t k, 
     const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* three pointers and two strides: a compiler that knows more makes 14 pointers */
+#pragma GCC unroll 2
     for (int64_t p = 0; p < k; p++) {
         GEMM_VECTOR b0 = GEMM_AT(b), b1 = GEMM_AT(b + (vectors - 1) * GEMM_BYTES);
         if (keep) {
@@ -161,39 +176,37 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, int64_t k, 
             sums[i][0] += x * b0;
             if (vectors > 1) sums[i][1] += x * b1;
         }
-        a += a_column, a5 += a_column, a10 += a_column, b += b_row;
+        __builtin_prefetch(ahead);
+        a += a_column, a5 += a_column, a10 += a_column, b += b_row, ahead += ahead_step;
     }
 #pragma GCC unroll 14
-    for (int i = 0; i < mr; i++)
+    for (int i = 0; i < mr; i++, c += c_row) {
+        __asm__("" : "+r"(c));
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
-            GEMM_REAL *to = c + i * c_row + v * GEMM_LANES;
-            if (accumulate) sums[i][v] += GEMM_AT(to);
-            GEMM_AT(to) = sums[i][v];
+            if (accumulate) sums[i][v] += GEMM_AT(c + v * GEMM_LANES);
+            GEMM_AT(c + v * GEMM_LANES) = sums[i][v];
         }
+    }
 }
 
-typedef void (*GEMM_NAME(gemm_tile_function))(int64_t, const char *, int64_t, int64_t, const char *, int64_t, char *,
-                                              GEMM_REAL *, int64_t, int);
-#define GEMM_TILE(name, mr, vectors, keep)                                                                                 \
-    static void name(int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *b, int64_t b_row, char *kept,  \
-                     GEMM_REAL *c, int64_t c_row, int accumulate) {                                                        \
-        GEMM_NAME(gemm_tile)(mr, vectors, keep, k, a, a_row, a_column, b, b_row, kept, c, c_row, accumulate);              \
+typedef void (*GEMM_NAME(gemm_tile_function))(GEMM_OPERANDS);
+#define GEMM_TILE(name, mr, vectors, keep)                                                                          \
+    GEMM_WIDE static void name(GEMM_OPERANDS) {                                                                     \
+        GEMM_NAME(gemm_tile)(mr, vectors, keep, k, a, a_row, a_column, ahead, ahead_step, b, b_row, kept, c, c_row, \
+                             accumulate);                                                                           \
     }
-#define GEMM_TILES(mr)                        \
+#define GEMM_TILES(mr)                          \
     GEMM_TILE(GEMM_NAME(gemm_1_##mr), mr, 1, 0) \
     GEMM_TILE(GEMM_NAME(gemm_2_##mr), mr, 2, 0) \
     GEMM_TILE(GEMM_NAME(gemm_k_##mr), mr, 2, 1)
 #define GEMM_POINTERS(mr) {GEMM_NAME(gemm_1_##mr), GEMM_NAME(gemm_2_##mr), GEMM_NAME(gemm_k_##mr)},
-#define GEMM_SIX(X) X(1) X(2) X(3) X(4) X(5) X(6)
-#if GEMM_MR == 14
-#define GEMM_ALL(X) GEMM_SIX(X) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14)
-#else
-#define GEMM_ALL(X) GEMM_SIX(X)
-#endif
-GEMM_ALL(GEMM_TILES)
+#define GEMM_6(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define GEMM_10(X) GEMM_6(X) X(7) X(8) X(9) X(10)
+#define GEMM_14(X) GEMM_10(X) X(11) X(12) X(13) X(14)
+GEMM_PASTE(GEMM, GEMM_MR)(GEMM_TILES)
 /* By rows, then: one vector, two vectors, two vectors and keep B. */
-static const GEMM_NAME(gemm_tile_function) GEMM_NAME(gemm_tiles)[GEMM_MR][3] = {GEMM_ALL(GEMM_POINTERS)};
+static const GEMM_NAME(gemm_tile_function) GEMM_NAME(gemm_tiles)[][3] = {GEMM_PASTE(GEMM, GEMM_MR)(GEMM_POINTERS)};
 
 #if GEMM_LANES == 16
 #define GEMM_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
@@ -215,13 +228,11 @@ typedef GEMM_NAME(GEMM_INDEX) GEMM_NAME(gemm_order) __attribute__((vector_size(G
 #define GEMM_ZIP(x, y, ...) __builtin_shuffle(x, y, (GEMM_NAME(gemm_order)){__VA_ARGS__})
 #endif
 
-/* Transpose a square of `from`, of which `rows` rows are there. To zip the halves as often as 2 divides the size transposes. */
-GEMM_INLINE void GEMM_NAME(gemm_transpose)(int64_t rows, const GEMM_REAL *from, int64_t from_row, GEMM_REAL *to, int64_t to_row) {
+/* Transpose a square. To zip the two halves as often as 2 divides the size is to transpose. */
+GEMM_INLINE void GEMM_NAME(gemm_transpose)(const GEMM_REAL *from, int64_t from_row, GEMM_REAL *to, int64_t to_row) {
     GEMM_VECTOR x[GEMM_LANES], y[GEMM_LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < GEMM_LANES; i++)
-        if (i < rows) x[i] = GEMM_AT(from + i * from_row);
-        else x[i] = (GEMM_VECTOR){0};
+    for (int i = 0; i < GEMM_LANES; i++) x[i] = GEMM_AT(from + i * from_row);
 #pragma GCC unroll 4
     for (int done = 1; done < GEMM_LANES; done *= 2) {
 #pragma GCC unroll 8
@@ -236,14 +247,23 @@ GEMM_INLINE void GEMM_NAME(gemm_transpose)(int64_t rows, const GEMM_REAL *from, 
     for (int i = 0; i < GEMM_LANES; i++) GEMM_AT(to + i * to_row) = x[i];
 }
 
-/* Copy depth x width of `from` to rows of `padded` elements. `rest` elements after the first may be read. */
-static void GEMM_NAME(gemm_pack)(int64_t depth, int64_t width, int64_t padded, const GEMM_REAL *from, int64_t row,
-                                 int64_t column, int64_t rest, GEMM_REAL *to) {
-    if (row == 1 && depth >= GEMM_LANES && padded % GEMM_LANES == 0) {
+/* Copy depth x width of `from` to rows of `padded` elements. From `from` on, `rest` elements may be read; what is
+ * copied beyond the width is never used. */
+GEMM_WIDE static void GEMM_NAME(gemm_pack)(int64_t depth, int64_t width, int64_t padded, const GEMM_REAL *from,
+                                           int64_t row, int64_t column, int64_t rest, GEMM_REAL *to) {
+    if (row == 1 && column != 1) {
+        GEMM_REAL copy[GEMM_LANES * GEMM_LANES] = {0};
         for (int64_t j = 0; j < padded; j += GEMM_LANES)
             for (int64_t p = 0; p < depth; p += GEMM_LANES) {
-                const int64_t q = gemm_min(p, depth - GEMM_LANES); /* the last square overlaps the one before */
-                GEMM_NAME(gemm_transpose)(width - j, from + q + j * column, column, to + q * padded + j, padded);
+                const int64_t q = depth < GEMM_LANES ? 0 : gemm_min(p, depth - GEMM_LANES); /* squares may overlap */
+                const GEMM_REAL *square = from + q + j * column;
+                int64_t step = column;
+                if (column < 0 || square - from + (GEMM_LANES - 1) * column + GEMM_LANES > rest) {
+                    for (int64_t i = 0; i < gemm_min(GEMM_LANES, width - j); i++)
+                        memcpy(copy + i * GEMM_LANES, square + i * column, gemm_min(GEMM_LANES, depth) * sizeof *to);
+                    square = copy, step = GEMM_LANES;
+                }
+                GEMM_NAME(gemm_transpose)(square, step, to + q * padded + j, padded);
             }
         return;
     }
@@ -251,73 +271,76 @@ static void GEMM_NAME(gemm_pack)(int64_t depth, int64_t width, int64_t padded, c
         if (column == 1 && padded <= rest)
             for (int64_t j = 0; j < padded; j += GEMM_LANES) GEMM_AT(to + j) = GEMM_AT(from + j);
         else if (column == 1)
-            memcpy(to, from, (size_t)width * sizeof *to);
+            memcpy(to, from, width * sizeof *to);
         else
             for (int64_t j = 0; j < width; j++) to[j] = from[j * column];
 }
 
 /* Rows i0 to i1 and columns j0 to j1 of one product. */
 static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0,
-                                   int64_t j1, GEMM_REAL *scratch) {
+                                   int64_t j1, char *scratch) {
     const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
     const GEMM_REAL *a = (const GEMM_REAL *)g->a + batch[0] * sa.batch[0] + batch[1] * sa.batch[1];
     const GEMM_REAL *b = (const GEMM_REAL *)g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1];
     GEMM_REAL *c = (GEMM_REAL *)g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
-    GEMM_REAL *tile = (GEMM_REAL *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR, *a_block = b_panel + gemm_min(g->k, GEMM_KC) * GEMM_NR;
-    const int64_t row_blocks = gemm_parts(i1 - i0, gemm_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
+    GEMM_REAL *tile = (GEMM_REAL *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR;
+    GEMM_REAL *a_block = b_panel + gemm_panel_rows(g) * GEMM_NR;
+    const int64_t row_blocks = gemm_parts(i1 - i0, gemm_block_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
     const int64_t size = sizeof(GEMM_REAL);
-    for (int64_t r = 0; r < row_blocks; r++) {
-        const int64_t first = i0 + gemm_begin(i1 - i0, r, row_blocks);
-        const int64_t rows = i0 + gemm_begin(i1 - i0, r + 1, row_blocks) - first, tiles = gemm_parts(rows, GEMM_MR);
-        for (int64_t s = 0; s < k_blocks; s++) {
-            const int64_t p0 = gemm_begin(g->k, s, k_blocks), depth = gemm_begin(g->k, s + 1, k_blocks) - p0;
-            const int accumulate = g->accumulate || s > 0;
-            const GEMM_REAL *a_from = a + first * sa.row + p0 * sa.column;
-            int64_t a_row = sa.row, a_column = sa.column, done = j0;
-            int by_panels = 0;
-            if (j1 - j0 > GEMM_DIRECT) {
-                by_panels = sa.row == 1;
-                a_row = by_panels ? 1 : gemm_padded(depth), a_column = by_panels ? GEMM_STEP : 1;
-                for (int64_t t = 0; by_panels && t < tiles; t++) {
-                    const int64_t i = gemm_begin(rows, t, tiles), mr = gemm_begin(rows, t + 1, tiles) - i;
-                    GEMM_NAME(gemm_pack)(depth, mr, GEMM_STEP, a_from + i, sa.column, 1,
-                                         g->m - first - i + (g->k - p0 - 1) * sa.column, a_block + t * GEMM_STEP * depth);
-                }
-                if (!by_panels)
-                    GEMM_NAME(gemm_pack)(rows, depth, a_row, a_from, sa.row, sa.column,
-                                         (g->m - first - 1) * sa.row + g->k - p0, a_block);
-                a_from = a_block;
+    for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
+        const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
+        const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
+        const int64_t p0 = gemm_begin(g->k, r % k_blocks, k_blocks);
+        const int64_t depth = gemm_begin(g->k, r % k_blocks + 1, k_blocks) - p0;
+        const int64_t tiles = gemm_parts(rows, GEMM_MR), low = rows / tiles, higher = rows % tiles;
+        const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
+        const int64_t rest = (g->m - row0 - 1) * sa.row + (g->k - p0 - 1) * sa.column + 1;
+        const GEMM_REAL *block = a + row0 * sa.row + p0 * sa.column;
+        int64_t a_row = sa.row, a_column = sa.column, a_panel = 0, mr;
+        if (j1 - j0 > GEMM_DIRECT && sa.row == 1) { /* one panel for each tile */
+            a_column = GEMM_STEP, a_panel = (depth | 1) * GEMM_STEP;
+            for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
+                mr = low + (t < higher);
+                GEMM_NAME(gemm_pack)(depth, mr, GEMM_STEP, block + i, sa.column, 1, rest - i, a_block + t * a_panel);
             }
-            for (int64_t j = j0; j < j1; j += GEMM_NR) {
-                const int64_t width = gemm_min(GEMM_NR, j1 - j);
-                const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
-                const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
-                int64_t b_row = sb.row;
-                int keep = 0;
-                if (whole && sb.column == 1) {
-                    keep = vectors > 1 && tiles > 1;
-                } else {
-                    GEMM_NAME(gemm_pack)(depth, width, vectors * GEMM_LANES, b_from, sb.row, sb.column,
-                                         (g->k - p0 - 1) * sb.row + g->n - j, b_panel);
-                    b_from = b_panel, b_row = vectors * GEMM_LANES;
-                }
-                for (int64_t t = 0; t < tiles; t++) {
-                    const int64_t i = gemm_begin(rows, t, tiles), mr = gemm_begin(rows, t + 1, tiles) - i;
-                    GEMM_REAL *to = c + (first + i) * sc.row + j;
-                    GEMM_NAME(gemm_tiles)[mr - 1][keep ? 2 : vectors - 1](
-                        depth, (const char *)(a_from + (by_panels ? t * GEMM_STEP * depth : i * a_row)), a_row * size,
-                        a_column * size, (const char *)b_from, b_row * size, (char *)b_panel, whole ? to : tile,
-                        whole ? sc.row : GEMM_NR, whole && accumulate);
-                    for (int64_t x = 0; !whole && x < mr; x++)
-                        for (int64_t y = 0; y < width; y++)
-                            to[x * sc.row + y] = accumulate ? to[x * sc.row + y] + tile[x * GEMM_NR + y] : tile[x * GEMM_NR + y];
-                    if (keep) b_from = b_panel, b_row = GEMM_NR, keep = 0;
-                }
-                const int64_t end = j + width;
-                if (g->epilogue && s == k_blocks - 1 && (end == j1 || (!g->whole_rows && (end - done) * rows >= 32768))) {
-                    g->epilogue(g->user, batch, first, first + rows, done, end);
-                    done = end;
-                }
+            block = a_block;
+        } else if (j1 - j0 > GEMM_DIRECT) {
+            a_row = gemm_padded(depth), a_column = 1;
+            GEMM_NAME(gemm_pack)(rows, depth, a_row, block, sa.row, sa.column, rest, a_block);
+            block = a_block;
+        }
+        for (int64_t j = j0, done = j0; j < j1; j += GEMM_NR) {
+            const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
+            const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
+            const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
+            int64_t b_row = sb.row;
+            int keep = whole && sb.column == 1 && vectors > 1 && tiles > 1; /* the first tile copies B on the way */
+            if (!whole || sb.column != 1) {
+                GEMM_NAME(gemm_pack)(depth, width, vectors * GEMM_LANES, b_from, sb.row, sb.column,
+                                     (g->k - p0 - 1) * sb.row + (g->n - j - 1) * sb.column + 1, b_panel);
+                b_from = b_panel, b_row = vectors * GEMM_LANES;
+            }
+            for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
+                const GEMM_REAL *from = block + (a_panel ? t * a_panel : i * a_row), *ahead = from;
+                GEMM_REAL *to = c + (row0 + i) * sc.row + j;
+                int64_t ahead_step = 0;
+                mr = low + (t < higher);
+                /* The first panel fetches the rows of the next tile, if they are one line for each step of k. */
+                if (j == j0 && a_row == 1) ahead += mr, ahead_step = a_column * size;
+                if (j == j0 && a_row == depth && a_column == 1) ahead += mr * depth, ahead_step = 64;
+                GEMM_NAME(gemm_tiles)[mr - 1][keep ? 2 : vectors - 1](
+                    depth, (const char *)from, a_row * size, a_column * size, (const char *)ahead, ahead_step,
+                    (const char *)b_from, b_row * size, (char *)b_panel, whole ? to : tile, whole ? sc.row : GEMM_NR,
+                    whole && accumulate);
+                for (int64_t x = 0; !whole && x < mr; x++)
+                    for (int64_t y = 0; y < width; y++)
+                        if (accumulate) to[x * sc.row + y] += tile[x * GEMM_NR + y];
+                        else to[x * sc.row + y] = tile[x * GEMM_NR + y];
+                if (keep) b_from = b_panel, b_row = GEMM_NR, keep = 0;
+            }
+            if (last && g->epilogue && (end == j1 || (!g->whole_rows && (end - done) * rows >= 32768))) {
+                g->epilogue(g->user, batch, row0, row0 + rows, done, end);
+                done = end;
             }
         }
     }
@@ -332,14 +355,15 @@ static void GEMM_NAME(gemm_run)(void *user, size_t index) {
     const GEMM_NAME(gemm_plan) *plan = (const GEMM_NAME(gemm_plan) *)user;
     const gemm_product *g = plan->product;
     const int64_t panels = gemm_parts(g->n, GEMM_NR), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
+    char *scratch = (char *)g->scratch + index * gemm_task_elements(g, GEMM_NR) * sizeof(GEMM_REAL);
     for (int64_t u = gemm_begin(plan->units, (int64_t)index, plan->tasks); u < end; u++) {
-        const int64_t j = u % plan->column_ways, i = u / plan->column_ways % plan->row_ways;
+        const int64_t i = u / plan->column_ways % plan->row_ways, j = u % plan->column_ways;
         const int64_t product = u / plan->column_ways / plan->row_ways;
         const int64_t batch[2] = {product / g->batch[1], product % g->batch[1]};
-        GEMM_NAME(gemm_region)(g, batch, gemm_begin(g->m, i, plan->row_ways), gemm_begin(g->m, i + 1, plan->row_ways),
-                               gemm_begin(panels, j, plan->column_ways) * GEMM_NR,
-                               gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * GEMM_NR, g->n),
-                               (GEMM_REAL *)g->scratch + index * gemm_task_elements(g, GEMM_NR));
+        const int64_t i0 = gemm_begin(g->m, i, plan->row_ways), i1 = gemm_begin(g->m, i + 1, plan->row_ways);
+        const int64_t j0 = gemm_begin(panels, j, plan->column_ways) * GEMM_NR;
+        const int64_t j1 = gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * GEMM_NR, g->n);
+        if (i0 < i1 && j0 < j1) GEMM_NAME(gemm_region)(g, batch, i0, i1, j0, j1, scratch);
     }
 }
 
