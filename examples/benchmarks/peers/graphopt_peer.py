@@ -1,7 +1,7 @@
 """Run graphopt's training graph on the ONNX Runtime of this environment.
 
-The variant `run` runs several steps in one call of the runtime, `fused` uses onnxruntime-training's optimizer kernels,
-and `graph` a CUDA graph.
+The variant `native` lowers steps to the machine, `run` runs several steps in one call of the runtime, `fused` uses
+onnxruntime-training's optimizer kernels, and `graph` a CUDA graph.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def build(job: Job) -> Step:
         threads=job.threads or None,
         report=["loss"],
         cuda_graph="graph" in job.words,
+        native="native" in job.words,
         provider_options={"use_tf32": 0} if job.device == "cuda" else None,
     )
     batches = [{"x": x, "target": target} for x, target in job.data]
