@@ -601,7 +601,8 @@ def test_a_provider_that_is_not_installed_is_refused():
         graphopt.Executor(compiled(), cuda_graph=True)
 
 
-def test_the_placement_of_operators(executor):
+def test_the_placement_of_operators():
+    executor = graphopt.Executor(compiled(), native=False)
     if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24):
         with pytest.raises(graphopt.GraphoptError, match=r"placement: expected onnxruntime 1\.24 or later"):
             executor.placement()

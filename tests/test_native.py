@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import attention, mlp
+from builders import attention, linear, mlp
 
 import graphopt
 import passes
@@ -241,3 +241,18 @@ def test_lowerings_can_be_left_out(cache):
 def test_headers_are_part_of_the_package():
     for name in toolchain.HEADERS:
         assert (Path(toolchain.__file__).parent / name).exists()
+
+
+def test_a_lowered_step_notices_a_state_that_is_not_finite():
+    """The gradient overflows in the square of Adam's second moment, though the loss is finite."""
+    step = step_of(linear(4, 3), optimizer=passes.Adam(0.1))
+    assert lower(load(step)).check
+    x, target = batches(1)[0].values()
+    for native in (False, True):
+        executor = graphopt.Executor(step, native=native)
+        before = executor.state
+        with pytest.raises(graphopt.NonFiniteLoss, match="finite numbers in state"):
+            executor.step(x=x * 1e12, target=target)
+        for name, value in executor.state.items():
+            np.testing.assert_array_equal(value, before[name])
+        executor.step(x=x, target=target)

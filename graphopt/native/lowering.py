@@ -16,6 +16,7 @@ from graphopt.native.clusters import find_clusters
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import source
 from graphopt.native.products import product_kernel
+from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build
 
 DOMAIN = "ai.graphopt"
@@ -29,6 +30,7 @@ class Lowered:
     model: ir.Model
     library: Path
     kernels: list[Kernel]
+    check: str | None  # an output that is finite if the new state is
 
     @property
     def digest(self) -> str:
@@ -48,6 +50,7 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     """
     model = model.clone()
     kernels: list[Kernel] = []
+    check = None if "kernels" in without else add_state_check(model)
     for graph in [*model.graphs()]:
         versions = dict(model.opset_imports)
         if "products" not in without:
@@ -57,7 +60,7 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     if not kernels:
         return None
     model.opset_imports[DOMAIN] = 1
-    return Lowered(model, build(source(kernels, threads or os.cpu_count() or 1)), kernels)
+    return Lowered(model, build(source(kernels, threads or os.cpu_count() or 1)), kernels, check)
 
 
 def _lower_products(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:

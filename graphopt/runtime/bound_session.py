@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class BoundSession:
         report: the outputs to return.
         as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
         library: a library of the kernels that the graph calls.
+        check: the name of an output that is finite if the new state is.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class BoundSession:
         report: Sequence[str],
         as_numpy: bool,
         library: Path | None = None,
+        check: str | None = None,
     ) -> None:
         self._device, self._report, self._as_numpy = device, list(report), as_numpy
         self._types = {str(x.name): InputSpec(x).dtype for x in with_role(model, *FED)}
@@ -80,6 +83,8 @@ class BoundSession:
             }
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
+        self._check_name = check or ""
+        self._check = None if check is None else np.zeros((), np.float32)
         self._make_outputs({str(y.name): y for y in model.graph.outputs})
         self._places = {name: i for i, name in enumerate(report) if name not in self._own_outputs}
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
@@ -89,6 +94,11 @@ class BoundSession:
             after = {next_of(name): x for name, x in written.items() if next_of(name) in following}
             self._bindings.append(self._binding({**read, **buffers.fed, **self._graph_inputs}, after))
         self._options = [_captured(device, source + 1) for source in range(2)]
+
+    @property
+    def state_is_finite(self) -> bool:
+        """Return whether the latest call found its new state to be finite; not all sessions look."""
+        return self._check is not None and math.isfinite(self._check)
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs.
@@ -159,6 +169,8 @@ class BoundSession:
             binding.bind_ortvalue_input(name, value)
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
+        if self._check is not None:
+            binding.bind_ortvalue_output(self._check_name, share(self._device, self._check))
         return binding
 
 

@@ -284,7 +284,7 @@ class Executor(ExecutorState):
 
     def _accept(self, reported: Reported) -> bool:
         """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
-        wrong = self._buffers.not_finite(reported)
+        wrong = self._buffers.not_finite(reported, checked=self._runner.state_is_finite)
         if wrong is None:
             return True
         message = f"step {self._batches}: {wrong}"

@@ -43,7 +43,8 @@ class Forms:
         insists = device.native is True or device.deterministic
         self._bound = [] if self._lowered and insists else [bind(model=model)]
         if self._lowered:
-            self._bound.append(bind(model=self._lowered.model, library=self._lowered.library))
+            found = self._lowered
+            self._bound.append(bind(model=found.model, library=found.library, check=found.check))
 
     @property
     def latest(self) -> BoundSession:

@@ -55,17 +55,20 @@ class StateBuffers:
         """Make the next step read the set that the last one wrote."""
         self.current ^= 1
 
-    def not_finite(self, reported: Mapping[str, Any]) -> str | None:
+    def not_finite(self, reported: Mapping[str, Any], *, checked: bool = False) -> str | None:
         """Describe a non-finite loss or state after a step, or return None.
 
         Nothing is checked if the loss is not reported.
+
+        Args:
+            checked: whether the step itself found the new state to be finite.
         """
         if "loss" not in reported:
             return None
         loss = reported["loss"]
         if not (math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
             return f"expected a finite loss, found {loss}"
-        name = self.spoiled()
+        name = None if checked else self.spoiled()
         if name is None:
             return None
         return f"expected finite numbers in state {name!r}, found others, though the loss is finite"

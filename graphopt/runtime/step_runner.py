@@ -79,6 +79,11 @@ class StepRunner:
         return self._forms.chosen(source, feeds).call(source, feeds)
 
     @property
+    def state_is_finite(self) -> bool:
+        """Return whether the latest step found its new state to be finite; not all steps look."""
+        return self._forms is not None and self._forms.latest.state_is_finite
+
+    @property
     def session(self) -> Session:
         """Return the session of the latest step."""
         if self._forms is None:
