@@ -20,6 +20,7 @@ from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Origin
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
+from graphopt.native.lowering import plan
 from graphopt.pipeline import Pipeline
 
 MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
@@ -114,11 +115,33 @@ def _summary(found: Report) -> Iterator[str]:
             yield f"needs      {runtime}"
         yield f"step       {size(final)} nodes, state {_counted(state)}"
         yield f"operators  {_operators(final)}"
+        if with_role(final, Role.NEXT):
+            yield from _native(final)
         if found.batch is not None and with_role(final, Role.NEXT):
             yield from _memory(estimate(final, found.batch), found.batch)
     rows = [("passes", "nodes", "seconds", "")]
     rows += [
         (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
+    ]
+    yield from _table(rows)
+
+
+def _native(model: ir.Model) -> Iterator[str]:
+    """Say what becomes of the nodes of a step that is lowered to the machine."""
+    found = plan(model)
+    if not found.kernels:
+        yield "native     nothing to lower"
+        return
+    yield f"native     {size(model)} nodes become {size(found.model)}, on a CPU with a C compiler"
+    code = len({kernel.name for kernel in found.kernels})
+    rows = [
+        (
+            "  kernels",
+            str(len(found.clusters)),
+            f"in place of {sum(found.clusters)} nodes, the largest of {max(found.clusters, default=0)}",
+        ),
+        ("  products", str(found.products), "with the transposes around them"),
+        ("  functions", str(code), "to compile: kernels with equal code are one function"),
     ]
     yield from _table(rows)
 

@@ -24,13 +24,27 @@ LOWERINGS = ("kernels", "products")
 
 
 @dataclass
-class Lowered:
-    """Hold a graph with kernels, and the library that has them."""
+class Plan:
+    """Hold a graph with calls of kernels, and the kernels.
+
+    Args:
+        clusters: for each kernel of a cluster, the number of nodes that it replaces.
+        products: the number of matrix products.
+        check: the name of an output that is finite if the new state is, or None.
+    """
 
     model: ir.Model
-    library: Path
     kernels: list[Kernel]
-    check: str | None  # an output that is finite if the new state is
+    clusters: list[int]
+    products: int
+    check: str | None
+
+
+@dataclass
+class Lowered(Plan):
+    """Hold a lowered graph, and the library that has its kernels."""
+
+    library: Path
 
     @property
     def digest(self) -> str:
@@ -48,24 +62,33 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
+    found = plan(model, without)
+    if not found.kernels:
+        return None
+    return Lowered(**vars(found), library=build(source(found.kernels, threads or os.cpu_count() or 1)))
+
+
+def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
+    """Return a copy of a graph with kernels in place of nodes; compile nothing.
+
+    Args:
+        without: the lowerings to leave out, by name.
+    """
     model = model.clone()
-    kernels: list[Kernel] = []
-    check = None if "kernels" in without else add_state_check(model)
+    found = Plan(model, [], [], 0, None if "kernels" in without else add_state_check(model))
     for graph in [*model.graphs()]:
         versions = dict(model.opset_imports)
         if "products" not in without:
-            kernels += _lower_products(graph, versions)
+            _lower_products(found, graph, versions)
         if "kernels" not in without:
-            kernels += _lower_clusters(graph, versions)
-    if not kernels:
-        return None
-    model.opset_imports[DOMAIN] = 1
-    return Lowered(model, build(source(kernels, threads or os.cpu_count() or 1)), kernels, check)
+            _lower_clusters(found, graph, versions)
+    if found.kernels:
+        model.opset_imports[DOMAIN] = 1
+    return found
 
 
-def _lower_products(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:
-    """Replace matrix products, and return their kernels."""
-    found = []
+def _lower_products(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:
+    """Replace matrix products."""
     for node in list(graph):
         if node.graph is not graph:
             continue  # replaced together with another
@@ -73,21 +96,20 @@ def _lower_products(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:
         if lowered is not None:
             kernel, nodes = lowered
             _replace(graph, nodes, kernel)
-            found.append(kernel)
+            found.kernels.append(kernel)
+            found.products += 1
     _remove_unread(graph, "Transpose")
-    return found
 
 
-def _lower_clusters(graph: ir.Graph, versions: dict[str, int]) -> list[Kernel]:
-    """Replace clusters, and return their kernels."""
-    found = []
+def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:
+    """Replace clusters."""
     for cluster in find_clusters(graph, versions):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
         kernel = Writer(cluster, versions).kernel()
         _replace(graph, cluster.nodes, kernel)
-        found.append(kernel)
+        found.kernels.append(kernel)
+        found.clusters.append(len(cluster.nodes))
     graph.sort()
-    return found
 
 
 def _replace(graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
