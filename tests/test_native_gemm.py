@@ -30,6 +30,12 @@ DRIVER = """
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#if defined(__FMA__) || defined(__aarch64__)
+const int fused = 1;
+#else
+const int fused = 0;
+#endif
+
 /* The end of memory behind which an access ends the process. */
 char *guarded(size_t size) {
     char *start = mmap(NULL, size + 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -228,3 +234,16 @@ def test_nan_and_infinity(library, real):
         finite = np.isfinite(expected)
         assert np.array_equal(np.isfinite(c), finite), (m, n, k)
         assert np.array_equal(c[~finite], expected[~finite], equal_nan=True), (m, n, k)
+
+
+@pytest.mark.parametrize("real", TYPES)
+def test_a_product_and_its_addition_are_rounded_once(library, real):
+    if not ctypes.c_int.in_dll(library.c, "fused").value:
+        pytest.skip("these instructions have no fused multiplication and addition")
+    epsilon = np.finfo(TYPES[real]).eps
+    for m, n in (1, 1), (9, 40):
+        a = np.tile(np.array([1, 1 + epsilon], TYPES[real]), (1, 1, m, 1))
+        b = np.tile(np.array([[-1], [1 - epsilon]], TYPES[real]), (1, 1, 1, n))
+        c = np.zeros((1, 1, m, n), TYPES[real])
+        library.multiply(a, b, c)
+        assert (c == -(epsilon**2)).all()
