@@ -8,7 +8,8 @@ bit for bit, except
 - Where NaN is among the numbers, the runtime's ReduceMax and ReduceMin depend on their order; those of kernels are NaN.
 - Where denormal numbers are flushed, the runtime may keep one that it only moves, and a kernel another.
 - `FUNCTIONS`: within 2 units in the last place of the exact value, or no worse than the runtime. `WORST` has the worst
-  errors among four million numbers, every 1009th of float32. (Mish has 4 units where e^x is not denormal.)
+  errors among four million numbers, every 1009th of float32. Mish has 4 where e^x is not
+  denormal; Sigmoid and Softmax, as well, may return 0 for denormal numbers.
 - sums, and what is computed from sums: within bounds that grow as the number of terms.
 """
 
@@ -74,7 +75,7 @@ WORST = {
         "Erf": 1.02,
         "Exp": 0.96,
         "Log": 0.78,
-        "Mish": 52,
+        "Mish": 51.84,
         "Sigmoid": 2.23,
         "Softplus": 1.86,
         "Softsign": 1.49,
@@ -191,7 +192,7 @@ def rows_are_near(
         size = 8 + x.shape[-1] + np.abs(shifted)
         if op_type == "Softmax":
             exact = np.exp(shifted) / total
-            return np.abs(found - exact) <= eps * size * exact + 2e-45
+            return np.abs(found - exact) <= eps * size * exact + np.finfo(np.float32).tiny  # for 0
         return np.abs(found - shifted + np.log(total)) <= eps * (size + np.abs(np.log(total)))
     size = (x * x).mean(axis=-1, keepdims=True)
     beyond = ~(size * x.shape[-1] < np.finfo(np.float32).max)  # what overflows, and whether, is not the same
@@ -305,8 +306,12 @@ def test_worst_errors_of_functions() -> None:
             np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(exact))
             np.testing.assert_array_equal(np.isinf(found[name]), np.isinf(rounded))
             off = np.abs(found[name] - exact) / unit(exact, np.float32)
-            worst[name] = float(off[np.isfinite(rounded)].max())
-    assert all(worst[name] <= WORST[name] for name in WORST), worst
+            usual = np.isfinite(rounded) & (
+                (np.abs(rounded) >= np.finfo(np.float32).tiny) | (name != "Sigmoid")
+            )
+            assert np.all(usual | ~(off > 2**23))  # no further from it than 0 is
+            worst[name] = float(off[usual].max())
+    assert worst == {name: pytest.approx(most, abs=0.01) for name, most in WORST.items()}
 
 
 def text(signature: str, *nodes: str) -> onnx.ModelProto:

@@ -21,6 +21,13 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
+/* For loops that compute more than they load: GCC's own choice is 256 bits on processors with AVX-512. */
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target("prefer-vector-width=512")))
+#else
+#define WIDE
+#endif
+
 INLINE float as_float(int32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
@@ -33,8 +40,8 @@ INLINE int32_t as_bits(float x) {
     return bits;
 }
 
-/* 2^n, for -126 <= n <= 127 */
-INLINE float power_of_two(int32_t n) { return as_float((n + 127) << 23); }
+/* 2^n, for -126 <= n <= 127; the upper bits of n do not matter. */
+INLINE float power_of_two(int32_t n) { return as_float((int32_t)((uint32_t)(n + 127) << 23)); }
 
 /* e^r = 1 + r + r^2 p(r), for |r| <= ln(2) / 2: p by a minimax fit. */
 INLINE float exp_tail(float r) {
@@ -46,18 +53,31 @@ INLINE float exp_tail(float r) {
     return fmaf(p, r, 0.5f);
 }
 
-/* Cody and Waite's reduction: x = n ln(2) + r; e^x = 2^n e^r, where 2^n is two factors, so that subnormal numbers and
-   those next to infinity come out. */
+#define TO_INTEGER 12582912.0f /* 1.5 2^23: a sum with it has an integer in its last bits */
+
+/* Cody and Waite's reduction: x = n ln(2) + r; return e^r, and n + TO_INTEGER. NaN stays. */
+INLINE float exp_reduced(float x, float *n) {
+    *n = fmaf(x, 1.44269504088896341f, TO_INTEGER);
+    float whole = *n - TO_INTEGER;
+    float r = fmaf(whole, -0.693145751953125f, x);
+    r = fmaf(whole, -1.42860682030941723212e-6f, r);
+    return fmaf(r * r, exp_tail(r), r) + 1.0f;
+}
+
+/* e^x = 2^n e^r, where 2^n is two factors, so that subnormal numbers and those next to infinity come out. */
 INLINE float exp_float(float x) {
-    float bounded = x < 89.0f ? x : 89.0f; /* NaN: the comparison is false; restored below */
-    bounded = bounded > -104.0f ? bounded : -104.0f;
-    float n = rintf(bounded * 1.44269504088896341f);
-    float r = fmaf(n, -0.693145751953125f, bounded);
-    r = fmaf(n, -1.42860682030941723212e-6f, r);
-    float y = fmaf(r * r, exp_tail(r), r) + 1.0f;
-    int32_t whole = (int32_t)n, half = whole >> 1;
-    y = y * power_of_two(half) * power_of_two(whole - half);
-    return x != x ? x : y;
+    float bounded = 89.0f < x ? 89.0f : x; /* in this order, NaN stays */
+    bounded = -104.0f > bounded ? -104.0f : bounded;
+    float n, half = fmaf(bounded, 0.72134752044448170f, TO_INTEGER);
+    float y = exp_reduced(bounded, &n);
+    return y * power_of_two(as_bits(half)) * power_of_two(as_bits(n) - as_bits(half));
+}
+
+/* e^x for x <= 0, where subnormal numbers are 0 */
+INLINE float exp_negative_float(float x) {
+    float n, y = exp_reduced(x, &n);
+    y *= power_of_two(as_bits(n));
+    return x < -87.336f ? 0.0f : y;
 }
 
 /* e^x - 1, for |x| <= 44 */
@@ -94,9 +114,8 @@ INLINE float tanh_float(float x) {
 }
 
 INLINE float sigmoid_float(float x) {
-    float e = exp_float(-fabsf(x));
-    float y = (x >= 0.0f ? 1.0f : e) / (1.0f + e);
-    return x != x ? x : y;
+    float e = exp_negative_float(-fabsf(x));
+    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
 }
 
 /* log(1 + f) for the fraction of x between sqrt(1/2) and sqrt(2), plus the exponent times ln(2). */

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.native.clusters import Cluster
 from graphopt.native.forms import sizes_of
+from graphopt.native.lanes import LaneLoops
 from graphopt.native.loops import Loops, indented, stored_type
 from graphopt.native.numbers import Numbers, Total
 from graphopt.native.operators import REDUCTIONS
@@ -38,7 +39,9 @@ class Writer:
         self.inputs, self.outputs = self.numbers.inputs, self.numbers.outputs
         names = {x: f"in{i}" for i, x in enumerate(self.inputs)}
         names |= {y: f"out{i}" for i, y in enumerate(self.outputs)}
-        self.loops = Loops(self.numbers, scheduled(self.numbers), names)
+        stages = scheduled(self.numbers)
+        lanes = LaneLoops(self.numbers, stages, names)
+        self.loops = lanes if lanes.fits else Loops(self.numbers, stages, names)
 
     def kernel(self) -> Kernel:
         """Return the kernel."""

@@ -45,31 +45,39 @@ class Loops:
 
     def function(self) -> list[str]:
         """Return the function `body`; `@` stands for the kernel's name."""
-        parameters = ["const args_@ *a", "int64_t row0", "int64_t row1"]
-        parameters += ["int64_t column0", "int64_t column1"] if self.splits_columns else []
-        parameters += ["size_t task"] if self.numbers.totals else []
         scratch = [x for x in self.stages.kept if self._stored(x) is None]
         lines = [f"const int64_t columns = {self.numbers.product(self.numbers.columns)};"]
         lines += [f"{x.ctype} *restrict s_{x.name} = malloc(sizeof({x.ctype}) * columns);" for x in scratch]
-        lines += [self._constant(x, "0") for x in self.numbers.all if x.extent == ALL]
-        for i, total in enumerate(self.numbers.totals):
-            lines += self._total_start(i, total)
+        lines += [*self._before_rows(), *self._totals_start()]
         lines += ["for (int64_t r = row0; r < row1; r++) {", *indented(self._row()), "}"]
         lines += [f"free(s_{x.name});" for x in scratch]
-        return [f"static void body_@({', '.join(parameters)}) {{", *indented(lines), "}", ""]
+        return [self._signature(), *indented(lines), "}", ""]
+
+    def _signature(self) -> str:
+        parameters = ["const args_@ *a", "int64_t row0", "int64_t row1"]
+        parameters += ["int64_t column0", "int64_t column1"] if self.splits_columns else []
+        parameters += ["size_t task"] if self.numbers.totals else []
+        wide = "WIDE " if self.numbers.calls_functions else ""
+        return f"static {wide}void body_@({', '.join(parameters)}) {{"
+
+    def _before_rows(self) -> list[str]:
+        """Return the numbers that are one for all rows, and where a task's parts of totals are."""
+        lines = [self._constant(x, "0") for x in self.numbers.all if x.extent == ALL]
+        for i, total in enumerate(self.numbers.totals):
+            lines.append(f"{total.operand.ctype} *restrict t_{i} = a->sum{i} + task * a->length{i};")
+        return lines
+
+    def _totals_start(self) -> list[str]:
+        """Return the start of a task's parts of totals."""
+        return [
+            f"for (int64_t i = 0; i < a->length{i}; i++) t_{i}[i] = {REDUCTIONS[total.how][0]};"
+            for i, total in enumerate(self.numbers.totals)
+        ]
 
     def _constant(self, x: Number, place: str) -> str:
         """Return the declaration of a number that is read at a place, or computed from others."""
         code = x.expression if x.source is None else f"a->{self.names[x.source[0]]}[{place}]"
         return f"const {x.ctype} {x.name} = {code};"
-
-    def _total_start(self, i: int, total: Total) -> list[str]:
-        """Return the start of a task's part of a total."""
-        ctype, start = total.operand.ctype, REDUCTIONS[total.how][0]
-        return [
-            f"{ctype} *restrict t_{i} = a->sum{i} + task * a->length{i};",
-            f"for (int64_t i = 0; i < a->length{i}; i++) t_{i}[i] = {start};",
-        ]
 
     # --- A row ---
 
@@ -115,21 +123,21 @@ class Loops:
     def _row_indices(self, axes: Iterable[Axes]) -> list[str]:
         """Return the declarations of a row's indices along the dimensions that some value lacks."""
         rows = self.numbers.rows
-        needed = {d for one in axes if not self._has_whole_rows(one) for d in one if d in rows}
+        needed = {d for one in axes if not self.has_whole_rows(one) for d in one if d in rows}
         return [
             f"const int64_t i{i} = r / ({self.numbers.product(rows[i + 1 :])}) % {self.numbers.size(d)};"
             for i, d in enumerate(rows)
             if d in needed
         ]
 
-    def _has_whole_rows(self, axes: Axes) -> bool:
+    def has_whole_rows(self, axes: Axes) -> bool:
         return [d for d in axes if d in self.numbers.rows] == self.numbers.rows
 
     def offset(self, axes: Axes) -> str:
         """Return the index of a row's first element in a tensor with some of the dimensions."""
         rows = self.numbers.rows
         row = ""
-        if self._has_whole_rows(axes):
+        if self.has_whole_rows(axes):
             row = "r" if rows else ""
         else:
             for d in axes:

@@ -108,6 +108,11 @@ class Numbers:
         """Return whether a number of a row needs all its columns."""
         return any(x.reduces for x in self.all)
 
+    @property
+    def calls_functions(self) -> bool:
+        """Return whether a number is computed by a function of functions.h."""
+        return any("_float(" in x.code for x in self.all)
+
     def size(self, dimension: int) -> str:
         """Return the size of a dimension in C: a number, or a field of the kernel's arguments."""
         size = self.cluster.space.sizes[dimension]
@@ -215,7 +220,7 @@ class Numbers:
 
     def _softmax(self, node: ir.Node, xs: Sequence[Number]) -> list[Number]:
         shifted = self._map("{0} - {1}", "float", xs[0], self._reduced("largest number", xs[0]))
-        power = self._map("exp_float({0})", "float", shifted)
+        power = self._map("exp_negative_float({0})", "float", shifted)
         total = self._reduced("sum", power)
         if node.op_type == "LogSoftmax":
             return [self._map("{0} - {1}", "float", shifted, self._map("log_float({0})", "float", total))]
