@@ -89,13 +89,19 @@ static inline int64_t gemm_block_rows(const gemm_product *g) {
 /* The rows of a packed panel of B. */
 static inline int64_t gemm_panel_rows(const gemm_product *g) { return g->k < 16 ? 16 : gemm_min(g->k, GEMM_KC); }
 
+/* The panels of B that are packed at once: several if B is large, because short pieces far apart come slowly. */
+static inline int64_t gemm_group(const gemm_product *g) {
+    return g->b_strides.column == 1 && g->k * g->n > 1 << 21 && g->m > 4 * GEMM_MR ? 8 : 1;
+}
+
 /* From one row to the next in a packed block of A: an odd number of cache lines, which spreads rows over the cache. */
 static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1) * 16; }
 
 /* The elements that one task needs: a block of A, a panel of B, a tile of C. */
 static inline size_t gemm_task_elements(const gemm_product *g, int64_t nr) {
     const int64_t depth = gemm_panel_rows(g), rows = gemm_min(g->m, GEMM_MC);
-    return (size_t)((rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth) + (depth + GEMM_MR) * nr + 64) / 16 * 16;
+    const int64_t block = (rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth);
+    return (size_t)(block + (gemm_group(g) * depth + GEMM_MR) * nr + 64) / 16 * 16;
 }
 
 /* How many ways the rows and the columns of each product are split: least work for a task, and least to read. */
@@ -284,9 +290,9 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
     const GEMM_REAL *b = (const GEMM_REAL *)g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1];
     GEMM_REAL *c = (GEMM_REAL *)g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
     GEMM_REAL *tile = (GEMM_REAL *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR;
-    GEMM_REAL *a_block = b_panel + gemm_panel_rows(g) * GEMM_NR;
+    GEMM_REAL *a_block = b_panel + gemm_group(g) * gemm_panel_rows(g) * GEMM_NR;
     const int64_t row_blocks = gemm_parts(i1 - i0, gemm_block_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
-    const int64_t size = sizeof(GEMM_REAL);
+    const int64_t size = sizeof(GEMM_REAL), group = gemm_group(g);
     for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
         const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
         const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
@@ -313,9 +319,18 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
             const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
             const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
+            const int64_t panel = (j - j0) / GEMM_NR % group, together = gemm_min(group * GEMM_NR, j1 - j) / GEMM_NR;
             int64_t b_row = sb.row;
             int keep = whole && sb.column == 1 && vectors > 1 && tiles > 1; /* the first tile copies B on the way */
-            if (!whole || sb.column != 1) {
+            if (keep && group > 1) {
+                for (int64_t p = 0; panel == 0 && p < depth; p++)
+                    for (int64_t y = 0; y < together; y++) {
+                        GEMM_REAL *to = b_panel + (y * depth + p) * GEMM_NR;
+                        const GEMM_REAL *from = b_from + p * b_row + y * GEMM_NR;
+                        GEMM_AT(to) = GEMM_AT(from), GEMM_AT(to + GEMM_LANES) = GEMM_AT(from + GEMM_LANES);
+                    }
+                b_from = b_panel + panel * depth * GEMM_NR, b_row = GEMM_NR, keep = 0;
+            } else if (!whole || sb.column != 1) {
                 GEMM_NAME(gemm_pack)(depth, width, vectors * GEMM_LANES, b_from, sb.row, sb.column,
                                      (g->k - p0 - 1) * sb.row + (g->n - j - 1) * sb.column + 1, b_panel);
                 b_from = b_panel, b_row = vectors * GEMM_LANES;
