@@ -82,7 +82,7 @@ WORST = {
     },
     **{"Sqrt": 0.5, "Tanh": 1.46},
 }
-ALLOWED = {"Mish": 4, "Sigmoid": WORST["Sigmoid"], "Sqrt": 0.5}  # of others, 2 units
+ALLOWED = {"Mish": 4, "Selu": 3, "Sigmoid": WORST["Sigmoid"], "Sqrt": 0.5}  # of others, 2 units
 
 
 def session(model: onnx.ModelProto, library: Any = None, threads: int = 1) -> onnxruntime.InferenceSession:

@@ -55,13 +55,12 @@ INLINE float exp_tail(float r) {
 
 #define TO_INTEGER 12582912.0f /* 1.5 2^23: a sum with it has an integer in its last bits */
 
-/* Cody and Waite's reduction: x = n ln(2) + r; return e^r, and n + TO_INTEGER. NaN stays. */
-INLINE float exp_reduced(float x, float *n) {
+/* Cody and Waite's reduction: x = n ln(2) + r; return r, and n + TO_INTEGER. NaN stays. */
+INLINE float reduced(float x, float *n) {
     *n = fmaf(x, 1.44269504088896341f, TO_INTEGER);
     float whole = *n - TO_INTEGER;
     float r = fmaf(whole, -0.693145751953125f, x);
-    r = fmaf(whole, -1.42860682030941723212e-6f, r);
-    return fmaf(r * r, exp_tail(r), r) + 1.0f;
+    return fmaf(whole, -1.42860682030941723212e-6f, r);
 }
 
 /* e^x = 2^n e^r, where 2^n is two factors, so that subnormal numbers and those next to infinity come out. */
@@ -69,23 +68,21 @@ INLINE float exp_float(float x) {
     float bounded = 89.0f < x ? 89.0f : x; /* in this order, NaN stays */
     bounded = -104.0f > bounded ? -104.0f : bounded;
     float n, half = fmaf(bounded, 0.72134752044448170f, TO_INTEGER);
-    float y = exp_reduced(bounded, &n);
+    float r = reduced(bounded, &n);
+    float y = fmaf(r * r, exp_tail(r), r) + 1.0f;
     return y * power_of_two(as_bits(half)) * power_of_two(as_bits(n) - as_bits(half));
 }
 
 /* e^x for x <= 0, where subnormal numbers are 0 */
 INLINE float exp_negative_float(float x) {
-    float n, y = exp_reduced(x, &n);
-    y *= power_of_two(as_bits(n));
+    float n, r = reduced(x, &n);
+    float y = (fmaf(r * r, exp_tail(r), r) + 1.0f) * power_of_two(as_bits(n));
     return x < -87.336f ? 0.0f : y;
 }
 
 /* e^x - 1, for |x| <= 44 */
 INLINE float expm1_bounded(float x) {
-    float n = rintf(x * 1.44269504088896341f);
-    float r = fmaf(n, -0.693145751953125f, x);
-    r = fmaf(n, -1.42860682030941723212e-6f, r);
-    float scale = power_of_two((int32_t)n);
+    float n, r = reduced(x, &n), scale = power_of_two(as_bits(n));
     float tail = fmaf(r * r, exp_tail(r), r);
     return fmaf(tail, scale, scale - 1.0f);
 }

@@ -7,7 +7,7 @@ from graphopt.native.numbers import ALL, ELEMENT, ROW, Number, Total
 from graphopt.native.operators import REDUCTIONS
 
 LANES = 16
-MOST_COLUMNS = 32
+MOST_COLUMNS = 31  # with 32 and more, vectors along the rows are faster
 BY_ROW, BY_COLUMN = "l * columns + j", f"j * {LANES} + l"
 
 
@@ -90,7 +90,7 @@ class LaneLoops(Loops):
         loop = _Lanes(self, stage, computes_rows=True)
         after = []
         for x in self.numbers.all:
-            if x.extent == ROW and not x.is_read and self.stages.of[x] == stage:
+            if x.extent == ROW and x.code and self.stages.of[x] == stage:
                 loop.need(x)
         last = stage == self.stages.count - 1
         for store in self.numbers.stores if last else []:
