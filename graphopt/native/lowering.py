@@ -16,6 +16,7 @@ from graphopt.native.clusters import find_clusters
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import source
 from graphopt.native.products import product_kernel
+from graphopt.native.rewrites import undo_fusions
 from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build
 
@@ -75,6 +76,8 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         without: the lowerings to leave out, by name.
     """
     model = model.clone()
+    if "kernels" not in without:
+        undo_fusions(model)
     found = Plan(model, [], [], 0, None if "kernels" in without else add_state_check(model))
     for graph in [*model.graphs()]:
         versions = dict(model.opset_imports)
