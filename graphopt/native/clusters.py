@@ -8,14 +8,17 @@ gives), or it is a total: the result of any other reduction, which nothing in th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.native.forms import Form, form_of, is_scalar, operands_of
+from graphopt.native.forms import Form, form_of, is_scalar, operands_of, sizes_of
 from graphopt.native.reach import Reach
 from graphopt.native.space import Axes, Placement, Space, placed
+
+TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
 
 
 @dataclass
@@ -81,12 +84,23 @@ class Cluster:
 
 
 def find_clusters(graph: ir.Graph, versions: Mapping[str, int]) -> list[Cluster]:
-    """Return clusters of a graph's nodes; each can be replaced by one node without a cycle."""
-    free = {node: form for node in graph if (form := form_of(node, versions)) is not None}
+    """Return clusters of a graph's nodes; each can be replaced by one node without a cycle.
+
+    Clusters grow from the first node to the last, or from the last to the first: whichever moves less memory. What only
+    the backward pass reads is better computed there; what both passes read, in the forward pass.
+    """
+    forms = {node: form for node in graph if (form := form_of(node, versions)) is not None}
+    found = [_found(graph, forms, seeds) for seeds in (list(forms), list(reversed(forms)))]
+    return min(found, key=lambda clusters: _traffic(clusters, forms))
+
+
+def _found(graph: ir.Graph, forms: Mapping[ir.Node, Form], seeds: Sequence[ir.Node]) -> list[Cluster]:
+    """Return the clusters that grow from nodes in some order."""
+    free = dict(forms)
     reach = Reach(graph)
     found = []
-    for seed, form in list(free.items()):
-        first = _with(Cluster(), seed, form) if seed in free else None
+    for seed in seeds:
+        first = _with(Cluster(), seed, free[seed]) if seed in free else None
         if first is None:
             continue
         cluster = _grown(first, free, reach)
@@ -96,6 +110,21 @@ def find_clusters(graph: ir.Graph, versions: Mapping[str, int]) -> list[Cluster]
             for node in cluster.nodes:
                 del free[node]
     return found
+
+
+def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
+    """Return how many elements clusters, and the nodes in none of them, read and write; a symbol counts as `TYPICAL`."""
+    groups: list[Mapping[ir.Node, Form]] = [cluster.nodes for cluster in clusters]
+    inside = {node for group in groups for node in group}
+    groups += [{node: form} for node, form in forms.items() if node not in inside and form.kind != "view"]
+    total = 0
+    for nodes in groups:
+        made = {y for node in nodes for y in node.outputs}
+        read = {x for node, form in nodes.items() for x in operands_of(node, form).values()} - made
+        written = [y for y in made if y.is_graph_output() or any(use.node not in nodes for use in y.uses())]
+        for x in [*read, *written]:
+            total += math.prod(size if isinstance(size, int) else TYPICAL for size in sizes_of(x))
+    return total
 
 
 def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Cluster:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.schemas import attributes_of
@@ -32,6 +33,11 @@ class Form:
     attributes: Mapping[str, Any]
     reduced: tuple[int, ...] = ()
     images: tuple[int | None, ...] = ()
+
+
+def fixed(x: ir.Value | None) -> np.ndarray | None:
+    """Return the array of a value that nobody can feed, or None if the value may change."""
+    return None if x is None or x.is_graph_input() else constant_of(x)
 
 
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
@@ -75,7 +81,7 @@ def operands_of(node: ir.Node, form: Form) -> dict[int, ir.Value]:
 
 def exponent_of(node: ir.Node) -> float | None:
     """Return the constant exponent of a power, or None."""
-    exponent = constant_of(node.inputs[1])
+    exponent = fixed(node.inputs[1])
     return float(exponent.item()) if exponent is not None and exponent.size == 1 else None
 
 
@@ -134,7 +140,7 @@ def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int]
     """Return the axes that a node says it reduces; none stands for all. Return None if they are not known."""
     axes: Sequence[int] = attributes.get("axes") or ()
     if len(node.inputs) > 1 and node.inputs[1] is not None:
-        constant = constant_of(node.inputs[1])
+        constant = fixed(node.inputs[1])
         if constant is None:
             return None
         axes = constant.tolist()

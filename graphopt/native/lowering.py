@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.graph.metadata import copy
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import like
 from graphopt.native.clusters import find_clusters
 from graphopt.native.kernels import Kernel, Writer
@@ -85,6 +86,7 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
             _lower_products(found, graph, versions)
         if "kernels" not in without:
             _lower_clusters(found, graph, versions)
+    remove_unused_nodes(model.graph)
     if found.kernels:
         model.opset_imports[DOMAIN] = 1
     return found
@@ -101,7 +103,6 @@ def _lower_products(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> N
             _replace(graph, nodes, kernel)
             found.kernels.append(kernel)
             found.products += 1
-    _remove_unread(graph, "Transpose")
 
 
 def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:
@@ -125,10 +126,3 @@ def _replace(graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
         copy(old, new)
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
-
-
-def _remove_unread(graph: ir.Graph, op_type: str) -> None:
-    """Remove nodes of a type that nothing reads any more."""
-    for node in reversed(list(graph)):
-        if node.op_type == op_type and not any(y.uses() or y.is_graph_output() for y in node.outputs):
-            graph.remove(node, safe=True)

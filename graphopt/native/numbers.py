@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.graph.values import constant_of
 from graphopt.native.clusters import Cluster
-from graphopt.native.forms import Form, ctype_of, exponent_of, operands_of
+from graphopt.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
 from graphopt.native.operators import REDUCING, cast, expression, in_type, literal, power
 from graphopt.native.space import Axes
 
@@ -151,7 +150,7 @@ class Numbers:
     def _operand(self, node: ir.Node, index: int, x: ir.Value) -> Number:
         if x in self._of:
             return self._of[x]
-        ctype, constant = ctype_of(x), constant_of(x)
+        ctype, constant = ctype_of(x), fixed(x)
         if constant is not None and constant.size == 1:
             return self._literal(literal(constant.item(), ctype), ctype)
         axes = tuple(d for d in self.cluster.read[node, index] if d is not None)

@@ -23,7 +23,7 @@ def _sum_rows(model: ir.Model) -> None:
     """Sum rows by ReduceSum where a product with a vector of ones does: a kernel sums what it computes."""
     for node in list(model.graph):
         if node.op_type == "MatMul" and node.domain == "" and _is_ones(node.inputs[0]):
-            x, y = node.inputs[1], node.outputs[0]
+            x = node.inputs[1]
             if x is not None and x.shape is not None and len(x.shape) == 2:
                 with Emitter(model) as op:
                     _put(model, node, [op.ReduceSum(x, [0], keepdims=0)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.names import parted, state_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import is_floating
 from graphopt.native.forms import form_of
@@ -20,23 +22,23 @@ def add_state_check(model: ir.Model) -> str | None:
     the check cost no pass over memory.
     """
     versions = dict(model.opset_imports)
-    written = [_whole(y) for y in with_role(model, Role.NEXT) if is_floating(y)]
-    if not written or any(x.dtype != ir.DataType.FLOAT for x in written):
+    slots = {x.name for x in with_role(model, Role.SLOT)}
+    written: dict[tuple[str, str], list[ir.Value]] = {}  # by the parameter that they belong to, and by shape
+    for y in with_role(model, Role.NEXT):
+        if is_floating(y):
+            state = state_of(y)
+            owner = parted(state)[0] if state in slots else state
+            written.setdefault((owner, str(y.shape)), []).append(y)
+    values = [y for group in written.values() for y in group]
+    if not written or any(x.dtype != ir.DataType.FLOAT for x in values):
         return None
-    nodes = [x.producer() for x in written]
+    nodes = [x.producer() for x in values]
     if any(node is None or (form := form_of(node, versions)) is None or form.kind != "map" for node in nodes):
         return None
     with Emitter(model) as op:
-        zeros = [op.ReduceSum(op.Mul(x, 0.0), keepdims=0) for x in dict.fromkeys(written)]
+        zeros = [
+            op.ReduceSum(functools.reduce(op.Add, (op.Mul(x, 0.0) for x in group)), keepdims=0)
+            for group in written.values()
+        ]
         model.graph.outputs.append(op.Sum(*zeros, _outputs=[CHECK]))
     return CHECK
-
-
-def _whole(y: ir.Value) -> ir.Value:
-    """Return the tensor that a value is a view or a part of."""
-    node = y.producer()
-    while node is not None and node.domain == "" and node.op_type in VIEWS | {"Split"}:
-        assert node.inputs[0] is not None
-        y = node.inputs[0]
-        node = y.producer()
-    return y
