@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import attention, linear, mlp
+from builders import attention, linear, mlp, model
 
 import graphopt
 import passes
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
 from graphopt.native.library import source
-from graphopt.native.lowering import lower
+from graphopt.native.lowering import lower, plan
 from graphopt.runtime.native_forms import fastest
+from graphopt.runtime.session import Session
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -256,3 +257,30 @@ def test_a_lowered_step_notices_a_state_that_is_not_finite():
         for name, value in executor.state.items():
             np.testing.assert_array_equal(value, before[name])
         executor.step(x=x, target=target)
+
+
+def test_vectors_that_a_fusion_joins_are_updated_apart():
+    step = load(step_of(mlp((4, 16, 8, 3))))
+    assert "Concat" in {node.op_type for node in step.graph}
+    assert not {"Concat", "Split"} & {node.op_type for node in plan(step).model.graph}
+
+
+def test_what_is_read_by_others_too_stays_joined():
+    proto = model(
+        """g (float[2] a, float[3] b, float s) => (float[2] u, float[3] v, float[5] w) {
+            j = Concat<axis=0>(a, b)  k = Mul(j, s)  l = Exp(k)  m = Neg(k)  w = Tanh(m)
+            u, v = Split<axis=0>(l, sizes) }""",
+        sizes=np.array([2, 3]),
+    )
+    feeds = {"a": np.ones(2, np.float32), "b": np.arange(3, dtype=np.float32), "s": np.array(0.5, np.float32)}
+    device, lowered = graphopt.Device("cpu"), lower(load(proto))
+    expected = Session(device, load(proto)).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6)
+
+
+def test_a_value_that_may_be_fed_is_no_constant():
+    step = load(step_of())  # with initial values of its state and of the learning rate
+    reads = {x.name for node in plan(step).model.graph for x in node.inputs}
+    assert {"learning_rate", "step"} <= reads

@@ -113,7 +113,7 @@ def _found(graph: ir.Graph, forms: Mapping[ir.Node, Form], seeds: Sequence[ir.No
 
 
 def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
-    """Return how many elements clusters, and the nodes in none of them, read and write; a symbol counts as `TYPICAL`."""
+    """Return how many elements clusters, and nodes in none of them, read and write; a symbol counts as `TYPICAL`."""
     groups: list[Mapping[ir.Node, Form]] = [cluster.nodes for cluster in clusters]
     inside = {node for group in groups for node in group}
     groups += [{node: form} for node, form in forms.items() if node not in inside and form.kind != "view"]
