@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import like
 from graphopt.native.clusters import find_clusters
 from graphopt.native.kernels import Kernel, Writer
@@ -77,6 +78,7 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         without: the lowerings to leave out, by name.
     """
     model = model.clone()
+    ensure_typed(model)
     if "kernels" not in without:
         undo_fusions(model)
     found = Plan(model, [], [], 0, None if "kernels" in without else add_state_check(model))
