@@ -19,9 +19,10 @@ PATIENCE = 900  # seconds that a peer may take to compile, or for a round
 
 # peers: the script, the environment and the words of the variant of each
 PEERS = {
-    "graphopt": ("graphopt_peer", "graphopt", ""),
-    "graphopt-run": ("graphopt_peer", "graphopt", "run"),
-    "graphopt-1.19": ("graphopt_peer", "graphopt-training", ""),
+    "graphopt": ("graphopt_peer", "graphopt", "native"),
+    "graphopt-run": ("graphopt_peer", "graphopt", "native run"),
+    "graphopt-plain": ("graphopt_peer", "graphopt", ""),
+    "graphopt-1.19": ("graphopt_peer", "graphopt-training", "native"),
     "graphopt-1.19-fused": ("graphopt_peer", "graphopt-training", "fused"),
     "torch": ("torch_peer", "torch", ""),
     "torch-compile": ("torch_peer", "torch", "compile"),

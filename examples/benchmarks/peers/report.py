@@ -10,6 +10,7 @@ FRAMEWORKS = ("graphopt", "torch", "torch-compile", "jax", "onnxruntime-training
 HEADINGS = {
     "graphopt": "graphopt, us",
     "graphopt-run": "graphopt `run`",
+    "graphopt-plain": "graphopt, `native=False`",
     "graphopt-1.19": "graphopt on 1.19.2",
     "graphopt-1.19-fused": "same, `fused`",
     "torch": "PyTorch",
