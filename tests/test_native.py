@@ -229,7 +229,8 @@ def test_wrong_options():
     with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
         graphopt.Executor(step_of(), native="fast")
     with pytest.raises(
-        graphopt.GraphoptError, match="unknown native_without 'kernel'; known: kernels, products"
+        graphopt.GraphoptError,
+        match="unknown native_without 'kernel'; known: convolutions, kernels, products",
     ):
         graphopt.Executor(step_of(), native_without=["kernel"])
 

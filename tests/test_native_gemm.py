@@ -57,7 +57,7 @@ static void parallel_for(void *pool, gemm_task task, size_t count, void *user) {
 }
 
 /* How often the epilogue saw each element, and what it saw; -1000 if it did not see whole rows that it was to see. */
-typedef struct { const gemm_product *g; int size; int32_t *times; char *seen; } watch;
+typedef struct { const gemm_product *g; int size; int32_t *times; char *seen; const char *a, *b; } watch;
 static void look(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     watch *w = user;
     const gemm_product *g = w->g;
@@ -71,16 +71,39 @@ static void look(void *user, const int64_t batch[2], int64_t row0, int64_t row1,
         }
 }
 
+/* Packs an operand that lies in memory. */
+static void pack(int size, const char *from, gemm_strides s, const int64_t batch[2], int64_t row,
+                 int64_t rows, int64_t column, int64_t columns, char *to, int64_t to_row) {
+    const int64_t start = batch[0] * s.batch[0] + batch[1] * s.batch[1] + row * s.row + column * s.column;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++)
+            memcpy(to + (i * to_row + j) * size, from + (start + i * s.row + j * s.column) * size, size);
+}
+static void pack_a(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                   void *to, int64_t to_row) {
+    const watch *w = user;
+    pack(w->size, w->a, w->g->a_strides, batch, row, rows, column, columns, to, to_row);
+}
+static void pack_b(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                   void *to, int64_t to_row) {
+    const watch *w = user;
+    pack(w->size, w->b, w->g->b_strides, batch, row, rows, column, columns, to, to_row);
+}
+
 size_t multiply(int size, int64_t threads, const int64_t dims[5], const int64_t strides[12], const char *a,
-                const char *b, char *c, int accumulate, int whole_rows, int32_t *times, char *seen, char *scratch_end) {
+                const char *b, char *c, int accumulate, int whole_rows, int packs, int32_t *times,
+                char *seen, char *scratch_end) {
     gemm_product g = {.m = dims[2], .n = dims[3], .k = dims[4], .batch = {dims[0], dims[1]}, .a = a, .b = b, .c = c};
-    watch w = {&g, size, times, seen};
+    watch w = {&g, size, times, seen, a, b};
     size_t tasks = 1;
     g.a_strides = (gemm_strides){strides[2], strides[3], {strides[0], strides[1]}};
     g.b_strides = (gemm_strides){strides[6], strides[7], {strides[4], strides[5]}};
     g.c_strides = (gemm_strides){strides[10], strides[11], {strides[8], strides[9]}};
     g.accumulate = accumulate, g.whole_rows = whole_rows, g.threads = threads;
     g.parallel_for = parallel_for, g.pool = &tasks;
+    if (packs & 1) g.pack_a = pack_a, g.a = NULL;
+    if (packs & 2) g.pack_b = pack_b, g.b = NULL;
+    g.packed = &w;
     if (times) g.epilogue = look, g.user = &w;
     g.scratch = scratch_end - (size == 4 ? gemm_scratch_float(&g) : gemm_scratch_double(&g));
     if (size == 4) gemm_float(&g);
@@ -131,7 +154,7 @@ class Library:
         flat = np.frombuffer(memory, dtype)
         return flat, np.lib.stride_tricks.as_strided(flat, shape, [s * size for s in strides])
 
-    def multiply(self, a, b, c, threads=1, accumulate=False, whole_rows=False, watch=None):
+    def multiply(self, a, b, c, threads=1, accumulate=False, whole_rows=False, packs=0, watch=None):
         """Write a @ b to c, or add it; return the number of tasks."""
         size = c.itemsize
         dims = (ctypes.c_int64 * 5)(*c.shape, a.shape[-1])
@@ -140,7 +163,9 @@ class Library:
         seen = [ctypes.c_void_p(x.ctypes.data) for x in watch] if watch else [None, None]
         end = ctypes.c_void_p(self.ends[3])
         threads = ctypes.c_int64(threads)
-        return self.c.multiply(size, threads, dims, strides, *pointers, accumulate, whole_rows, *seen, end)
+        return self.c.multiply(
+            size, threads, dims, strides, *pointers, accumulate, whole_rows, packs, *seen, end
+        )
 
 
 @pytest.fixture(
@@ -210,10 +235,15 @@ def test_against_numpy(library, real):
         for threads in 2, 5:
             memory[...] = before
             times, seen = np.zeros(c.shape, np.int32), np.full(c.shape, np.nan, dtype)
-            tasks.add(library.multiply(a, b, c, threads, accumulate, whole_rows, (times, seen)))
+            tasks.add(library.multiply(a, b, c, threads, accumulate, whole_rows, watch=(times, seen)))
             assert np.array_equal(memory, alone), f"{threads} threads: {case}"
             assert (times == 1).all(), case
             assert np.array_equal(seen, c), case
+
+        for packs in 1, 2, 3:
+            memory[...] = before
+            library.multiply(a, b, c, 2, accumulate, whole_rows, packs)
+            assert np.array_equal(memory, alone), f"packed by callbacks {packs}: {case}"
     assert {1, 2, 5} <= tasks
 
 

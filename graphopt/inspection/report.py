@@ -141,6 +141,11 @@ def _native(model: ir.Model) -> Iterator[str]:
             f"in place of {sum(found.clusters)} nodes, the largest of {max(found.clusters, default=0)}",
         ),
         ("  products", str(found.products), "with the transposes around them"),
+        (
+            "  convolutions",
+            str(found.convolutions),
+            "with the transposes around them, and gradients of both operands",
+        ),
         ("  functions", str(code), "to compile: kernels with equal code are one function"),
     ]
     yield from _table(rows)

@@ -32,6 +32,10 @@ typedef struct {
 typedef void (*gemm_epilogue)(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
                               int64_t column1);
 
+/* Writes rows and columns of op(A) or op(B) to rows that lie to_row elements apart. */
+typedef void (*gemm_packing)(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                             void *to, int64_t to_row);
+
 /* Runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are done. */
 typedef void (*gemm_task)(void *user, size_t index);
 typedef void (*gemm_parallel_for)(void *pool, gemm_task task, size_t count, void *user);
@@ -41,6 +45,8 @@ typedef struct {
     const void *a, *b;
     void *c;
     gemm_strides a_strides, b_strides, c_strides;
+    gemm_packing pack_a, pack_b; /* or NULL; in place of a and b, for operands that lie nowhere as a matrix */
+    void *packed;                /* for them */
     int accumulate;         /* C += A B */
     int whole_rows;         /* the epilogue gets all columns at once */
     gemm_epilogue epilogue; /* or NULL */
@@ -303,7 +309,11 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
         const int64_t rest = (g->m - row0 - 1) * sa.row + (g->k - p0 - 1) * sa.column + 1;
         const GEMM_REAL *block = a + row0 * sa.row + p0 * sa.column;
         int64_t a_row = sa.row, a_column = sa.column, a_panel = 0, mr;
-        if (j1 - j0 > GEMM_DIRECT && sa.row == 1) { /* one panel for each tile */
+        if (g->pack_a) {
+            a_row = gemm_padded(depth), a_column = 1;
+            g->pack_a(g->packed, batch, row0, rows, p0, depth, a_block, a_row);
+            block = a_block;
+        } else if (j1 - j0 > GEMM_DIRECT && sa.row == 1) { /* one panel for each tile */
             a_column = GEMM_STEP, a_panel = (depth | 1) * GEMM_STEP;
             for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
                 mr = low + (t < higher);
@@ -321,7 +331,7 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
             const int64_t panel = (j - j0) / GEMM_NR % group, together = gemm_min(group * GEMM_NR, j1 - j) / GEMM_NR;
             int64_t b_row = sb.row;
-            int keep = whole && sb.column == 1 && vectors > 1 && tiles > 1; /* the first tile copies B on the way */
+            int keep = !g->pack_b && whole && sb.column == 1 && vectors > 1 && tiles > 1; /* by the first tile */
             if (keep && group > 1) {
                 for (int64_t p = 0; panel == 0 && p < depth; p++)
                     for (int64_t y = 0; y < together; y++) {
@@ -330,6 +340,10 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
                         GEMM_AT(to) = GEMM_AT(from), GEMM_AT(to + GEMM_LANES) = GEMM_AT(from + GEMM_LANES);
                     }
                 b_from = b_panel + panel * depth * GEMM_NR, b_row = GEMM_NR, keep = 0;
+            } else if (g->pack_b) {
+                b_row = vectors * GEMM_LANES;
+                g->pack_b(g->packed, batch, p0, depth, j, width, b_panel, b_row);
+                b_from = b_panel;
             } else if (!whole || sb.column != 1) {
                 GEMM_NAME(gemm_pack)(depth, width, vectors * GEMM_LANES, b_from, sb.row, sb.column,
                                      (g->k - p0 - 1) * sb.row + (g->n - j - 1) * sb.column + 1, b_panel);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import like
 from graphopt.native.clusters import find_clusters
+from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import source
 from graphopt.native.products import product_kernel
@@ -23,7 +24,7 @@ from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build
 
 DOMAIN = "ai.graphopt"
-LOWERINGS = ("kernels", "products")
+LOWERINGS = ("kernels", "products", "convolutions")
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Plan:
     Args:
         clusters: for each kernel of a cluster, the number of nodes that it replaces.
         products: the number of matrix products.
+        convolutions: the number of convolutions.
         check: the name of an output that is finite if the new state is, or None.
     """
 
@@ -40,6 +42,7 @@ class Plan:
     kernels: list[Kernel]
     clusters: list[int]
     products: int
+    convolutions: int
     check: str | None
 
 
@@ -81,11 +84,13 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     ensure_typed(model)
     if "kernels" not in without:
         undo_fusions(model)
-    found = Plan(model, [], [], 0, None if "kernels" in without else add_state_check(model))
+    found = Plan(model, [], [], 0, 0, None if "kernels" in without else add_state_check(model))
     for graph in [*model.graphs()]:
         versions = dict(model.opset_imports)
+        if "convolutions" not in without:
+            found.convolutions += _lower_nodes(found, graph, versions, convolution_kernel)
         if "products" not in without:
-            _lower_products(found, graph, versions)
+            found.products += _lower_nodes(found, graph, versions, product_kernel)
         if "kernels" not in without:
             _lower_clusters(found, graph, versions)
     remove_unused_nodes(model.graph)
@@ -94,17 +99,24 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     return found
 
 
-def _lower_products(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:
-    """Replace matrix products."""
+def _lower_nodes(
+    found: Plan,
+    graph: ir.Graph,
+    versions: dict[str, int],
+    kernel_of: Callable[[ir.Node, dict[str, int]], tuple[Kernel, list[ir.Node]] | None],
+) -> int:
+    """Replace nodes, each with those around it that its kernel takes in, and return the number of kernels."""
+    before = len(found.kernels)
     for node in list(graph):
         if node.graph is not graph:
             continue  # replaced together with another
-        lowered = product_kernel(node, versions)
+        lowered = kernel_of(node, versions)
         if lowered is not None:
             kernel, nodes = lowered
             _replace(graph, nodes, kernel)
             found.kernels.append(kernel)
-            found.products += 1
+    remove_unused_nodes(graph)
+    return len(found.kernels) - before
 
 
 def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:

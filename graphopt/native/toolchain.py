@@ -15,7 +15,7 @@ from pathlib import Path
 
 from graphopt.errors import GraphoptError
 
-HEADERS = ("ort.h", "functions.h", "gemm.h", "product.h")
+HEADERS = ("ort.h", "functions.h", "gemm.h", "product.h", "convolution.h")
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),

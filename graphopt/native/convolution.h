@@ -1,0 +1,402 @@
+/* Convolutions as matrix products: the windows of the input are put in rows or columns while gemm.h packs its operands,
+ * so that no unfolded image lies in memory.
+ *
+ * Filters are rows and places are columns, each image a product of its own; or all images are one product, whose result
+ * is then scattered, if an image has few places or they do not lie side by side. If the kernel is larger than the result,
+ * as in gradients of weights, places are rows and filters are columns.
+ *
+ * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
+ */
+#pragma once
+#include "product.h"
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+enum {
+    LANES = GEMM_BYTES / (int)sizeof(float),
+    FEW_PLACES = 256, /* of an image, below which images are merged */
+};
+
+/* What the graph says of a convolution. Axes are: images, channels, space; of the kernel: filters, channels, space. */
+typedef struct {
+    int rank_x, rank_w, rank_y, axes;
+    signed char x[5], w[5]; /* the stored axis of each axis, or -1 if it has size 1 */
+    signed char y[5];       /* the axis of each stored axis, or -1 */
+    int strides[3], dilations[3], begin[3], end[3], more[3], groups;
+    int transposed, biased, relu;
+} ConvolutionForm;
+
+/* Rows or columns of the unfolded input: an outer index, and an index for each axis of space. */
+typedef struct {
+    int64_t step, sizes[3], moves[3];
+} Side;
+
+/* x, w and y are found by a step for each index. An element of x is at place * place_move + tap * tap_move - pad. */
+typedef struct {
+    int64_t groups, images, channels, filters; /* channels and filters of a group */
+    int64_t sizes[3], taps[3], places[3];      /* of x, w and y */
+    int64_t place_moves[3], tap_moves[3], pads[3];
+    const float *x, *w, *bias;
+    float *y;
+    int64_t x_image, x_channel, steps[3];
+    int64_t w_batch, w_filter, w_channel, w_steps[3];
+    int64_t y_batch, y_image, y_filter, y_steps[3], y_sizes[3];
+    int relu;
+    Side rows, columns; /* of the unfolded input */
+    int64_t batch[2];   /* from one of its batches to the next, in x */
+    const float *c;     /* what is scattered to y */
+    int64_t c_batch, c_row;
+} Convolution;
+
+static int64_t product_of(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
+
+/* Up to a vector of a row: elements `first` to `last` are copied, and the others are 0. */
+typedef struct {
+    int64_t to, from, first, last, length;
+} Piece;
+
+#ifdef __AVX512F__
+static inline uint64_t lanes_of(const Piece *p, int step) {
+    return p->last > p->first ? (1ull << ((p->last - 1) * step + 1)) - (1ull << p->first * step) : 0;
+}
+#endif
+
+/* Copy one piece of several rows. */
+GEMM_INLINE void copy_piece(const Piece *p, int64_t count, const float *from, int64_t from_row, int64_t step, float *to,
+                            int64_t to_row) {
+    from += p->from, to += p->to;
+#if defined(__AVX512F__)
+    const __mmask16 stored = (__mmask16)((1u << p->length) - 1);
+    if (step == 1) {
+        const __mmask16 lanes = (__mmask16)lanes_of(p, 1);
+        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
+            _mm512_mask_storeu_ps(to, stored, _mm512_maskz_loadu_ps(lanes, from));
+        return;
+    }
+    if (step == 2) {
+        const uint64_t lanes = lanes_of(p, 2);
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row) {
+            const __m512 low = _mm512_maskz_loadu_ps((__mmask16)lanes, from);
+            const __m512 high = _mm512_maskz_loadu_ps((__mmask16)(lanes >> 16), from + 16);
+            _mm512_mask_storeu_ps(to, stored, _mm512_permutex2var_ps(low, even, high));
+        }
+        return;
+    }
+#elif defined(__AVX2__)
+    if (step == 1) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i first = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32((int)p->first - 1));
+        const __m256i lanes = _mm256_and_si256(first, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)p->last), lane));
+        const __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)p->length), lane);
+        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row) {
+            const __m256 x = _mm256_maskload_ps(from, lanes);
+            if (p->length == LANES) _mm256_storeu_ps(to, x);
+            else _mm256_maskstore_ps(to, stored, x);
+        }
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
+        for (int64_t l = 0; l < p->length; l++) to[l] = l >= p->first && l < p->last ? from[l * step] : 0;
+}
+
+/* Copy all pieces of several rows: in short rows one piece of each row, then the next piece; else row by row. */
+GEMM_INLINE void copy_pieces(const Piece *pieces, int64_t many, int64_t count, const float *from, int64_t from_row, int64_t step,
+                             float *to, int64_t to_row) {
+    if (many <= 4)
+        for (int64_t p = 0; p < many; p++) copy_piece(pieces + p, count, from, from_row, step, to, to_row);
+    else
+        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
+            for (int64_t p = 0; p < many; p++) copy_piece(pieces + p, 1, from, from_row, step, to, to_row);
+}
+
+/* The indices of a row or a column, from its number. */
+static inline void indices(const Side *side, int64_t number, int64_t at[4]) {
+    for (int i = 2; i >= 0; number /= side->sizes[i--]) at[i + 1] = number % side->sizes[i];
+    at[0] = number;
+}
+
+static inline int64_t upwards(int64_t x, int64_t y) { return y == 1 ? x : x > 0 ? (x + y - 1) / y : -(-x / y); }
+
+/* Write a block of the unfolded input: the rows that differ in the outer index alone together. */
+static void unfold(const Convolution *u, const float *x, int64_t row, int64_t rows, int64_t column, int64_t columns, float *to,
+                   int64_t to_row) {
+    struct {
+        int64_t from, at[3], length;
+    } runs[GEMM_KC];
+    Piece pieces[GEMM_KC];
+    int64_t count = 0, at[4];
+    const int64_t move = u->columns.moves[2], step = move * u->steps[2], together = product_of(u->rows.sizes);
+    for (int64_t done = 0; done < columns; done += runs[count++].length) {
+        indices(&u->columns, column + done, at);
+        runs[count].from = at[0] * u->columns.step;
+        runs[count].length = gemm_min(u->columns.sizes[2] - at[3], columns - done);
+        for (int i = 0; i < 3; i++) runs[count].at[i] = at[i + 1] * u->columns.moves[i] - u->pads[i];
+    }
+    for (int64_t i = 0; i < gemm_min(rows, together); i++) {
+        int64_t many = 0, done = 0;
+        indices(&u->rows, row + i, at);
+        for (int64_t r = 0; r < count; done += runs[r++].length) {
+            int64_t moved[3], first = 0, last = 0;
+            for (int j = 0; j < 3; j++) moved[j] = runs[r].at[j] + at[j + 1] * u->rows.moves[j];
+            if (moved[0] >= 0 && moved[0] < u->sizes[0] && moved[1] >= 0 && moved[1] < u->sizes[1]) {
+                first = moved[2] < 0 ? upwards(-moved[2], move) : 0;
+                last = gemm_min(upwards(u->sizes[2] - moved[2], move), runs[r].length);
+            }
+            const int64_t from = runs[r].from + moved[0] * u->steps[0] + moved[1] * u->steps[1] + moved[2] * u->steps[2];
+            for (int64_t v = 0; v < runs[r].length; v += LANES)
+                pieces[many++] = (Piece){done + v, from + v * step, gemm_min(first > v ? first - v : 0, LANES),
+                                         gemm_min(last > v ? last - v : 0, LANES), gemm_min(runs[r].length - v, LANES)};
+        }
+        const float *from = x + at[0] * u->rows.step;
+        const int64_t times = (rows - i + together - 1) / together;
+        if (step == 1) copy_pieces(pieces, many, times, from, u->rows.step, 1, to + i * to_row, together * to_row);
+        else if (step == 2) copy_pieces(pieces, many, times, from, u->rows.step, 2, to + i * to_row, together * to_row);
+        else copy_pieces(pieces, many, times, from, u->rows.step, step, to + i * to_row, together * to_row);
+    }
+}
+
+static void pack_windows(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns, void *to,
+                         int64_t to_row) {
+    const Convolution *u = user;
+    unfold(u, u->x + batch[0] * u->batch[0] + batch[1] * u->batch[1], row, rows, column, columns, to, to_row);
+}
+
+/* Write channels and taps of filters as columns. */
+static void pack_filters(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns, void *to,
+                         int64_t to_row) {
+    const Convolution *u = user;
+    const float *w = u->w + batch[1] * u->w_batch + column * u->w_filter;
+    float *written = to;
+    const int64_t taps = product_of(u->taps);
+    if (taps == 1) {
+        const int64_t rest = (rows - 1) * u->w_channel + (columns - 1) * u->w_filter + 1;
+        gemm_pack_float(rows, columns, to_row, w + row * u->w_channel, u->w_channel, u->w_filter, rest, written);
+        return;
+    }
+    for (int64_t end = row + rows, length; row < end; row += length, written += length * to_row) {
+        const float *from = w + row / taps * u->w_channel + row % taps;
+        length = gemm_min(taps - row % taps, end - row);
+        if (length >= LANES) /* it writes whole vectors */
+            gemm_pack_float(length, columns, to_row, from, 1, u->w_filter, (columns - 1) * u->w_filter + length, written);
+        else
+            for (int64_t p = 0; p < length; p++)
+                for (int64_t j = 0; j < columns; j++) written[p * to_row + j] = from[j * u->w_filter + p];
+    }
+}
+
+static inline void finish(float *restrict to, const float *restrict from, int64_t step, int64_t length, float bias, int relu) {
+    if (step != 1)
+        for (int64_t i = 0; i < length; i++) to[i * step] = relu && from[i] + bias <= 0 ? 0 : from[i] + bias;
+    else if (relu)
+        for (int64_t i = 0; i < length; i++) to[i] = from[i] + bias <= 0 ? 0 : from[i] + bias;
+    else
+        for (int64_t i = 0; i < length; i++) to[i] = from[i] + bias;
+}
+
+/* Add the bias where the result lies. */
+static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    const Convolution *u = user;
+    float *y = u->y + batch[0] * u->y_image + batch[1] * u->y_batch;
+    for (int64_t i = row0; i < row1; i++) {
+        const float bias = u->bias ? u->bias[batch[1] * u->filters + i] : 0;
+        float *c = y + i * u->y_filter;
+        if (u->relu)
+            for (int64_t j = column0; j < column1; j++) c[j] = c[j] + bias <= 0 ? 0 : c[j] + bias;
+        else
+            for (int64_t j = column0; j < column1; j++) c[j] += bias;
+    }
+}
+
+/* Scatter rows of filters, whose columns are the places of all images. */
+static void scatter_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    const Convolution *u = user;
+    const Side places = {0, {u->y_sizes[0], u->y_sizes[1], u->y_sizes[2]}};
+    const float *c = u->c + batch[1] * u->c_batch;
+    int64_t at[4];
+    for (int64_t j = column0, length; j < column1; j += length) {
+        indices(&places, j, at);
+        length = gemm_min(u->y_sizes[2] - at[3], column1 - j);
+        float *y = u->y + batch[1] * u->y_batch + at[0] * u->y_image + at[1] * u->y_steps[0] + at[2] * u->y_steps[1] + at[3] * u->y_steps[2];
+        for (int64_t i = row0; i < row1; i++)
+            finish(y + i * u->y_filter, c + i * u->c_row + j, u->y_steps[2], length, u->bias ? u->bias[batch[1] * u->filters + i] : 0, u->relu);
+    }
+}
+
+/* Transpose rows of places, whose columns are filters. The places of an image lie side by side. */
+static void scatter_columns(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    const Convolution *u = user;
+    const int64_t many = u->y_sizes[2];
+    const float *c = u->c + batch[1] * u->c_batch;
+    float *y = u->y + batch[1] * u->y_batch;
+    const int joined = u->y_image == many, plain = !u->bias && !u->relu;
+    for (int64_t i = row0, rows; i < row1; i += rows) {
+        float *to = y + (joined ? i : i / many * u->y_image + i % many);
+        rows = gemm_min(LANES, row1 - i);
+        if (!joined) rows = gemm_min(rows, many - i % many);
+        for (int64_t j = column0; j < column1; j += LANES)
+            if (plain && rows == LANES && j + LANES <= column1)
+                gemm_transpose_float(c + i * u->c_row + j, u->c_row, to + j * u->y_filter, u->y_filter);
+            else
+                for (int64_t o = j; o < gemm_min(j + LANES, column1); o++)
+                    for (int64_t p = 0; p < rows; p++) {
+                        const float sum = c[(i + p) * u->c_row + o] + (u->bias ? u->bias[batch[1] * u->filters + o] : 0);
+                        to[o * u->y_filter + p] = u->relu && sum <= 0 ? 0 : sum;
+                    }
+    }
+}
+
+/* Store filters as rows, channels and taps side by side. */
+static void copy_filters(const Convolution *u, float *to) {
+    for (int64_t g = 0; g < u->groups; g++)
+        for (int64_t o = 0; o < u->filters; o++)
+            for (int64_t c = 0; c < u->channels; c++) {
+                const float *w = u->w + g * u->w_batch + o * u->w_filter + c * u->w_channel;
+                for (int64_t d = 0; d < u->taps[0]; d++)
+                    for (int64_t h = 0; h < u->taps[1]; h++)
+                        for (int64_t x = 0; x < u->taps[2]; x++) *to++ = w[d * u->w_steps[0] + h * u->w_steps[1] + x * u->w_steps[2]];
+            }
+}
+
+static int side_by_side(const int64_t sizes[3], const int64_t steps[3]) {
+    int64_t step = 1;
+    for (int i = 2; i >= 0; step *= sizes[i--])
+        if (sizes[i] != 1 && steps[i] != step) return 0;
+    return 1;
+}
+
+/* Treat all axes of space as one. */
+static void join(int64_t sizes[3], int64_t steps[3]) {
+    sizes[2] = product_of(sizes), sizes[0] = sizes[1] = 1, steps[0] = steps[1] = 0, steps[2] = 1;
+}
+
+static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
+    const int64_t taps = product_of(u->taps), places = product_of(u->places);
+    int pointwise = taps == 1 && side_by_side(u->sizes, u->steps);
+    for (int i = 0; i < 3; i++) pointwise = pointwise && u->place_moves[i] == 1 && u->pads[i] == 0 && u->sizes[i] == u->places[i];
+    const int joined = side_by_side(u->places, u->y_steps), w_joined = side_by_side(u->taps, u->w_steps);
+    memcpy(u->y_sizes, u->places, sizeof u->places);
+    if (joined) join(u->y_sizes, u->y_steps);
+    if (pointwise) join(u->sizes, u->steps), join(u->places, (int64_t[3]){0});
+    const int by_columns = joined && w_joined && taps > places, merged = !by_columns && (!joined || (places < FEW_PLACES && u->images > 1));
+    const Side window = {u->x_channel, {u->taps[0], u->taps[1], u->taps[2]}, {u->tap_moves[0], u->tap_moves[1], u->tap_moves[2]}};
+    const Side place = {u->x_image, {u->places[0], u->places[1], u->places[2]}, {u->place_moves[0], u->place_moves[1], u->place_moves[2]}};
+    gemm_product g = {.m = u->filters, .n = places, .k = u->channels * taps, .batch = {1, u->groups}, .packed = u, .user = u};
+    const int64_t count = u->images * places * u->filters * u->groups;
+    size_t copied = 0, scattered = 0;
+    u->batch[0] = 0, u->batch[1] = u->channels * u->x_channel;
+    if (by_columns) {
+        u->rows = place, u->columns = window;
+        g.m = u->images * places, g.n = u->filters;
+        g.pack_a = pack_windows, g.pack_b = pack_filters, g.epilogue = scatter_columns;
+    } else {
+        u->rows = window, u->columns = place;
+        g.a = u->w;
+        g.a_strides = (gemm_strides){u->w_filter, taps == 1 ? u->w_channel : 1, {0, u->w_batch}};
+        if (taps > 1 && (!w_joined || (u->channels > 1 && u->w_channel != taps))) {
+            copied = (size_t)(u->groups * u->filters * g.k);
+            g.a_strides = (gemm_strides){g.k, 1, {0, u->filters * g.k}};
+        }
+        if (merged) {
+            g.n = u->images * places, g.pack_b = pack_windows, g.epilogue = scatter_rows;
+        } else {
+            g.batch[0] = u->images, u->batch[0] = u->x_image;
+            g.c = u->y, g.c_strides = (gemm_strides){u->y_filter, 1, {u->y_image, u->y_batch}};
+            if (u->bias || u->relu) g.epilogue = finish_rows;
+            if (pointwise) g.b = u->x, g.b_strides = (gemm_strides){u->x_channel, 1, {u->batch[0], u->batch[1]}};
+            else g.pack_b = pack_windows;
+        }
+    }
+    if (by_columns || merged) {
+        scattered = (size_t)count;
+        g.c_strides = (gemm_strides){g.n, 1, {0, g.m * g.n}};
+        u->c_row = g.n, u->c_batch = g.m * g.n;
+    }
+    g.threads = THREADS, g.parallel_for = parallel_for, g.pool = context;
+    float *memory = borrow((copied + scattered) * sizeof(float) + gemm_scratch_float(&g));
+    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    if (copied) copy_filters(u, memory), g.a = memory;
+    if (scattered) g.c = memory + copied, u->c = g.c;
+    g.scratch = memory + copied + scattered;
+    gemm_float(&g);
+    give_back(memory);
+    return NULL;
+}
+
+static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
+
+/* Compute an output of the operator from its first two inputs, and a bias from the third. */
+static OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
+    int64_t stored_x[5], stored_w[5], stored_y[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5];
+    Convolution u = {.relu = form->relu, .groups = form->groups};
+    CHECK(input(context, 0, &u.x, stored_x, form->rank_x));
+    CHECK(input(context, 1, &u.w, stored_w, form->rank_w));
+    const int axes = form->axes, missing = 3 - axes;
+    for (int i = 0; i < axes + 2; i++) {
+        x[i] = w[i] = 1, x_steps[i] = w_steps[i] = y_steps[i] = 0;
+        int64_t step = 1;
+        for (int j = form->rank_x - 1; j >= 0; step *= stored_x[j--])
+            if (form->x[i] == j) x[i] = stored_x[j], x_steps[i] = step;
+        step = 1;
+        for (int j = form->rank_w - 1; j >= 0; step *= stored_w[j--])
+            if (form->w[i] == j) w[i] = stored_w[j], w_steps[i] = step;
+    }
+    const int64_t first = form->transposed ? w[1] : w[0], second = form->transposed ? w[0] : w[1];
+    u.images = x[0], u.channels = x[1] / u.groups;
+    u.filters = form->transposed ? first : first / u.groups;
+    if (u.channels * u.groups != x[1] || second != (form->transposed ? x[1] : u.channels) || (!form->transposed && first % u.groups))
+        return unlike();
+    y[0] = x[0], y[1] = u.filters * u.groups;
+    for (int i = 0; i < axes; i++) {
+        const int64_t reach = (w[i + 2] - 1) * form->dilations[i] + 1, pads = form->begin[i] + form->end[i];
+        y[i + 2] = form->transposed ? (x[i + 2] - 1) * form->strides[i] + form->more[i] + reach - pads
+                                    : downwards(x[i + 2] + pads - reach, form->strides[i]) + 1;
+        if (y[i + 2] < 0) return unlike();
+    }
+    for (int j = 0; j < form->rank_y; j++) stored_y[j] = form->y[j] < 0 ? 1 : y[form->y[j]];
+    CHECK(output(context, 0, &u.y, stored_y, form->rank_y));
+    int64_t step = 1;
+    for (int j = form->rank_y - 1; j >= 0; step *= stored_y[j--])
+        if (form->y[j] >= 0) y_steps[form->y[j]] = step;
+    if (form->biased) {
+        int64_t size;
+        CHECK(input(context, 2, &u.bias, &size, 1));
+        if (size != y[1]) return unlike();
+    }
+    u.x_image = x_steps[0], u.x_channel = x_steps[1], u.y_image = y_steps[0], u.y_filter = y_steps[1];
+    u.y_batch = u.filters * u.y_filter;
+    u.w_filter = w_steps[form->transposed ? 1 : 0], u.w_channel = w_steps[form->transposed ? 0 : 1];
+    u.w_batch = form->transposed ? u.channels * u.w_channel : u.filters * u.w_filter;
+    /* A transposed convolution is one convolution for each remainder of the places by the strides. */
+    int64_t strides[3] = {1, 1, 1};
+    for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
+    for (int64_t part = 0; part < product_of(strides); part++) {
+        Convolution v = u;
+        int64_t rest = part;
+        for (int i = 2; i >= 0; i--) {
+            const int at = i - missing;
+            v.sizes[i] = v.taps[i] = v.places[i] = v.place_moves[i] = v.tap_moves[i] = 1;
+            if (at < 0) continue;
+            v.sizes[i] = x[at + 2], v.steps[i] = x_steps[at + 2];
+            if (form->transposed) {
+                const int64_t stride = strides[i], remainder = rest % stride, pad = form->begin[at] - remainder;
+                const int64_t from = -downwards(-pad, stride); /* the first place lies over this element */
+                rest /= stride;
+                v.taps[i] = remainder < w[at + 2] ? (w[at + 2] - remainder + stride - 1) / stride : 0;
+                v.places[i] = -downwards(-(y[at + 2] + pad), stride) - from;
+                v.pads[i] = -from, v.tap_moves[i] = -form->dilations[at];
+                v.w += remainder * w_steps[at + 2], v.w_steps[i] = stride * w_steps[at + 2];
+                v.y += (stride * from - pad) * y_steps[at + 2], v.y_steps[i] = stride * y_steps[at + 2];
+            } else {
+                v.taps[i] = w[at + 2], v.w_steps[i] = w_steps[at + 2];
+                v.places[i] = y[at + 2], v.y_steps[i] = y_steps[at + 2];
+                v.place_moves[i] = form->strides[at], v.tap_moves[i] = form->dilations[at], v.pads[i] = form->begin[at];
+            }
+        }
+        CHECK(convolve(context, &v));
+    }
+    return NULL;
+}

@@ -1,0 +1,232 @@
+"""Convolutions of our own: the runtime's results, for any geometry, forward and in gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import model
+
+import graphopt
+import passes
+from graphopt.graph.loading import load
+from graphopt.native import toolchain
+from graphopt.native.lowering import lower
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
+
+pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+
+PLAIN = ["kernels", "products"]  # the lowerings that are not tested here
+
+# Forms of training graphs, from x[N,9,9,8], a gradient g[N,17,4,7] and a kernel k[17,9,3,3] to y. Nodes around the
+# convolution arrange the axes. `_` is replaced by a number.
+ARRANGED = {
+    "gradient of weights": "a_ = Transpose<perm = [1,0,2,3]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
+    "c_ = Conv<dilations = [2,1], pads = [1,1,0,1]>(a_, b_) y_ = Transpose<perm = [1,0,2,3]>(c_)",
+    "without the last transpose": "a_ = Transpose<perm = [1,0,2,3]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
+    "y_ = Conv<pads = [1,1,1,1]>(a_, b_)",
+    "channels as an axis": "a_ = Transpose<perm = [0,2,3,1]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
+    "d_ = Unsqueeze(a_, first) e_ = Unsqueeze(b_, last) c_ = Conv<pads = [1,1,0,1,1,0]>(d_, e_) "
+    "f_ = Squeeze(c_, first) y_ = Transpose<perm = [0,3,1,2]>(f_)",
+    "batch as an axis": "a_ = Transpose<perm = [1,2,3,0]>(x) d_ = Unsqueeze(a_, first) e_ = Unsqueeze(k, last) "
+    "c_ = Conv<strides = [2,1,1], pads = [1,1,0,1,1,0]>(d_, e_) f_ = Squeeze(c_, first) "
+    "y_ = Transpose<perm = [3,0,1,2]>(f_)",
+}
+# Nodes that stay: space would not lie last any more.
+KEPT = {
+    "channels last": "a_ = Transpose<perm = [0,2,3,1]>(x) d_ = Unsqueeze(a_, first) e_ = Unsqueeze(k, last) "
+    "b_ = Transpose<perm = [1,0,2,3]>(g) h_ = Unsqueeze(b_, last) y_ = Conv<pads = [1,1,0,1,1,0]>(d_, h_)",
+    "space first": "c_ = Conv(x, k) y_ = Transpose<perm = [2,3,0,1]>(c_)",
+    "read twice": "c_ = Conv(x, k) t_ = Transpose<perm = [1,0,2,3]>(c_) "
+    "u_ = Transpose<perm = [1,0,2,3]>(t_) y_ = Add(u_, c_)",
+}
+STAYS = {
+    "few channels of a group": "y = Conv<group = 9>(x, u)",
+    "auto_pad": 'y = Conv<auto_pad = "SAME_UPPER">(x, k)',
+    "output_shape": "y = ConvTranspose<output_shape = [11, 10]>(z, k)",
+    "strides and dilations": "y = ConvTranspose<strides = [2, 1], dilations = [2, 1]>(z, k)",
+}
+
+
+def drawn(rng, number):
+    """Return a statement that convolves input x of a number with its weights, and the shapes of both and of a bias."""
+    axes, transposed = int(rng.choice([1, 2, 2, 2, 3])), rng.random() < 0.35
+    group = int(rng.choice([1, 1, 1, 2]))
+    channels, filters = (int(n) * group for n in rng.choice([8, 9, 16, 17, 40], 2))
+    strides, kernel = rng.integers(1, 4, axes), rng.integers(1, 5, axes)
+    dilations = np.ones_like(kernel) if transposed and max(strides) > 1 else rng.integers(1, 3, axes)
+    reach = (kernel - 1) * dilations + 1
+    sizes = reach + rng.integers(0, [40, 14, 7][axes - 1], axes)
+    if rng.random() < 0.2 and not transposed:  # as large as the image
+        kernel, dilations, sizes = sizes, np.ones_like(kernel), sizes + 1
+        reach = kernel
+    pads = np.minimum(rng.integers(0, 3, 2 * axes), np.tile(reach, 2) - 1)
+    if rng.random() < 0.2:
+        kernel, strides, dilations, pads = (
+            np.full(len(v), k) for v, k in zip((kernel, strides, dilations, pads), (1, 1, 1, 0), strict=True)
+        )
+    more = [int(rng.integers(0, s)) for s in strides]
+    attributes = {"strides": strides, "dilations": dilations, "pads": pads} | (
+        {"output_padding": more} if transposed else {}
+    )
+    if transposed:
+        pads[:] = np.minimum(pads, np.tile((sizes - 1) * strides + reach - 1, 2) // 2)
+    text = ", ".join(f"{name} = [{','.join(map(str, values))}]" for name, values in attributes.items())
+    bias, relu = rng.random() < 0.5, rng.random() < 0.3
+    operands = f"x{number}, w{number}" + (f", b{number}" if bias else "")
+    result = f"z{number}" if relu else f"y{number}"
+    statement = f"{result} = {'ConvTranspose' if transposed else 'Conv'}<{text}, group = {group}>({operands})"
+    if relu:
+        statement += f"\ny{number} = Relu(z{number})"
+    shape = [channels, filters // group] if transposed else [filters, channels // group]
+    return statement, [channels, *sizes], [*shape, *kernel], [filters] if bias else None
+
+
+@pytest.fixture(scope="module")
+def random_convolutions():
+    """Return a graph of many convolutions whose batch is not known, its weights, and the shapes of its inputs."""
+    rng = np.random.default_rng(0)
+    statements, inputs, outputs, shapes, weights = [], [], [], {}, {}
+    for i in range(120):
+        statement, x, w, b = drawn(rng, i)
+        statements.append(statement)
+        inputs.append(f"float[N, {', '.join(map(str, x))}] x{i}")
+        inputs.append(f"float[{', '.join(map(str, w))}] w{i}")
+        outputs.append(f"float[{', '.join('ABCDE'[: len(w)])}] y{i}")
+        shapes[f"x{i}"] = x
+        weights[f"w{i}"] = rng.standard_normal(w).astype(np.float32)
+        if b:
+            inputs.append(f"float[{b[0]}] b{i}")
+            weights[f"b{i}"] = rng.standard_normal(b).astype(np.float32)
+    proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
+    return load(onnx.shape_inference.infer_shapes(proto)), weights, shapes
+
+
+def session(graph, threads, lowered=None):
+    device = Device("cpu", threads=threads, native=False)
+    return (
+        Session(device, graph) if lowered is None else Session(device, lowered.model, library=lowered.library)
+    )
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].shape == values.shape, name
+        scale = np.abs(values).max(initial=1)
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-6 * scale, err_msg=name)
+
+
+def test_random_convolutions_are_the_runtimes(random_convolutions):
+    graph, weights, shapes = random_convolutions
+    rng = np.random.default_rng(1)
+    lowered = {threads: lower(graph, PLAIN, threads) for threads in (1, 2)}
+    assert all(node.domain == "ai.graphopt" for node in lowered[1].model.graph)
+    sessions = {threads: session(graph, threads, found) for threads, found in lowered.items()}
+    plain = session(graph, 1)
+    for batch in 0, 1, 3:
+        feeds = weights | {
+            name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()
+        }
+        found = {threads: each.compute_arrays(feeds) for threads, each in sessions.items()}
+        if batch:
+            assert_close(found[1], plain.compute_arrays(feeds))
+        for name, values in found[1].items():
+            assert np.array_equal(values, found[2][name]), name
+
+
+def graph_of(forms):
+    """Return a graph that contains several forms."""
+    texts = [text.replace("_", str(i)) for i, text in enumerate(forms.values())]
+    outputs = ", ".join(
+        f"float[A{i},B{i},C{i},D{i}{f',E{i}' if 'y_ = Conv<pads = [1,1,0' in text else ''}] y{i}"
+        for i, text in enumerate(forms.values())
+    )
+    proto = model(
+        f"g (float[N,9,9,8] x, float[N,17,4,7] g, float[17,9,3,3] k) => ({outputs}) {{ {' '.join(texts)} }}",
+    )
+    for name, axis in (("first", 0), ("last", -1)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([axis]), name))
+    return load(onnx.shape_inference.infer_shapes(proto))
+
+
+@pytest.mark.parametrize("forms", [ARRANGED, KEPT], ids=["arranged", "kept"])
+def test_transposed_operands_and_results(forms):
+    rng = np.random.default_rng(2)
+    graph = graph_of(forms)
+    lowered = lower(graph, PLAIN, 2)
+    assert lowered.convolutions == len(forms)
+    if forms is ARRANGED:
+        assert all(node.domain == "ai.graphopt" for node in lowered.model.graph)
+    for batch in 1, 6:
+        shapes = {"x": (batch, 9, 9, 8), "g": (batch, 17, 4, 7), "k": (17, 9, 3, 3)}
+        feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        assert_close(
+            session(graph, 2, lowered).compute_arrays(feeds), session(graph, 2).compute_arrays(feeds)
+        )
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_the_runtime_does_better_stays(name):
+    proto = model(
+        "g (float[N,9,9,8] x, float[9,1,3,3] u, float[17,9,3,3] k, float[N,17,9,8] z) => (float[A,B,C,D] y) "
+        f"{{ {STAYS[name]} }}"
+    )
+    assert lower(load(proto)) is None
+
+
+def test_other_types_stay():
+    proto = model("g (double[N,9,9,8] x, double[17,9,3,3] k) => (double[N,17,7,6] y) { y = Conv(x, k) }")
+    assert lower(load(proto), PLAIN) is None
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Return the step of a network whose gradients have every form, with smooth functions between convolutions."""
+    rng = np.random.default_rng(3)
+    shapes = {
+        "a": (16, 3, 3, 3),
+        "b": (16,),
+        "c": (24, 16, 3, 3),
+        "d": (40, 24, 1, 1),
+        "e": (40, 16, 3, 3),
+        "f": (16,),
+    }
+    weights = {name: rng.standard_normal(shape) / 8 for name, shape in shapes.items()}
+    proto = model(
+        """g (float[N,3,17,16] x) => (float[N,16,9,8] y) {
+            p = Conv<strides = [2,2], pads = [1,1,1,1]>(x, a, b) r = Tanh(p)
+            s = Conv<dilations = [2,1], pads = [2,1,2,1]>(r, c) t = Tanh(s)
+            u = Conv<strides = [2,2]>(t, d) v = Tanh(u)
+            y = ConvTranspose<strides = [2,2], pads = [1,1,1,1], output_padding = [0,1]>(v, e, f)
+        }""",
+        **weights,
+    )
+    return graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+
+
+@pytest.mark.parametrize("without", [PLAIN, []], ids=["alone", "together"])
+def test_a_training_step_is_the_plain_one(step, without):
+    rng = np.random.default_rng(4)
+    lowered = {threads: lower(step, without, threads) for threads in (1, 2)}
+    assert lowered[1].convolutions >= 9
+    for batch in 1, 5, 32:
+        shapes = {"x": (batch, 3, 17, 16), "target": (batch, 16, 9, 8)}
+        feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        found = {
+            threads: session(step, threads, each).compute_arrays(feeds) for threads, each in lowered.items()
+        }
+        expected = session(step, 1).compute_arrays(feeds)
+        assert_close({name: found[1][name] for name in expected}, expected)
+        for name, values in found[1].items():
+            assert np.array_equal(values, found[2][name]), name
+
+
+def test_weights_of_another_shape_are_an_error():
+    proto = model("g (float[N,C,9,8] x, float[17,K,3,3] k) => (float[N,17,7,6] y) { y = Conv(x, k) }")
+    lowered = lower(load(proto))
+    feeds = {"x": np.ones((1, 4, 9, 8), np.float32), "k": np.ones((17, 5, 3, 3), np.float32)}
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
+        session(load(proto), 1, lowered).compute_arrays(feeds)
