@@ -326,8 +326,8 @@ class Part:
         dims = [1 if p in axes else d for p, d in enumerate(x.dims) if keep or p not in axes]
         reduced = [x.dims[p] for p in axes]
         op_type = self.one_of(REDUCTIONS if self.never_empty(reduced) else REDUCTIONS[:4])
-        if op_type == "ReduceProd" and self.opset < 23 and x.dtype == DOUBLE:  # not in onnxruntime 1.19
-            return
+        if op_type in ("ReduceL2", "ReduceProd") and self.opset < 23 and x.dtype == DOUBLE:
+            return  # onnxruntime 1.19 has none
         given = [p - (rank if self.chance() else 0) for p in axes]
         self.add(
             op_type,

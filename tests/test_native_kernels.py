@@ -29,7 +29,7 @@ import torch
 from random_clusters import Graph, Part, grown
 
 from graphopt.native.lowering import lower
-from graphopt.native.operators import ROWS
+from graphopt.native.operators import OF_ANY, OF_FLOATING, REDUCING, ROWS, VARIADIC, WITH_ATTRIBUTES
 from graphopt.native.toolchain import compiler
 from graphopt.runtime.denormals import Flushing, supported
 
@@ -295,6 +295,22 @@ def test_random_clusters() -> None:
 @pytest.mark.parametrize("seed", range(1, GRAPHS))
 def test_more_random_clusters(seed: int) -> None:
     check(grown(seed, PARTS, OPSET))
+
+
+def test_random_clusters_have_every_operator_of_the_table() -> None:
+    tables = (
+        OF_ANY,
+        OF_FLOATING,
+        WITH_ATTRIBUTES,
+        VARIADIC,
+        REDUCING,
+        ROWS,
+        {"Cast", "Clip", "Gelu", "IsInf", "Pow"},
+    )
+    graphs = [grown(seed, PARTS, 23) for seed in range(GRAPHS)]
+    drawn = {node.op_type for graph in graphs for part in graph.parts for node in part.nodes}
+    assert drawn >= set().union(*tables)
+    assert sum(len(graph.parts) for graph in graphs) > 1000
 
 
 @pytest.mark.skipif(not supported(), reason="Linux on x86-64 alone")

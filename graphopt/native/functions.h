@@ -191,9 +191,4 @@ INLINE float gelu_tanh_float(float x) {
     return 0.5f * x * (1.0f + tanh_float(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-/* The same in float64, by C's functions, which compilers do not vectorize. */
 INLINE double sigmoid(double x) { return x >= 0 ? 1 / (1 + exp(-x)) : exp(x) / (1 + exp(x)); }
-INLINE double softplus(double x) { return x != x ? x : (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
-INLINE double mish(double x) { return x * tanh(softplus(x)); }
-INLINE double gelu(double x) { return 0.5 * x * (1 + erf(x * 0.70710678118654752)); }
-INLINE double gelu_tanh(double x) { return 0.5 * x * (1 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x))); }

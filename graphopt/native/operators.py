@@ -79,6 +79,9 @@ WITH_ATTRIBUTES: Mapping[str, Callable[[Callable[[str], str]], str]] = {
     "ThresholdedRelu": lambda of: f"{{0}} > {of('alpha')} ? {{0}} : 0",
 }
 
+# Operators that the runtime has in float32 alone.
+OF_FLOAT = {"Gelu", "Mish", "Softplus"}
+
 GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
 
 # Powers with these exponents alone; others are C's slow `powf`, one element at a time.
@@ -168,6 +171,8 @@ def expression(
 
 
 def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs: int) -> str | None:
+    if op_type in OF_FLOAT and ctype != "float":
+        return None
     if op_type in WITH_ATTRIBUTES:
         return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
     if op_type in VARIADIC:
