@@ -16,8 +16,9 @@ from pathlib import Path
 from graphopt.errors import GraphoptError
 
 HEADERS = ("ort.h", "functions.h", "gemm.h", "product.h", "convolution.h")
+PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
 FOLDER = Path(__file__).parent

@@ -24,7 +24,7 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.tensors import Tensor
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
-ROUNDS = 5
+ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
 
 
 class Forms:
@@ -103,7 +103,8 @@ def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(ROUNDS):
+    begun = time.perf_counter()
+    while len(times[0]) < ROUNDS and (not times[0] or time.perf_counter() - begun < SECONDS):
         for taken, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             call()
