@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -28,7 +29,7 @@ ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take long
 
 
 class Forms:
-    """Hold the forms of a training graph until a first step shows which one is faster.
+    """Hold a training graph lowered to the machine or as it is; the first step shows which form is faster.
 
     Args:
         bind: creates the session of a form.
@@ -39,35 +40,36 @@ class Forms:
 
     def __init__(self, device: Device, model: ir.Model, bind: Callable[..., BoundSession]) -> None:
         self._device = device
-        self._lowered = _lowered(device, model)
-        insists = device.native is True or device.deterministic
-        self._bound = [] if self._lowered and insists else [bind(model=model)]
-        if self._lowered:
-            found = self._lowered
-            self._bound.append(bind(model=found.model, library=found.library, check=found.check))
+        self._plain = functools.partial(bind, model=model)
+        found = _lowered(device, model)
+        self._digest = (
+            found.digest if found and device.native == "auto" and not device.deterministic else None
+        )
+        if found:
+            self._bound = bind(model=found.model, library=found.library, check=found.check)
+        else:
+            self._bound = self._plain()
 
     @property
     def latest(self) -> BoundSession:
         """Return the form that runs, or that would run next."""
-        return self._bound[-1]
+        return self._bound
 
     def chosen(self, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
-        """Return the faster form, and drop the other one.
+        """Return the faster form.
 
-        The first call measures both on its step. A step reads one set of state buffers and writes the other, so that
-        it can be repeated.
+        The first call measures both on its step, unless the machine remembers. A step reads one set of state buffers
+        and writes the other, so that it can be repeated.
         """
-        if len(self._bound) > 1:
-            assert self._lowered is not None
-            calls = [functools.partial(form.call, source, feeds) for form in self._bound]
-            key = (
-                self._lowered.digest,
-                self._device.ort.__version__,
-                self._device.threads,
-                description(feeds),
-            )
-            self._bound = [self._bound[fastest(key, calls)]]
-        return self._bound[0]
+        if self._digest is not None:
+            key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
+            fastest = remembered(key)
+            if fastest != 0:
+                plain = self._plain()
+                calls = [functools.partial(form.call, source, feeds) for form in (self._bound, plain)]
+                self._bound = plain if (fastest or measured(key, calls)) == 1 else self._bound
+            self._digest = None
+        return self._bound
 
 
 def _lowered(device: Device, model: ir.Model) -> Lowered | None:
@@ -88,18 +90,20 @@ def _is_worth_it(model: ir.Model) -> bool:
     return sum(math.prod(shape.numpy()) for shape in shapes if shape.is_static()) >= WORTH_COMPILING
 
 
-def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
+def remembered(key: Sequence[object]) -> int | None:
+    """Return the index of the fastest call that was measured on this machine, or None."""
+    try:
+        return int(json.loads(_note(key).read_text())["fastest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
     """Return the index of the fastest call, by the median of calls in turns; the machine remembers it.
 
     Args:
         key: what the choice depends on.
     """
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{digest}.json"
-    try:
-        return int(json.loads(path.read_text())["fastest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not measured yet
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -111,7 +115,13 @@ def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int
             taken.append(time.perf_counter() - start)
     medians = [statistics.median(taken) for taken in times]
     found = medians.index(min(medians))
+    path = _note(key)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(json.dumps({"fastest": found, "seconds": medians}))
     os.replace(written, path)
     return found
+
+
+def _note(key: Sequence[object]) -> Path:
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    return cache_folder() / f"{digest[:32]}.json"
