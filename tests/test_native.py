@@ -19,7 +19,7 @@ import passes
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
 from graphopt.native.library import source
-from graphopt.native.lowering import lower, plan
+from graphopt.native.lowering import LOWERINGS, lower, plan
 from graphopt.runtime.native_forms import measured, remembered
 from graphopt.runtime.session import Session
 
@@ -125,7 +125,7 @@ def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
     step = step_of(mlp((4, 200, 60, 3)))
     for _ in range(2):
         graphopt.Executor(step, native="auto").run(batches(2))
-        (noted,) = cache.glob("*.json")
+        (noted,) = cache.glob("*.time.json")
         assert json.loads(noted.read_text())["fastest"] in (0, 1)
         assert len([*cache.glob("*.so")]) == 1
 
@@ -144,7 +144,7 @@ def test_a_deterministic_executor_measures_nothing(cache):
     executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto", deterministic=True)
     executor.run(batches(2))
     assert [*cache.glob("*.so")]
-    assert not [*cache.glob("*.json")]
+    assert not [*cache.glob("*.time.json")]
 
 
 def test_a_library_is_compiled_once(cache, monkeypatch):
@@ -153,6 +153,33 @@ def test_a_library_is_compiled_once(cache, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert lower(model).library == first
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "json", "so"])
+def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, suffix):
+    model = load(step_of())
+    first = lower(model)
+    (damaged,) = cache.glob(f"*.{suffix}")
+    if suffix == "so":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(b"\xff damaged")
+    again = lower(model)
+    assert again.library == first.library
+    assert [str(node) for node in again.model.graph] == [str(node) for node in first.model.graph]
+
+
+def test_frozen_weights_are_not_in_the_cache(cache):
+    step = step_of(mlp((4, 400, 3)), parameters=passes.Parameters(freeze="fc1.weight"))
+    x, target = batches(1)[0].values()
+    losses = [
+        graphopt.Executor(step, native=native).step(x=x, target=target)["loss"]
+        for native in (False, True, True)
+    ]
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
+    (kept,) = cache.glob("*.onnx")
+    weight = graphopt.load(step).graph.initializers["fc1.weight"].const_value.tobytes()
+    assert weight not in kept.read_bytes()
 
 
 def test_processes_may_compile_at_once(cache, tmp_path):
@@ -166,7 +193,7 @@ def test_processes_may_compile_at_once(cache, tmp_path):
         for _ in range(2)
     ]
     assert [process.communicate()[0].strip() for process in started] == [b"opened"] * 2
-    assert len([*cache.iterdir()]) == 1
+    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".o", ".onnx", ".so"]
 
 
 def test_without_a_compiler_the_plain_step_runs(monkeypatch):
@@ -209,7 +236,7 @@ def test_generated_code_has_no_name_of_the_model():
             names[:] = [renamed.get(name, name) for name in names]
     for weight in proto.graph.initializer:
         weight.name = renamed.get(weight.name, weight.name)
-    lowered = lower(load(step_of(proto)))
+    lowered = plan(load(step_of(proto)))
     text = source(lowered.kernels, threads=1)
     assert not any(word in text for word in ("system", "secret", "passwd", "fc1", "bias"))
 
@@ -238,7 +265,7 @@ def test_wrong_options():
 
 
 def test_lowerings_can_be_left_out(cache):
-    executor = graphopt.Executor(step_of(), native=True, native_without=["kernels", "products"])
+    executor = graphopt.Executor(step_of(), native=True, native_without=LOWERINGS)
     assert executor.step(batches(1)[0])["loss"] > 0
     assert not cache.exists()
 

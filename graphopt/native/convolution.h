@@ -19,15 +19,6 @@ enum {
     FEW_PLACES = 256, /* of an image, below which images are merged */
 };
 
-/* What the graph says of a convolution. Axes are: images, channels, space; of the kernel: filters, channels, space. */
-typedef struct {
-    int rank_x, rank_w, rank_y, axes;
-    signed char x[5], w[5]; /* the stored axis of each axis, or -1 if it has size 1 */
-    signed char y[5];       /* the axis of each stored axis, or -1 */
-    int strides[3], dilations[3], begin[3], end[3], more[3], groups;
-    int transposed, biased, relu;
-} ConvolutionForm;
-
 /* Rows or columns of the unfolded input: an outer index, and an index for each axis of space. */
 typedef struct {
     int64_t step, sizes[3], moves[3];
@@ -315,7 +306,7 @@ static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
         g.c_strides = (gemm_strides){g.n, 1, {0, g.m * g.n}};
         u->c_row = g.n, u->c_batch = g.m * g.n;
     }
-    g.threads = THREADS, g.parallel_for = parallel_for, g.pool = context;
+    g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     float *memory = borrow((copied + scattered) * sizeof(float) + gemm_scratch_float(&g));
     if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
     if (copied) copy_filters(u, memory), g.a = memory;
@@ -329,7 +320,7 @@ static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
 static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */
-static OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
+OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
     int64_t stored_x[5], stored_w[5], stored_y[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5];
     Convolution u = {.relu = form->relu, .groups = form->groups};
     CHECK(input(context, 0, &u.x, stored_x, form->rank_x));

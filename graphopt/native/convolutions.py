@@ -79,7 +79,7 @@ static OrtStatus *compute_@(OrtKernelContext *context) {{
 }}
 """
     name = "c" + hashlib.sha256(code.encode()).hexdigest()[:16]
-    return Kernel(name, code.replace("@", name), inputs, (y,), "convolution.h"), replaced
+    return Kernel(name, code.replace("@", name), inputs, (y,), "calls.h"), replaced
 
 
 def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> bool:

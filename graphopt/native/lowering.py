@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
+import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
+from graphopt.files import write_folder
+from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.shapes import ensure_typed
@@ -17,11 +22,11 @@ from graphopt.graph.values import like
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.kernels import Kernel, Writer
-from graphopt.native.library import source
+from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
 from graphopt.native.rewrites import undo_fusions
 from graphopt.native.state_check import add_state_check
-from graphopt.native.toolchain import build
+from graphopt.native.toolchain import build, cache_folder, digest_of
 
 DOMAIN = "ai.graphopt"
 LOWERINGS = ("kernels", "products", "convolutions")
@@ -47,19 +52,24 @@ class Plan:
 
 
 @dataclass
-class Lowered(Plan):
-    """Hold a lowered graph, and the library that has its kernels."""
+class Lowered:
+    """Hold a lowered graph, and the library that has its kernels.
 
+    Args:
+        check: the name of an output that is finite if the new state is, or None.
+        digest: a hash of the graph that was lowered, and of all that its kernels depend on.
+    """
+
+    model: ir.Model
     library: Path
-
-    @property
-    def digest(self) -> str:
-        """Return a hash of the graph and its kernels."""
-        return hashlib.sha256(ir.to_proto(self.model).SerializeToString()).hexdigest()
+    check: str | None
+    digest: str
 
 
 def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = None) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
+
+    The cache folder keeps lowered graphs, without weights, so that a graph is lowered once.
 
     Args:
         without: the lowerings to leave out, by name.
@@ -68,10 +78,49 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
+    if set(LOWERINGS) <= set(without):
+        return None
+    threads = threads or os.cpu_count() or 1
+    with weights_apart(model) as weights:
+        content = ir.to_proto(model).SerializeToString()
+    digest = digest_of(content.hex(), *sorted(without), str(threads), *_code())
+    return _kept(digest, weights) or _lowered(model, without, threads, digest)
+
+
+def _lowered(model: ir.Model, without: Sequence[str], threads: int, digest: str) -> Lowered | None:
+    """Lower a graph, and keep the result under its digest."""
     found = plan(model, without)
     if not found.kernels:
         return None
-    return Lowered(**vars(found), library=build(source(found.kernels, threads or os.cpu_count() or 1)))
+    library = build(source(found.kernels, threads), parts(found.kernels))
+    with weights_apart(found.model):
+        content = ir.to_proto(found.model).SerializeToString()
+    note = json.dumps({"library": library.name, "check": found.check}).encode()
+    write_folder(cache_folder(), {f"{digest}.onnx": content, f"{digest}.json": note})
+    return Lowered(found.model, library, found.check, digest)
+
+
+def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
+    """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
+    folder = cache_folder()
+    try:
+        note = json.loads((folder / f"{digest}.json").read_text())
+        library = folder / note["library"]
+        model = ir.from_proto(onnx.load_model_from_string((folder / f"{digest}.onnx").read_bytes()))
+    except (OSError, ValueError, KeyError, DecodeError):
+        return None
+    if not library.exists():
+        return None
+    for name, tensor in weights.items():
+        if name in model.graph.initializers:
+            model.graph.initializers[name].const_value = tensor
+    return Lowered(model, library, note["check"], digest)
+
+
+@functools.cache
+def _code() -> list[str]:
+    """Return the code that lowers graphs."""
+    return [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
 
 
 def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:

@@ -2,23 +2,18 @@
 #pragma once
 #include <stdatomic.h>
 
+#include "calls.h"
 #include "gemm.h"
-#include "ort.h"
-
-#define MOST_AXES 4
-
-/* Where the axes of operands and of the result lie: `a[i]` is the stored axis that axis i of A is. */
-typedef struct {
-    int rank_a, rank_b, rank_c;
-    unsigned char a[MOST_AXES], b[MOST_AXES], c[MOST_AXES];
-    int rank_bias; /* -1 without a bias */
-} ProductForm;
 
 typedef struct {
     const float *bias;
     int64_t bias_row, bias_column, c_row;
     float *c;
 } Bias;
+
+static int64_t thread_count;
+
+void begin_products(const OrtApi *functions, int64_t threads) { api = functions, thread_count = threads; }
 
 /* One spare buffer, so that a step does not ask the system for pages again and again. */
 static _Atomic(size_t *) spare;
@@ -55,7 +50,7 @@ static void parallel_for(void *context, task_t task, size_t count, void *user) {
 }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */
-static OrtStatus *product(OrtKernelContext *context, const ProductForm *form) {
+OrtStatus *product(OrtKernelContext *context, const ProductForm *form) {
     int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES];
     gemm_product g = {0};
     CHECK(input(context, 0, &g.a, da, form->rank_a));
@@ -104,7 +99,7 @@ static OrtStatus *product(OrtKernelContext *context, const ProductForm *form) {
         bias.c = g.c, bias.c_row = g.c_strides.row;
         g.epilogue = add_bias, g.user = &bias;
     }
-    g.threads = THREADS, g.parallel_for = parallel_for, g.pool = context;
+    g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     g.scratch = borrow(gemm_scratch_float(&g));
     if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");
     gemm_float(&g);

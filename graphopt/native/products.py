@@ -11,7 +11,7 @@ from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.schemas import attributes_of
 from graphopt.native.kernels import Kernel
 
-MOST_AXES = 4  # as in product.h
+MOST_AXES = 4  # as in calls.h
 
 
 def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
@@ -59,7 +59,7 @@ static OrtStatus *compute_@(OrtKernelContext *context) {{
 }}
 """
     name = "p" + hashlib.sha256(code.encode()).hexdigest()[:16]
-    return Kernel(name, code.replace("@", name), inputs, (y,), "product.h"), replaced
+    return Kernel(name, code.replace("@", name), inputs, (y,), "calls.h"), replaced
 
 
 def rank_of(x: ir.Value) -> int:

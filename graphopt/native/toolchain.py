@@ -11,14 +11,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
 
-HEADERS = ("ort.h", "functions.h", "gemm.h", "product.h", "convolution.h")
+HEADERS = ("ort.h", "functions.h", "gemm.h", "calls.h", "product.h", "convolution.h")
 PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
-    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
 FOLDER = Path(__file__).parent
@@ -36,32 +37,55 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
-def build(source: str) -> Path:
+def build(source: str, parts: Sequence[str] = ()) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
+
+    Args:
+        parts: C sources to link with it, each of which is compiled once for all libraries.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
+    return _compiled(source, "so", ["-shared", "-lm"], [_compiled(part, "o", ["-c"]) for part in parts])
+
+
+def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
+    """Return the file that the compiler makes of a C source and objects; make it unless the cache has it."""
+    digest = digest_of(source, *flags, *(each.name for each in objects))
+    folder = cache_folder()
+    path = folder / f"{digest}.{suffix}"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
+        code.write_text(source)
+        files = [str(code), *map(str, objects), "-o", str(target)]
+        done = subprocess.run(
+            [*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], capture_output=True, text=True
+        )
+        if done.returncode:
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise GraphoptError(f"native: {_command()[0]} does not compile the kernels: {reason}")
+        os.replace(target, path)
+    return path
+
+
+def digest_of(*texts: str) -> str:
+    """Return a hash of texts, and of what else compiled code depends on: headers, flags, compiler and processor.
+
+    Raises:
+        GraphoptError: there is no compiler.
+    """
+    return hashlib.sha256("\0".join([*texts, *_environment(_command())]).encode()).hexdigest()[:32]
+
+
+def _command() -> tuple[str, ...]:
     command = compiler()
     if command is None:
         raise GraphoptError(
             "native: expected a C compiler, found none: install gcc or clang, or pip install ziglang"
         )
-    digest = hashlib.sha256("\0".join([source, *_environment(command)]).encode()).hexdigest()
-    folder = cache_folder()
-    path = folder / f"{digest[:32]}.so"
-    if path.exists():
-        return path
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        (Path(work) / "kernels.c").write_text(source)
-        target = Path(work) / "kernels.so"
-        arguments = [*command, *FLAGS, f"-I{FOLDER}", str(Path(work) / "kernels.c"), "-o", str(target), "-lm"]
-        done = subprocess.run(arguments, capture_output=True, text=True)
-        if done.returncode:
-            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise GraphoptError(f"native: {command[0]} does not compile the kernels: {reason}")
-        os.replace(target, path)
-    return path
+    return command
 
 
 def cache_folder() -> Path:

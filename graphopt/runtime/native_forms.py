@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import statistics
 import time
 import warnings
@@ -16,6 +15,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.files import write
 from graphopt.graph.roles import Role, with_role
 from graphopt.native.lowering import Lowered, lower
 from graphopt.native.toolchain import cache_folder
@@ -115,13 +115,10 @@ def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> in
             taken.append(time.perf_counter() - start)
     medians = [statistics.median(taken) for taken in times]
     found = medians.index(min(medians))
-    path = _note(key)
-    written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({"fastest": found, "seconds": medians}))
-    os.replace(written, path)
+    write(_note(key), json.dumps({"fastest": found, "seconds": medians}))
     return found
 
 
 def _note(key: Sequence[object]) -> Path:
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
-    return cache_folder() / f"{digest[:32]}.json"
+    return cache_folder() / f"{digest[:32]}.time.json"
