@@ -34,7 +34,7 @@ class Kernel:
 class Writer:
     """Write one cluster in C. In its lines, `@` stands for the kernel's name, which is a hash of them."""
 
-    def __init__(self, cluster: Cluster, versions: Mapping[str, int]) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.numbers = Numbers(cluster)
         self.inputs, self.outputs = self.numbers.inputs, self.numbers.outputs
         names = {x: f"in{i}" for i, x in enumerate(self.inputs)}
@@ -143,7 +143,7 @@ def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
 def _prepared(i: int, total: Total, output: int, length: str) -> list[str]:
     """Return the statements that give each task memory for its part of a total; a single task has the output."""
     ctype = total.operand.ctype
-    memory = f"malloc(sizeof({ctype}) * a->tasks * a->length{i})"
+    memory = f"allocate(sizeof({ctype}) * a->tasks * a->length{i})"
     if stored_type(total.output) == ctype:
         memory = f"a->tasks == 1 ? a->out{output} : {memory}"
     return [f"a->length{i} = {length};", f"a->sum{i} = {memory};"]

@@ -47,7 +47,7 @@ class Loops:
         """Return the function `body`; `@` stands for the kernel's name."""
         scratch = [x for x in self.stages.kept if self._stored(x) is None]
         lines = [f"const int64_t columns = {self.numbers.product(self.numbers.columns)};"]
-        lines += [f"{x.ctype} *restrict s_{x.name} = malloc(sizeof({x.ctype}) * columns);" for x in scratch]
+        lines += [f"{x.ctype} *restrict s_{x.name} = allocate(sizeof({x.ctype}) * columns);" for x in scratch]
         lines += [*self._before_rows(), *self._totals_start()]
         lines += ["for (int64_t r = row0; r < row1; r++) {", *indented(self._row()), "}"]
         lines += [f"free(s_{x.name});" for x in scratch]

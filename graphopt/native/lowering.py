@@ -172,7 +172,7 @@ def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> N
     """Replace clusters."""
     for cluster in find_clusters(graph, versions):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
-        kernel = Writer(cluster, versions).kernel()
+        kernel = Writer(cluster).kernel()
         _replace(graph, cluster.nodes, kernel)
         found.kernels.append(kernel)
         found.clusters.append(len(cluster.nodes))

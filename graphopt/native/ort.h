@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -126,6 +127,16 @@ static OrtStatus *register_kernels(OrtSessionOptions *options, const OrtApiBase 
     CHECK(api->CreateCustomOpDomain("ai.graphopt", &domain));
     for (size_t i = 0; i < count; i++) CHECK(api->CustomOpDomain_Add(domain, &kernels[i].op));
     return api->AddCustomOpDomain(options, domain);
+}
+
+/* Return memory; end the process if there is none, as a task has no way to report an error. */
+static inline void *allocate(size_t bytes) {
+    void *memory = malloc(bytes ? bytes : 1);
+    if (!memory) {
+        fputs("graphopt: a kernel found no memory\n", stderr);
+        abort();
+    }
+    return memory;
 }
 
 /* Return the data of an input in `data`, and its shape in `dims`; fail if its rank is another. */
