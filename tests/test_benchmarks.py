@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphopt.native import toolchain
+
 FOLDER = Path(__file__).parents[1] / "examples/benchmarks"
 
 
@@ -52,6 +54,14 @@ def test_providers_are_timed(monkeypatch):
         "cnn",
         "transformer",
     }
+    assert min(found.values()) > 0
+
+
+@pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+def test_native_steps_are_timed(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER / "peers")
+    (found,) = benchmark("native", monkeypatch).main(["mlp-small"], rounds=1).values()
+    assert 0 < found["lowered"] < found["nodes"]
     assert min(found.values()) > 0
 
 
