@@ -1,9 +1,9 @@
 /* Convolutions as matrix products: the windows of the input are put in rows or columns while gemm.h packs its operands,
  * so that no unfolded image lies in memory.
  *
- * Filters are rows and places are columns, each image a product of its own; or all images are one product, whose result
- * is then scattered, if an image has few places or they do not lie side by side. If the kernel is larger than the result,
- * as in gradients of weights, places are rows and filters are columns.
+ * Filters are rows and places are columns, and each image is a product of its own; or all images are one product, whose
+ * result is then scattered, if an image has few places or they do not lie side by side. If the kernel is larger than
+ * the result, as in gradients of weights, places are rows and filters are columns.
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
@@ -45,63 +45,48 @@ static int64_t product_of(const int64_t sizes[3]) { return sizes[0] * sizes[1] *
 
 /* Up to a vector of a row: elements `first` to `last` are copied, and the others are 0. */
 typedef struct {
-    int64_t to, from, first, last, length;
+    int64_t to, from;
+    uint64_t lanes;  /* a bit for each element to read, and for those between them */
+    uint32_t stored; /* a bit for each element to write */
+    int first, last, length;
 } Piece;
 
-#ifdef __AVX512F__
-static inline uint64_t lanes_of(const Piece *p, int step) {
-    return p->last > p->first ? (1ull << ((p->last - 1) * step + 1)) - (1ull << p->first * step) : 0;
-}
-#endif
-
-/* Copy one piece of several rows. */
-GEMM_INLINE void copy_piece(const Piece *p, int64_t count, const float *from, int64_t from_row, int64_t step, float *to,
-                            int64_t to_row) {
+GEMM_INLINE void copy_piece(const Piece *p, const float *from, int64_t step, float *to) {
     from += p->from, to += p->to;
 #if defined(__AVX512F__)
-    const __mmask16 stored = (__mmask16)((1u << p->length) - 1);
+    const __mmask16 stored = (__mmask16)p->stored;
     if (step == 1) {
-        const __mmask16 lanes = (__mmask16)lanes_of(p, 1);
-        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
-            _mm512_mask_storeu_ps(to, stored, _mm512_maskz_loadu_ps(lanes, from));
+        _mm512_mask_storeu_ps(to, stored, _mm512_maskz_loadu_ps((__mmask16)p->lanes, from));
         return;
     }
     if (step == 2) {
-        const uint64_t lanes = lanes_of(p, 2);
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row) {
-            const __m512 low = _mm512_maskz_loadu_ps((__mmask16)lanes, from);
-            const __m512 high = _mm512_maskz_loadu_ps((__mmask16)(lanes >> 16), from + 16);
-            _mm512_mask_storeu_ps(to, stored, _mm512_permutex2var_ps(low, even, high));
-        }
+        const __m512 low = _mm512_maskz_loadu_ps((__mmask16)p->lanes, from);
+        const __m512 high = _mm512_maskz_loadu_ps((__mmask16)(p->lanes >> 16), from + 16);
+        _mm512_mask_storeu_ps(to, stored, _mm512_permutex2var_ps(low, even, high));
         return;
     }
 #elif defined(__AVX2__)
     if (step == 1) {
         const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256i first = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32((int)p->first - 1));
-        const __m256i lanes = _mm256_and_si256(first, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)p->last), lane));
-        const __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)p->length), lane);
-        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row) {
-            const __m256 x = _mm256_maskload_ps(from, lanes);
-            if (p->length == LANES) _mm256_storeu_ps(to, x);
-            else _mm256_maskstore_ps(to, stored, x);
-        }
+        const __m256i first = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(p->first - 1));
+        const __m256i last = _mm256_cmpgt_epi32(_mm256_set1_epi32(p->last), lane);
+        const __m256 x = _mm256_maskload_ps(from, _mm256_and_si256(first, last));
+        if (p->length == LANES) _mm256_storeu_ps(to, x);
+        else _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(p->length), lane), x);
         return;
     }
 #endif
-    for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
-        for (int64_t l = 0; l < p->length; l++) to[l] = l >= p->first && l < p->last ? from[l * step] : 0;
+    for (int64_t l = 0; l < p->length; l++) to[l] = l >= p->first && l < p->last ? from[l * step] : 0;
 }
 
-/* Copy all pieces of several rows: in short rows one piece of each row, then the next piece; else row by row. */
-GEMM_INLINE void copy_pieces(const Piece *pieces, int64_t many, int64_t count, const float *from, int64_t from_row, int64_t step,
-                             float *to, int64_t to_row) {
-    if (many <= 4)
-        for (int64_t p = 0; p < many; p++) copy_piece(pieces + p, count, from, from_row, step, to, to_row);
-    else
-        for (int64_t i = 0; i < count; i++, from += from_row, to += to_row)
-            for (int64_t p = 0; p < many; p++) copy_piece(pieces + p, 1, from, from_row, step, to, to_row);
+/* Copy the rows i for which i % together is from first to last: the pieces of row i are those of row i % together,
+ * from_step further on for each time that `together` is in i. */
+GEMM_INLINE void copy_rows(const Piece *pieces, int64_t many, int64_t first, int64_t last, int64_t rows,
+                           int64_t together, const float *from, int64_t from_step, int64_t step, float *to, int64_t to_row) {
+    for (int64_t start = 0; start < rows; start += together, from += from_step, to += together * to_row)
+        for (int64_t i = first; i < gemm_min(last, rows - start); i++)
+            for (int64_t p = 0; p < many; p++) copy_piece(pieces + (i - first) * many + p, from, step, to + i * to_row);
 }
 
 /* The indices of a row or a column, from its number. */
@@ -110,55 +95,74 @@ static inline void indices(const Side *side, int64_t number, int64_t at[4]) {
     at[0] = number;
 }
 
+static inline void advance(const Side *side, int64_t at[4]) {
+    for (int i = 3; ++at[i] == (i ? side->sizes[i - 1] : INT64_MAX); i--) at[i] = 0;
+}
+
+/* A quotient, rounded upwards. */
 static inline int64_t upwards(int64_t x, int64_t y) { return y == 1 ? x : x > 0 ? (x + y - 1) / y : -(-x / y); }
 
-/* Write a block of the unfolded input: the rows that differ in the outer index alone together. */
-static void unfold(const Convolution *u, const float *x, int64_t row, int64_t rows, int64_t column, int64_t columns, float *to,
-                   int64_t to_row) {
+/* Write a block of the unfolded input. Rows that differ in the outer index alone are copied alike. */
+static void unfold(const Convolution *u, const float *x, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                   float *to, int64_t to_row) {
     struct {
         int64_t from, at[3], length;
     } runs[GEMM_KC];
-    Piece pieces[GEMM_KC];
-    int64_t count = 0, at[4];
+    Piece pieces[2 * GEMM_KC], *next;
+    int64_t count = 0, many = 0, at[4];
     const int64_t move = u->columns.moves[2], step = move * u->steps[2], together = product_of(u->rows.sizes);
+    if (rows == 0) return;
+    indices(&u->columns, column, at);
     for (int64_t done = 0; done < columns; done += runs[count++].length) {
-        indices(&u->columns, column + done, at);
         runs[count].from = at[0] * u->columns.step;
         runs[count].length = gemm_min(u->columns.sizes[2] - at[3], columns - done);
         for (int i = 0; i < 3; i++) runs[count].at[i] = at[i + 1] * u->columns.moves[i] - u->pads[i];
+        many += (runs[count].length + LANES - 1) / LANES;
+        at[3] = u->columns.sizes[2] - 1;
+        advance(&u->columns, at);
     }
-    for (int64_t i = 0; i < gemm_min(rows, together); i++) {
-        int64_t many = 0, done = 0;
-        indices(&u->rows, row + i, at);
-        for (int64_t r = 0; r < count; done += runs[r++].length) {
-            int64_t moved[3], first = 0, last = 0;
-            for (int j = 0; j < 3; j++) moved[j] = runs[r].at[j] + at[j + 1] * u->rows.moves[j];
-            if (moved[0] >= 0 && moved[0] < u->sizes[0] && moved[1] >= 0 && moved[1] < u->sizes[1]) {
-                first = moved[2] < 0 ? upwards(-moved[2], move) : 0;
-                last = gemm_min(upwards(u->sizes[2] - moved[2], move), runs[r].length);
+    indices(&u->rows, row, at);
+    const int64_t all = gemm_min(rows, together), most = many ? 2 * GEMM_KC / many : all;
+    for (int64_t first = 0, last; first < all; first = last) {
+        last = gemm_min(first + most, all);
+        next = pieces;
+        for (int64_t i = first; i < last; i++, advance(&u->rows, at)) {
+            int64_t done = 0;
+            for (int64_t r = 0; r < count; done += runs[r++].length) {
+                int64_t moved[3], begin = 0, end = 0;
+                for (int j = 0; j < 3; j++) moved[j] = runs[r].at[j] + at[j + 1] * u->rows.moves[j];
+                if (moved[0] >= 0 && moved[0] < u->sizes[0] && moved[1] >= 0 && moved[1] < u->sizes[1]) {
+                    begin = moved[2] < 0 ? upwards(-moved[2], move) : 0;
+                    end = gemm_min(upwards(u->sizes[2] - moved[2], move), runs[r].length);
+                }
+                int64_t from = runs[r].from + at[0] * u->rows.step;
+                for (int j = 0; j < 3; j++) from += moved[j] * u->steps[j];
+                for (int64_t v = 0; v < runs[r].length; v += LANES, next++) {
+                    const int64_t a = gemm_min(begin > v ? begin - v : 0, LANES);
+                    const int64_t z = gemm_min(end > v ? end - v : 0, LANES);
+                    const int masked = z > a && step <= 2;
+                    const uint64_t lanes = masked ? (1ull << ((z - 1) * step + 1)) - (1ull << a * step) : 0;
+                    const int64_t length = gemm_min(runs[r].length - v, LANES);
+                    *next = (Piece){done + v, from + v * step, lanes, (1u << length) - 1, a, z, length};
+                }
             }
-            const int64_t from = runs[r].from + moved[0] * u->steps[0] + moved[1] * u->steps[1] + moved[2] * u->steps[2];
-            for (int64_t v = 0; v < runs[r].length; v += LANES)
-                pieces[many++] = (Piece){done + v, from + v * step, gemm_min(first > v ? first - v : 0, LANES),
-                                         gemm_min(last > v ? last - v : 0, LANES), gemm_min(runs[r].length - v, LANES)};
         }
-        const float *from = x + at[0] * u->rows.step;
-        const int64_t times = (rows - i + together - 1) / together;
-        if (step == 1) copy_pieces(pieces, many, times, from, u->rows.step, 1, to + i * to_row, together * to_row);
-        else if (step == 2) copy_pieces(pieces, many, times, from, u->rows.step, 2, to + i * to_row, together * to_row);
-        else copy_pieces(pieces, many, times, from, u->rows.step, step, to + i * to_row, together * to_row);
+        if (step == 1 && many == 2) copy_rows(pieces, 2, first, last, rows, together, x, u->rows.step, 1, to, to_row);
+        else if (step == 1) copy_rows(pieces, many, first, last, rows, together, x, u->rows.step, 1, to, to_row);
+        else if (step == 2) copy_rows(pieces, many, first, last, rows, together, x, u->rows.step, 2, to, to_row);
+        else copy_rows(pieces, many, first, last, rows, together, x, u->rows.step, step, to, to_row);
     }
 }
 
-static void pack_windows(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns, void *to,
-                         int64_t to_row) {
+static void pack_windows(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                         void *to, int64_t to_row) {
     const Convolution *u = user;
     unfold(u, u->x + batch[0] * u->batch[0] + batch[1] * u->batch[1], row, rows, column, columns, to, to_row);
 }
 
 /* Write channels and taps of filters as columns. */
-static void pack_filters(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns, void *to,
-                         int64_t to_row) {
+static void pack_filters(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                         void *to, int64_t to_row) {
     const Convolution *u = user;
     const float *w = u->w + batch[1] * u->w_batch + column * u->w_filter;
     float *written = to;
@@ -172,24 +176,40 @@ static void pack_filters(void *user, const int64_t batch[2], int64_t row, int64_
         const float *from = w + row / taps * u->w_channel + row % taps;
         length = gemm_min(taps - row % taps, end - row);
         if (length >= LANES) /* it writes whole vectors */
-            gemm_pack_float(length, columns, to_row, from, 1, u->w_filter, (columns - 1) * u->w_filter + length, written);
+            gemm_pack_float(length, columns, to_row, from, 1, u->w_filter, (columns - 1) * u->w_filter + length,
+                            written);
         else
             for (int64_t p = 0; p < length; p++)
                 for (int64_t j = 0; j < columns; j++) written[p * to_row + j] = from[j * u->w_filter + p];
     }
 }
 
-static inline void finish(float *restrict to, const float *restrict from, int64_t step, int64_t length, float bias, int relu) {
+/* Copy a result to where it belongs, `step` apart, with its bias. */
+static inline void finish(float *restrict to, const float *restrict from, int64_t step, int64_t length, float bias,
+                          int relu) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    const __m512i spread = _mm512_setr_epi32(0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0);
+    for (; step == 2 && i < length; i += LANES / 2) {
+        const int64_t count = gemm_min(length - i, LANES / 2);
+        const __mmask16 read = (__mmask16)((1u << count) - 1), written = (__mmask16)((1u << 2 * count) - 1) & 0x5555;
+        const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(read, from + i), _mm512_set1_ps(bias));
+        const __mmask16 positive = _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_NLE_UQ); /* or NaN */
+        const __m512 x = relu ? _mm512_maskz_mov_ps(positive, sum) : sum;
+        _mm512_mask_storeu_ps(to + 2 * i, written, _mm512_permutexvar_ps(spread, x));
+    }
+#endif
     if (step != 1)
-        for (int64_t i = 0; i < length; i++) to[i * step] = relu && from[i] + bias <= 0 ? 0 : from[i] + bias;
+        for (; i < length; i++) to[i * step] = relu && from[i] + bias <= 0 ? 0 : from[i] + bias;
     else if (relu)
-        for (int64_t i = 0; i < length; i++) to[i] = from[i] + bias <= 0 ? 0 : from[i] + bias;
+        for (; i < length; i++) to[i] = from[i] + bias <= 0 ? 0 : from[i] + bias;
     else
-        for (int64_t i = 0; i < length; i++) to[i] = from[i] + bias;
+        for (; i < length; i++) to[i] = from[i] + bias;
 }
 
 /* Add the bias where the result lies. */
-static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
+                        int64_t column1) {
     const Convolution *u = user;
     float *y = u->y + batch[0] * u->y_image + batch[1] * u->y_batch;
     for (int64_t i = row0; i < row1; i++) {
@@ -203,40 +223,53 @@ static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_
 }
 
 /* Scatter rows of filters, whose columns are the places of all images. */
-static void scatter_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+static void scatter_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
+                         int64_t column1) {
     const Convolution *u = user;
     const Side places = {0, {u->y_sizes[0], u->y_sizes[1], u->y_sizes[2]}};
     const float *c = u->c + batch[1] * u->c_batch;
-    int64_t at[4];
-    for (int64_t j = column0, length; j < column1; j += length) {
-        indices(&places, j, at);
-        length = gemm_min(u->y_sizes[2] - at[3], column1 - j);
-        float *y = u->y + batch[1] * u->y_batch + at[0] * u->y_image + at[1] * u->y_steps[0] + at[2] * u->y_steps[1] + at[3] * u->y_steps[2];
-        for (int64_t i = row0; i < row1; i++)
-            finish(y + i * u->y_filter, c + i * u->c_row + j, u->y_steps[2], length, u->bias ? u->bias[batch[1] * u->filters + i] : 0, u->relu);
+    int64_t start[4], at[4], length;
+    indices(&places, column0, start);
+    for (int64_t i = row0; i < row1; i++) {
+        const float bias = u->bias ? u->bias[batch[1] * u->filters + i] : 0;
+        float *y = u->y + batch[1] * u->y_batch + i * u->y_filter;
+        memcpy(at, start, sizeof at);
+        for (int64_t j = column0; j < column1; j += length) {
+            float *to = y + at[0] * u->y_image + at[1] * u->y_steps[0] + at[2] * u->y_steps[1] + at[3] * u->y_steps[2];
+            length = gemm_min(places.sizes[2] - at[3], column1 - j);
+            finish(to, c + i * u->c_row + j, u->y_steps[2], length, bias, u->relu);
+            at[3] += length - 1;
+            advance(&places, at);
+        }
     }
 }
 
 /* Transpose rows of places, whose columns are filters. The places of an image lie side by side. */
-static void scatter_columns(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+static void scatter_columns(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
+                            int64_t column1) {
     const Convolution *u = user;
     const int64_t many = u->y_sizes[2];
     const float *c = u->c + batch[1] * u->c_batch;
     float *y = u->y + batch[1] * u->y_batch;
     const int joined = u->y_image == many, plain = !u->bias && !u->relu;
-    for (int64_t i = row0, rows; i < row1; i += rows) {
-        float *to = y + (joined ? i : i / many * u->y_image + i % many);
-        rows = gemm_min(LANES, row1 - i);
-        if (!joined) rows = gemm_min(rows, many - i % many);
-        for (int64_t j = column0; j < column1; j += LANES)
-            if (plain && rows == LANES && j + LANES <= column1)
+    for (int64_t j = column0; j < column1; j += LANES) {
+        const int64_t end = gemm_min(j + LANES, column1);
+        for (int64_t i = row0, rows; i < row1; i += rows) {
+            float *to = y + (joined ? i : i / many * u->y_image + i % many);
+            rows = gemm_min(LANES, row1 - i);
+            if (!joined) rows = gemm_min(rows, many - i % many);
+            if (plain && rows == LANES && end == j + LANES) {
                 gemm_transpose_float(c + i * u->c_row + j, u->c_row, to + j * u->y_filter, u->y_filter);
-            else
-                for (int64_t o = j; o < gemm_min(j + LANES, column1); o++)
-                    for (int64_t p = 0; p < rows; p++) {
-                        const float sum = c[(i + p) * u->c_row + o] + (u->bias ? u->bias[batch[1] * u->filters + o] : 0);
-                        to[o * u->y_filter + p] = u->relu && sum <= 0 ? 0 : sum;
-                    }
+                continue;
+            }
+            for (int64_t o = j; o < end; o++) {
+                const float bias = u->bias ? u->bias[batch[1] * u->filters + o] : 0;
+                for (int64_t p = 0; p < rows; p++) {
+                    const float sum = c[(i + p) * u->c_row + o] + bias;
+                    to[o * u->y_filter + p] = u->relu && sum <= 0 ? 0 : sum;
+                }
+            }
+        }
     }
 }
 
@@ -247,8 +280,10 @@ static void copy_filters(const Convolution *u, float *to) {
             for (int64_t c = 0; c < u->channels; c++) {
                 const float *w = u->w + g * u->w_batch + o * u->w_filter + c * u->w_channel;
                 for (int64_t d = 0; d < u->taps[0]; d++)
-                    for (int64_t h = 0; h < u->taps[1]; h++)
-                        for (int64_t x = 0; x < u->taps[2]; x++) *to++ = w[d * u->w_steps[0] + h * u->w_steps[1] + x * u->w_steps[2]];
+                    for (int64_t h = 0; h < u->taps[1]; h++) {
+                        const float *from = w + d * u->w_steps[0] + h * u->w_steps[1];
+                        for (int64_t t = 0; t < u->taps[2]; t++) *to++ = from[t * u->w_steps[2]];
+                    }
             }
 }
 
@@ -267,16 +302,21 @@ static void join(int64_t sizes[3], int64_t steps[3]) {
 static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
     const int64_t taps = product_of(u->taps), places = product_of(u->places);
     int pointwise = taps == 1 && side_by_side(u->sizes, u->steps);
-    for (int i = 0; i < 3; i++) pointwise = pointwise && u->place_moves[i] == 1 && u->pads[i] == 0 && u->sizes[i] == u->places[i];
     const int joined = side_by_side(u->places, u->y_steps), w_joined = side_by_side(u->taps, u->w_steps);
+    for (int i = 0; i < 3; i++)
+        if (u->place_moves[i] != 1 || u->pads[i] != 0 || u->sizes[i] != u->places[i]) pointwise = 0;
     memcpy(u->y_sizes, u->places, sizeof u->places);
     if (joined) join(u->y_sizes, u->y_steps);
     if (pointwise) join(u->sizes, u->steps), join(u->places, (int64_t[3]){0});
-    const int by_columns = joined && w_joined && taps > places, merged = !by_columns && (!joined || (places < FEW_PLACES && u->images > 1));
-    const Side window = {u->x_channel, {u->taps[0], u->taps[1], u->taps[2]}, {u->tap_moves[0], u->tap_moves[1], u->tap_moves[2]}};
-    const Side place = {u->x_image, {u->places[0], u->places[1], u->places[2]}, {u->place_moves[0], u->place_moves[1], u->place_moves[2]}};
-    gemm_product g = {.m = u->filters, .n = places, .k = u->channels * taps, .batch = {1, u->groups}, .packed = u, .user = u};
-    const int64_t count = u->images * places * u->filters * u->groups;
+    const int by_columns = joined && w_joined && taps > places && u->tap_moves[2] > 0;
+    const int merged = !by_columns && (!joined || (places < FEW_PLACES && u->images > 1));
+    Side window = {.step = u->x_channel}, place = {.step = u->x_image};
+    for (int i = 0; i < 3; i++) {
+        window.sizes[i] = u->taps[i], window.moves[i] = u->tap_moves[i];
+        place.sizes[i] = u->places[i], place.moves[i] = u->place_moves[i];
+    }
+    gemm_product g = {.m = u->filters, .n = places, .k = u->channels * taps, .batch = {1, u->groups}};
+    g.packed = g.user = u;
     size_t copied = 0, scattered = 0;
     u->batch[0] = 0, u->batch[1] = u->channels * u->x_channel;
     if (by_columns) {
@@ -302,9 +342,9 @@ static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
         }
     }
     if (by_columns || merged) {
-        scattered = (size_t)count;
-        g.c_strides = (gemm_strides){g.n, 1, {0, g.m * g.n}};
-        u->c_row = g.n, u->c_batch = g.m * g.n;
+        u->c_row = merged ? gemm_padded(g.n) : g.n, u->c_batch = g.m * u->c_row;
+        g.c_strides = (gemm_strides){u->c_row, 1, {0, u->c_batch}};
+        scattered = (size_t)(u->groups * u->c_batch);
     }
     g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     float *memory = borrow((copied + scattered) * sizeof(float) + gemm_scratch_float(&g));
@@ -338,8 +378,8 @@ OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
     const int64_t first = form->transposed ? w[1] : w[0], second = form->transposed ? w[0] : w[1];
     u.images = x[0], u.channels = x[1] / u.groups;
     u.filters = form->transposed ? first : first / u.groups;
-    if (u.channels * u.groups != x[1] || second != (form->transposed ? x[1] : u.channels) || (!form->transposed && first % u.groups))
-        return unlike();
+    if (u.channels * u.groups != x[1] || second != (form->transposed ? x[1] : u.channels)) return unlike();
+    if (!form->transposed && first % u.groups) return unlike();
     y[0] = x[0], y[1] = u.filters * u.groups;
     for (int i = 0; i < axes; i++) {
         const int64_t reach = (w[i + 2] - 1) * form->dilations[i] + 1, pads = form->begin[i] + form->end[i];
@@ -364,6 +404,9 @@ OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
     /* A transposed convolution is one convolution for each remainder of the places by the strides. */
     int64_t strides[3] = {1, 1, 1};
     for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
+    int empty = 0; /* a part that no tap reaches */
+    for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
+    if (empty) memset(u.y, 0, (size_t)step * sizeof(float));
     for (int64_t part = 0; part < product_of(strides); part++) {
         Convolution v = u;
         int64_t rest = part;
@@ -387,7 +430,7 @@ OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
                 v.place_moves[i] = form->strides[at], v.tap_moves[i] = form->dilations[at], v.pads[i] = form->begin[at];
             }
         }
-        CHECK(convolve(context, &v));
+        if (!empty || product_of(v.taps)) CHECK(convolve(context, &v));
     }
     return NULL;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphopt.native.products import braced, only_reader, permutation, rank_of
 
 MOST_AXES = 3  # of space, as in convolution.h
 LEAST_OF_GROUP = 8  # channels and filters, below which a product of a group is too small
+LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 
 Stored = tuple[ir.Value, list[int]]  # a value, and the stored axis of each axis; -1 if it has size 1
 
@@ -90,6 +92,9 @@ def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> 
     if transposed and max(attributes.get("strides", [1])) > 1 and max(attributes.get("dilations", [1])) > 1:
         return False
     assert w.shape is not None
+    terms = [size for size in w.shape[1:] if isinstance(size, int)]
+    if not transposed and len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS:
+        return False
     sizes = [size for size in w.shape[:2] if isinstance(size, int)]
     return groups == 1 or (len(sizes) == 2 and min(sizes[0] // groups, sizes[1]) >= LEAST_OF_GROUP)
 

@@ -33,8 +33,8 @@ typedef void (*gemm_epilogue)(void *user, const int64_t batch[2], int64_t row0, 
                               int64_t column1);
 
 /* Writes rows and columns of op(A) or op(B) to rows that lie to_row elements apart. */
-typedef void (*gemm_packing)(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
-                             void *to, int64_t to_row);
+typedef void (*gemm_packing)(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column,
+                             int64_t columns, void *to, int64_t to_row);
 
 /* Runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are done. */
 typedef void (*gemm_task)(void *user, size_t index);
@@ -87,6 +87,7 @@ static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
 
 /* The rows of a block: fewer with whole_rows, so that a block with all columns still fits a cache. */
 static inline int64_t gemm_block_rows(const gemm_product *g) {
+    if (!g->pack_b && g->b_strides.column == 1 && g->k <= 128 && g->n >= 1024) return 2 * GEMM_MR; /* C is most of it */
     const int64_t fitting = 131072 / (g->n + 1);
     if (!g->whole_rows || fitting > GEMM_MC) return GEMM_MC;
     return fitting > 8 * GEMM_MR ? fitting : 8 * GEMM_MR;
