@@ -32,6 +32,10 @@ ARRANGED = {
     "channels as an axis": "a_ = Transpose<perm = [0,2,3,1]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
     "d_ = Unsqueeze(a_, first) e_ = Unsqueeze(b_, last) c_ = Conv<pads = [1,1,0,1,1,0]>(d_, e_) "
     "f_ = Squeeze(c_, first) y_ = Transpose<perm = [0,3,1,2]>(f_)",
+    "cut at the end": "a_ = Transpose<perm = [1,0,2,3]>(x) s_ = Slice(a_, zeros, ends, axes) "
+    "t_ = Transpose<perm = [1,2,3,0]>(s_) d_ = Unsqueeze(t_, first) b_ = Transpose<perm = [1,0,2,3]>(g) "
+    "e_ = Unsqueeze(b_, last) c_ = Conv<dilations = [2,1,1]>(d_, e_) f_ = Squeeze(c_, first) "
+    "y_ = Transpose<perm = [0,3,1,2]>(f_)",
     "batch as an axis": "a_ = Transpose<perm = [1,2,3,0]>(x) d_ = Unsqueeze(a_, first) e_ = Unsqueeze(k, last) "
     "c_ = Conv<strides = [2,1,1], pads = [1,1,0,1,1,0]>(d_, e_) f_ = Squeeze(c_, first) "
     "y_ = Transpose<perm = [3,0,1,2]>(f_)",
@@ -40,6 +44,8 @@ ARRANGED = {
 KEPT = {
     "channels last": "a_ = Transpose<perm = [0,2,3,1]>(x) d_ = Unsqueeze(a_, first) e_ = Unsqueeze(k, last) "
     "b_ = Transpose<perm = [1,0,2,3]>(g) h_ = Unsqueeze(b_, last) y_ = Conv<pads = [1,1,0,1,1,0]>(d_, h_)",
+    "cut at the beginning": "s_ = Slice(x, starts, ends, axes) y_ = Conv(s_, k)",
+    "cut images": "s_ = Slice(x, first, last, first) y_ = Conv(s_, k)",
     "space first": "c_ = Conv(x, k) y_ = Transpose<perm = [2,3,0,1]>(c_)",
     "read twice": "c_ = Conv(x, k) t_ = Transpose<perm = [1,0,2,3]>(c_) "
     "u_ = Transpose<perm = [1,0,2,3]>(t_) y_ = Add(u_, c_)",
@@ -70,6 +76,9 @@ def drawn(rng, number):
         kernel, strides, dilations, pads = (
             np.full(len(v), k) for v, k in zip((kernel, strides, dilations, pads), (1, 1, 1, 0), strict=True)
         )
+    if axes > 1 and rng.random() < 0.2:  # a sequence, stored as an image
+        sizes[-1] = kernel[-1] = strides[-1] = dilations[-1] = 1
+        pads[[axes - 1, -1]] = 0
     more = [int(rng.integers(0, s)) for s in strides]
     attributes = {"strides": strides, "dilations": dilations, "pads": pads} | (
         {"output_padding": more} if transposed else {}
@@ -164,8 +173,16 @@ def graph_of(forms):
     proto = model(
         f"g (float[N,9,9,8] x, float[N,17,4,7] g, float[17,9,3,3] k) => ({outputs}) {{ {' '.join(texts)} }}",
     )
-    for name, axis in (("first", 0), ("last", -1)):
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([axis]), name))
+    constants = {
+        "first": [0],
+        "last": [-1],
+        "zeros": [0, 0],
+        "ends": [8, 7],
+        "axes": [2, 3],
+        "starts": [1, 0],
+    }
+    for name, value in constants.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), name))
     return load(onnx.shape_inference.infer_shapes(proto))
 
 

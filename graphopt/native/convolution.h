@@ -299,7 +299,19 @@ static void join(int64_t sizes[3], int64_t steps[3]) {
     sizes[2] = product_of(sizes), sizes[0] = sizes[1] = 1, steps[0] = steps[1] = 0, steps[2] = 1;
 }
 
+/* Make the last axis the first one, if it has size 1 everywhere: the last axis is copied in vectors. */
+static void skip_last(Convolution *u) {
+    int64_t *all[] = {u->sizes, u->taps, u->places, u->place_moves, u->tap_moves,
+                      u->pads,  u->steps, u->w_steps, u->y_steps};
+    if (u->sizes[2] != 1 || u->taps[2] != 1 || u->places[2] != 1 || u->pads[2] != 0) return;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const int64_t last = all[i][2];
+        all[i][2] = all[i][1], all[i][1] = all[i][0], all[i][0] = last;
+    }
+}
+
 static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
+    skip_last(u), skip_last(u);
     const int64_t taps = product_of(u->taps), places = product_of(u->places);
     int pointwise = taps == 1 && side_by_side(u->sizes, u->steps);
     const int joined = side_by_side(u->places, u->y_steps), w_joined = side_by_side(u->taps, u->w_steps);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -18,7 +18,8 @@ MOST_AXES = 3  # of space, as in convolution.h
 LEAST_OF_GROUP = 8  # channels and filters, below which a product of a group is too small
 LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 
-Stored = tuple[ir.Value, list[int]]  # a value, and the stored axis of each axis; -1 if it has size 1
+# A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
+Stored = tuple[ir.Value, list[int], list[int]]
 
 
 def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
@@ -48,9 +49,9 @@ def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kern
         if results:
             break
     nodes, stored_y = results[-1]
-    x, axes_x = _deepest([(v, [axes[i] for i in order]) for v, axes in _before(x)], 1)
-    kept = [0, 1, *order[2:]]
-    w, axes_w = _deepest([(v, [axes[i] for i in kept]) for v, axes in _before(w)], len(order) - 2)
+    cut = order[2:] if node.op_type == "Conv" else []
+    x, axes_x, unused = _deepest(_before(x, cut), order, 1)
+    w, axes_w, _ = _deepest(_before(w, []), [0, 1, *order[2:]], len(order) - 2)
     replaced = [node, *nodes]
     then = only_reader(replaced[-1].outputs[0])
     relu = then is not None and then.op_type == "Relu" and then.domain == ""
@@ -63,7 +64,7 @@ def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kern
         list(attributes.get("strides", one)),
         list(attributes.get("dilations", one)),
         pads[: len(space)],
-        pads[len(space) :],
+        [pad - n for pad, n in zip(pads[len(space) :], unused[2:], strict=True)],
         list(attributes.get("output_padding", none)),
     ]
     form: list[int | Sequence[int]] = [
@@ -116,11 +117,15 @@ def _batch_axis(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value, w: ir
     return next((i + 2 for i in reversed(free) if w.shape[i + 2] == 1), None)
 
 
-def _before(x: ir.Value) -> Iterator[Stored]:
-    """Yield an operand, and what it was before each of the nodes that only arranged its axes."""
-    axes = list(range(rank_of(x)))
+def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[Stored]:
+    """Yield an operand, and what it was before each of the nodes that only arranged its axes.
+
+    Args:
+        cut: the axes at whose end a node may also drop elements.
+    """
+    axes, unused = list(range(rank_of(x))), [0] * rank_of(x)
     while True:
-        yield x, axes
+        yield x, axes, unused
         node = x.producer()
         before = None if node is None else node.inputs[0] if node.inputs else None
         if node is None or before is None or rank_of(before) < 0:
@@ -131,9 +136,31 @@ def _before(x: ir.Value) -> Iterator[Stored]:
         elif added is not None:
             kept = [i for i in range(rank_of(x)) if i not in added]
             axes = [kept.index(i) if i in kept else -1 for i in axes]
+        elif (lost := _cut_at_end(node, before)) and all(axes.index(i) in cut for i in lost):
+            unused = [n + lost.get(i, 0) for n, i in zip(unused, axes, strict=True)]
         else:
             return
         x = before
+
+
+def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
+    """Return how many elements a Slice drops at the end of each axis that it names; nothing for any other node."""
+    y = node.outputs[0]
+    if node.op_type != "Slice" or node.domain != "" or x.shape is None or y.shape is None:
+        return {}
+    starts, _, axes, steps = (constant_of(v) for v in [*node.inputs[1:], None, None][:4])
+    if (
+        starts is None
+        or starts.any()
+        or axes is None
+        or (len(node.inputs) > 4 and (steps is None or (steps != 1).any()))
+    ):
+        return {}
+    sizes = {int(i) % len(x.shape): (x.shape[int(i)], y.shape[int(i)]) for i in axes}
+    known = {
+        i: (old, new) for i, (old, new) in sizes.items() if isinstance(old, int) and isinstance(new, int)
+    }
+    return {i: old - new for i, (old, new) in known.items()} if known == sizes else {}
 
 
 def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
@@ -169,7 +196,14 @@ def _in_order(axes: Sequence[int], many: int) -> bool:
     return list(axes[-(many - 2) :]) == list(range(2, many))
 
 
-def _deepest(stored: Sequence[Stored], last: int) -> Stored:
-    """Return the last of several forms whose `last` axes are stored last and in order; by default, the first form."""
-    fitting = [(x, axes) for x, axes in stored if axes[-last:] == list(range(rank_of(x) - last, rank_of(x)))]
-    return fitting[-1] if fitting else stored[0]
+def _deepest(stored: Iterable[Stored], order: Sequence[int], last: int) -> Stored:
+    """Return the last of several forms whose `last` axes are stored last and in order; by default, the first form.
+
+    Args:
+        order: the axes of a form to return, by their number in `stored`.
+    """
+    forms = [(x, [axes[i] for i in order], unused) for x, axes, unused in stored]
+    fitting = [
+        form for form in forms if form[1][-last:] == list(range(rank_of(form[0]) - last, rank_of(form[0])))
+    ]
+    return fitting[-1] if fitting else forms[0]
