@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from graphopt.errors import GraphoptError
 from graphopt.files import write_folder
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
@@ -130,7 +132,8 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         without: the lowerings to leave out, by name.
     """
     model = model.clone()
-    ensure_typed(model)
+    with contextlib.suppress(GraphoptError):  # operators of unknown types stay with ONNX Runtime
+        ensure_typed(model)
     if "kernels" not in without:
         undo_fusions(model)
     found = Plan(model, [], [], 0, 0, None if "kernels" in without else add_state_check(model))

@@ -279,7 +279,8 @@ class Executor(ExecutorState):
         model = reporting(self._model, self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
         self._runner = runner_of(model)
-        self._several = SeveralSteps(model, runner_of, stacks=as_numpy or not arrays)
+        several = functools.partial(runner_of, single=self._runner)
+        self._several = SeveralSteps(model, several, stacks=as_numpy or not arrays)
         self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
 
     def _accept(self, reported: Reported) -> bool:

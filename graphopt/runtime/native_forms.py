@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -32,23 +33,35 @@ class Forms:
     """Hold a training graph lowered to the machine or as it is; the first step shows which form is faster.
 
     Args:
+        model: the graph of one step.
         bind: creates the session of a form.
+        arranged: returns the graph to run from that of one step, lowered or not; by default, that graph itself.
+        native: the form to take; by default, the device's option decides.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
     """
 
-    def __init__(self, device: Device, model: ir.Model, bind: Callable[..., BoundSession]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: ir.Model,
+        bind: Callable[..., BoundSession],
+        *,
+        arranged: Callable[[ir.Model], ir.Model] | None = None,
+        native: bool | None = None,
+    ) -> None:
         self._device = device
-        self._plain = functools.partial(bind, model=model)
-        found = _lowered(device, model)
-        self._digest = (
-            found.digest if found and device.native == "auto" and not device.deterministic else None
-        )
+        self._model, self._bind, self._arranged = model, bind, arranged
+        found = None if native is False else _lowered(device, model)
+        measures = found and native is None and device.native == "auto" and not device.deterministic
+        self._digest = found.digest if found and measures else None
+        self.native = None if measures else found is not None
         if found:
-            self._bound = bind(model=found.model, library=found.library, check=found.check)
+            check = found.check if arranged is None else None
+            self._bound = self._opened(found.model, library=found.library, check=check)
         else:
-            self._bound = self._plain()
+            self._bound = self._opened(model)
 
     @property
     def latest(self) -> BoundSession:
@@ -65,11 +78,15 @@ class Forms:
             key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
             fastest = remembered(key)
             if fastest != 0:
-                plain = self._plain()
+                plain = self._opened(self._model)
                 calls = [functools.partial(form.call, source, feeds) for form in (self._bound, plain)]
-                self._bound = plain if (fastest or measured(key, calls)) == 1 else self._bound
-            self._digest = None
+                fastest = fastest or measured(key, calls)
+                self._bound = plain if fastest else self._bound
+            self._digest, self.native = None, not fastest
         return self._bound
+
+    def _opened(self, model: ir.Model, **options: Any) -> BoundSession:
+        return self._bind(model=self._arranged(model) if self._arranged else model, **options)
 
 
 def _lowered(device: Device, model: ir.Model) -> Lowered | None:

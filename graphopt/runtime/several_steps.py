@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.unroll import Unroll
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
@@ -27,7 +26,7 @@ class SeveralSteps:
 
     Args:
         model: the graph of one step.
-        runner_of: creates a runner for a graph.
+        runner_of: creates a runner of several steps per call for a graph.
         stacks: whether reported values can be stacked; values on a device cannot.
     """
 
@@ -54,9 +53,7 @@ class SeveralSteps:
             GraphoptError: an array has the wrong type or shape. No step has run.
         """
         if self._runner is None:
-            model = self._model.clone()
-            Unroll()(model)
-            self._runner = self._runner_of(model)
+            self._runner = self._runner_of(self._model)
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._runner.check(stacked)
         self._runner.signature.check_labels(stacked)

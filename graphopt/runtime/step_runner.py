@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
+from graphopt.graph.unroll import Unroll
 from graphopt.runtime.bound_session import BoundSession, Reported, with_shapes
 from graphopt.runtime.device import Device
 from graphopt.runtime.native_forms import Forms
@@ -27,6 +28,7 @@ class StepRunner:
         report: the outputs to return.
         static_shapes: create a session for each set of shapes, so that the runtime knows them in advance.
         as_numpy: return NumPy arrays; otherwise values on the device.
+        single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class StepRunner:
         *,
         static_shapes: bool = False,
         as_numpy: bool = True,
+        single: StepRunner | None = None,
     ) -> None:
-        self.signature = Signature(device, with_role(model, *FED))
-        self._device, self._model, self._static = device, model, static_shapes
+        self._device, self._model, self._single, self._static = device, model, single, static_shapes
+        self.signature = Signature(device, with_role(_unrolled(model) if single else model, *FED))
         self._bind = functools.partial(
             BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy
         )
         self._by_shapes: dict[Any, Forms] = {}
-        self._forms = None if static_shapes else Forms(device, model, self._bind)
+        self._forms = None if static_shapes else self._opened()
         self._checked: list[Any] | None = (
             None  # names, shapes and types of the tensors that were checked last
         )
@@ -64,8 +67,7 @@ class StepRunner:
         if self._static:
             key = tuple(sorted(shapes.items()))
             if key not in self._by_shapes:
-                model = with_shapes(self._model, shapes)
-                self._by_shapes[key] = Forms(self._device, model, self._bind)
+                self._by_shapes[key] = self._opened(shapes)
             self._forms = self._by_shapes[key]
         self._checked = description(feeds)
 
@@ -77,6 +79,21 @@ class StepRunner:
         """
         assert self._forms is not None
         return self._forms.chosen(source, feeds).call(source, feeds)
+
+    @property
+    def native(self) -> bool | None:
+        """Return whether steps are lowered to the machine; None as long as a measurement is to decide."""
+        return None if self._forms is None else self._forms.native
+
+    def _opened(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Forms:
+        """Return the forms of the graph, for fixed shapes of data if they are given."""
+        single = self._single
+        if single is None:
+            model = with_shapes(self._model, shapes) if shapes else self._model
+            return Forms(self._device, model, self._bind)
+        # Kernels are those of single steps, so that the results are, too.
+        arranged = functools.partial(_unrolled, shapes=shapes)
+        return Forms(self._device, self._model, self._bind, arranged=arranged, native=single.native)
 
     @property
     def state_is_finite(self) -> bool:
@@ -91,3 +108,10 @@ class StepRunner:
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
         return self._forms.latest.session
+
+
+def _unrolled(model: ir.Model, shapes: Mapping[str, Sequence[int]] | None = None) -> ir.Model:
+    """Return the graph of several steps per call, for fixed shapes of stacked data if they are given."""
+    model = model.clone()
+    Unroll()(model)
+    return with_shapes(model, shapes) if shapes else model
