@@ -21,6 +21,12 @@ def generator_of_its_own(request: pytest.FixtureRequest) -> None:
         request.module.RNG = np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run steps as their graphs say: a test compares small numbers bit by bit, or watches what processes start."""
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "false")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what a sample leaves out of a test with many cases: always the same cases, in no order."""
     cases = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))

@@ -16,6 +16,8 @@ from builders import mlp
 
 from graphopt import cli
 
+pytestmark = pytest.mark.usefixtures("plain")
+
 ROOT = Path(cli.__file__).parents[2]
 NAMED = ["data=npz", "data.path=train.npz", "model=my.onnx"]  # what a user says beside the recipe's name
 SWEEP = ["-m", "optimizer.learning_rate=1e-3,1e-2"]

@@ -19,6 +19,8 @@ from host_graphs import GRAPHS, batches
 import graphopt
 import passes
 
+pytestmark = pytest.mark.usefixtures("plain")
+
 STEPS = 12
 SCHEMA = json.loads((Path(graphopt.__file__).parent / "hosts" / "host.schema.json").read_text())
 

@@ -15,6 +15,8 @@ from host_graphs import GRAPHS, Batch, batches
 
 import graphopt
 
+pytestmark = pytest.mark.usefixtures("plain")
+
 SOURCE = Path(__file__).parents[1] / "examples" / "hosts" / "c"
 LINES = 120  # that the program has at most
 STEPS = 50

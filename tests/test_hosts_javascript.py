@@ -25,10 +25,13 @@ TESTS = PACKAGE / "test"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 SAVED = 20  # the batches before the checkpoint that crosses
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("node") is None or not (TESTS / "node_modules" / "onnxruntime-node").exists(),
-    reason="needs Node and `npm install --prefix examples/hosts/javascript/test`",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("node") is None or not (TESTS / "node_modules" / "onnxruntime-node").exists(),
+        reason="needs Node and `npm install --prefix examples/hosts/javascript/test`",
+    ),
+    pytest.mark.usefixtures("plain"),
+]
 Run = Callable[..., dict[str, Any]]
 
 

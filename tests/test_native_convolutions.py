@@ -264,3 +264,27 @@ def test_weights_of_another_shape_are_an_error():
     feeds = {"x": np.ones((1, 4, 9, 8), np.float32), "k": np.ones((17, 5, 3, 3), np.float32)}
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
         session(load(proto), 1, lowered).compute_arrays(feeds)
+
+
+def test_convolutions_of_short_axes():
+    """Kernels larger than the input, and pads as large as kernels."""
+    geometries = [(1, 3, 1), (1, 5, 1), (2, 3, 1), (4, 3, 2), (4, 5, 2), (1, 5, 2), (3, 3, 1), (2, 2, 0)]
+    lines, outputs, feeds = [], [], {}
+    for i, (length, size, pad) in enumerate(geometries):
+        for name, shape in ((f"x{i}", (2, 8, length)), (f"w{i}", (8, 8, size))):
+            feeds[name] = np.random.default_rng(i).standard_normal(shape).astype(np.float32)
+        for kind in ("Conv", "ConvTranspose"):
+            if (length + 2 * pad >= size) if kind == "Conv" else (length + size > 2 * pad + 1):
+                outputs.append(f"{kind}{i}")
+                lines.append(f"{kind}{i} = {kind}<pads = [{pad},{pad}]>(x{i}, w{i})")
+    inputs = ", ".join(f"float[{','.join(map(str, value.shape))}] {name}" for name, value in feeds.items())
+    results = ", ".join(f"float[A{i},B{i},C{i}] {name}" for i, name in enumerate(outputs))
+    graph = load(
+        onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({results}) {{ {' '.join(lines)} }}"))
+    )
+    lowered, device = lower(graph, PLAIN, 1), Device("cpu", native=False)
+    assert plan(graph, PLAIN).convolutions == len(outputs)
+    expected = Session(device, graph).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name in outputs:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
