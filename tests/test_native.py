@@ -169,6 +169,38 @@ def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, suffix):
     assert [str(node) for node in again.model.graph] == [str(node) for node in first.model.graph]
 
 
+def test_if_a_library_does_not_load_the_plain_step_runs(cache):
+    step = step_of(mlp((4, 200, 60, 3)))
+    lower(load(step)).library.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="Failed to load library .*; steps run without kernels of their own"):
+        executor = graphopt.Executor(step, native="auto")
+    assert executor.step(batches(1)[0])["loss"] > 0
+    with pytest.raises(graphopt.GraphoptError, match="Failed to load library"):
+        graphopt.Executor(step, native=True)
+
+
+def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
+    step, full = step_of(mlp((4, 200, 60, 3))), OSError("No space left on device")
+
+    def fail(*_):
+        raise full
+
+    monkeypatch.setattr("graphopt.runtime.native_forms.write", fail)
+    assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
+    monkeypatch.setattr("graphopt.native.lowering.write_folder", fail)
+    for path in cache.glob("*.onnx"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="expected a cache folder to write to, found none: No space left"):
+        graphopt.Executor(step, native="auto")
+
+
+def test_the_environment_lowers_nothing_for_other_providers(cache, monkeypatch):
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "true")
+    monkeypatch.setattr(graphopt.Device, "on_cpu", False)
+    assert graphopt.Executor(step_of()).step(batches(1)[0])["loss"] > 0
+    assert not cache.exists()
+
+
 def test_frozen_weights_are_not_in_the_cache(cache):
     step = step_of(mlp((4, 400, 3)), parameters=passes.Parameters(freeze="fc1.weight"))
     x, target = batches(1)[0].values()

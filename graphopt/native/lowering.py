@@ -78,7 +78,7 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
         threads: the number of threads of a session; by default, one for each processor.
 
     Raises:
-        GraphoptError: there is no compiler, or it fails.
+        GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
     """
     if set(LOWERINGS) <= set(without):
         return None
@@ -86,7 +86,10 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     with weights_apart(model) as weights:
         content = ir.to_proto(model).SerializeToString()
     digest = digest_of(content.hex(), *sorted(without), str(threads), *_code())
-    return _kept(digest, weights) or _lowered(model, without, threads, digest)
+    try:
+        return _kept(digest, weights) or _lowered(model, without, threads, digest)
+    except OSError as error:
+        raise GraphoptError(f"native: expected a cache folder to write to, found none: {error}") from error
 
 
 def _lowered(model: ir.Model, without: Sequence[str], threads: int, digest: str) -> Lowered | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -53,14 +54,11 @@ class Forms:
     ) -> None:
         self._device = device
         self._model, self._bind, self._arranged = model, bind, arranged
-        found = None if native is False else _lowered(device, model)
+        found = None if native is False else self._lowered()
         measures = found and native is None and device.native == "auto" and not device.deterministic
         self._digest = found.digest if found and measures else None
         self.native = None if measures else found is not None
-        if found:
-            check = found.check if arranged is None else None
-            self._bound = self._opened(found.model, library=found.library, check=check)
-        else:
+        if not found:
             self._bound = self._opened(model)
 
     @property
@@ -88,18 +86,22 @@ class Forms:
     def _opened(self, model: ir.Model, **options: Any) -> BoundSession:
         return self._bind(model=self._arranged(model) if self._arranged else model, **options)
 
-
-def _lowered(device: Device, model: ir.Model) -> Lowered | None:
-    """Return a training graph lowered to the machine, or None if it is to run as it is."""
-    if device.native is False or (device.native == "auto" and not (device.on_cpu and _is_worth_it(model))):
-        return None
-    try:
-        return lower(model, device.native_without, device.threads)
-    except GraphoptError as error:
-        if device.native is True:
-            raise
-        warnings.warn(f"{error}; steps run without kernels of their own", stacklevel=2)
-        return None
+    def _lowered(self) -> Lowered | None:
+        """Lower the graph and open its session; return None if the graph is to run as it is."""
+        native = self._device.native
+        if not self._device.on_cpu or not native or (native == "auto" and not _is_worth_it(self._model)):
+            return None
+        try:
+            found = lower(self._model, self._device.native_without, self._device.threads)
+            if found:
+                check = found.check if self._arranged is None else None
+                self._bound = self._opened(found.model, library=found.library, check=check)
+        except GraphoptError as error:
+            if native is True:
+                raise
+            warnings.warn(f"{error}; steps run without kernels of their own", stacklevel=2)
+            return None
+        return found
 
 
 def _is_worth_it(model: ir.Model) -> bool:
@@ -111,7 +113,7 @@ def remembered(key: Sequence[object]) -> int | None:
     """Return the index of the fastest call that was measured on this machine, or None."""
     try:
         return int(json.loads(_note(key).read_text())["fastest"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (GraphoptError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -132,7 +134,8 @@ def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> in
             taken.append(time.perf_counter() - start)
     medians = [statistics.median(taken) for taken in times]
     found = medians.index(min(medians))
-    write(_note(key), json.dumps({"fastest": found, "seconds": medians}))
+    with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
+        write(_note(key), json.dumps({"fastest": found, "seconds": medians}))
     return found
 
 
