@@ -22,5 +22,5 @@ typedef struct {
 
 /* To be called before the others, with ONNX Runtime's functions and the number of threads that share a product. */
 void begin_products(const OrtApi *functions, int64_t threads);
-OrtStatus *product(OrtKernelContext *context, const ProductForm *form);
-OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form);
+OrtStatus *product(Context *context, const ProductForm *form);
+OrtStatus *convolution(Context *context, const ConvolutionForm *form);

@@ -310,7 +310,7 @@ static void skip_last(Convolution *u) {
     }
 }
 
-static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
+static OrtStatus *convolve(Context *context, Convolution *u) {
     skip_last(u), skip_last(u);
     const int64_t taps = product_of(u->taps), places = product_of(u->places);
     int pointwise = taps == 1 && side_by_side(u->sizes, u->steps);
@@ -372,7 +372,7 @@ static OrtStatus *convolve(OrtKernelContext *context, Convolution *u) {
 static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */
-OrtStatus *convolution(OrtKernelContext *context, const ConvolutionForm *form) {
+OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     int64_t stored_x[5], stored_w[5], stored_y[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5];
     Convolution u = {.relu = form->relu, .groups = form->groups};
     CHECK(input(context, 0, &u.x, stored_x, form->rank_x));

@@ -76,7 +76,7 @@ def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kern
     inputs = (x, w) if bias is None else (x, w, bias)
     code = f"""static const unsigned char types_@[] = {braced([ir.DataType.FLOAT.value] * (len(inputs) + 1))};
 
-static OrtStatus *compute_@(OrtKernelContext *context) {{
+static OrtStatus *compute_@(Context *context) {{
     static const ConvolutionForm form = {braced(form)};
     return convolution(context, &form);
 }}

@@ -92,13 +92,13 @@ class Writer:
         for i, total in enumerate(self.numbers.totals):
             lines += _prepared(i, total, first + i, self._length(total))
         lines.append("if (a->tasks == 1) task_@(a, 0);")
-        lines.append("else CHECK(api->KernelContext_ParallelFor(context, task_@, a->tasks, 0, a));")
+        lines.append("else CHECK(in_parallel(context, task_@, a->tasks, a));")
         for i, total in enumerate(self.numbers.totals):
             lines += _merged(i, total, first + i)
         return [
             f"static const unsigned char types_@[] = {{{types}}};",
             "",
-            "static OrtStatus *compute_@(OrtKernelContext *context) {",
+            "static OrtStatus *compute_@(Context *context) {",
             *indented([*lines, "return NULL;"]),
             "}",
             "",

@@ -45,12 +45,12 @@ static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t r
 }
 
 static void parallel_for(void *context, task_t task, size_t count, void *user) {
-    OrtStatus *failed = api->KernelContext_ParallelFor(context, task, count, 0, user);
+    OrtStatus *failed = in_parallel(context, task, count, user);
     (void)failed;
 }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */
-OrtStatus *product(OrtKernelContext *context, const ProductForm *form) {
+OrtStatus *product(Context *context, const ProductForm *form) {
     int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES];
     gemm_product g = {0};
     CHECK(input(context, 0, &g.a, da, form->rank_a));

@@ -53,7 +53,7 @@ def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, 
     types = [ir.DataType.FLOAT.value] * (len(inputs) + 1)
     code = f"""static const unsigned char types_@[] = {braced(types)};
 
-static OrtStatus *compute_@(OrtKernelContext *context) {{
+static OrtStatus *compute_@(Context *context) {{
     static const ProductForm form = {braced(form)};
     return product(context, &form);
 }}
