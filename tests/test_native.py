@@ -291,7 +291,7 @@ def test_wrong_options():
         graphopt.Executor(step_of(), native="fast")
     with pytest.raises(
         graphopt.GraphoptError,
-        match="unknown native_without 'kernel'; known: convolutions, kernels, products",
+        match="unknown native_without 'kernel'; known: convolutions, kernels, products, scans",
     ):
         graphopt.Executor(step_of(), native_without=["kernel"])
 

@@ -146,6 +146,7 @@ def _native(model: ir.Model) -> Iterator[str]:
             str(found.convolutions),
             "with the transposes around them, and gradients of both operands",
         ),
+        ("  scans", str(found.scans), "each with the kernels of its body"),
         ("  functions", str(code), "to compile: kernels with equal code are one function"),
     ]
     yield from _table(rows)

@@ -83,18 +83,23 @@ class Cluster:
         )
 
 
-def find_clusters(graph: ir.Graph, versions: Mapping[str, int]) -> list[Cluster]:
+def find_clusters(graph: ir.Graph, versions: Mapping[str, int], least: int = 2) -> list[Cluster]:
     """Return clusters of a graph's nodes; each can be replaced by one node without a cycle.
 
     Clusters grow from the first node to the last, or from the last to the first: whichever moves less memory. What only
     the backward pass reads is better computed there; what both passes read, in the forward pass.
+
+    Args:
+        least: the number of nodes that a cluster has at least, without views.
     """
     forms = {node: form for node in graph if (form := form_of(node, versions)) is not None}
-    found = [_found(graph, forms, seeds) for seeds in (list(forms), list(reversed(forms)))]
+    found = [_found(graph, forms, seeds, least) for seeds in (list(forms), list(reversed(forms)))]
     return min(found, key=lambda clusters: _traffic(clusters, forms))
 
 
-def _found(graph: ir.Graph, forms: Mapping[ir.Node, Form], seeds: Sequence[ir.Node]) -> list[Cluster]:
+def _found(
+    graph: ir.Graph, forms: Mapping[ir.Node, Form], seeds: Sequence[ir.Node], least: int
+) -> list[Cluster]:
     """Return the clusters that grow from nodes in some order."""
     free = dict(forms)
     reach = Reach(graph)
@@ -104,7 +109,7 @@ def _found(graph: ir.Graph, forms: Mapping[ir.Node, Form], seeds: Sequence[ir.No
         if first is None:
             continue
         cluster = _grown(first, free, reach)
-        if sum(form.kind != "view" for form in cluster.nodes.values()) > 1:
+        if sum(form.kind != "view" for form in cluster.nodes.values()) >= least:
             found.append(cluster)
             reach.contract(cluster.nodes)
             for node in cluster.nodes:

@@ -1,4 +1,4 @@
-"""Lower a graph to the machine: products and clusters of nodes become kernels of a compiled library."""
+"""Lower a graph to the machine: products, clusters of nodes and scans become kernels of a compiled library."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
 from graphopt.native.rewrites import undo_fusions
+from graphopt.native.scans import DOMAIN, bodies, scan_kernel
 from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build, cache_folder, digest_of
 
-DOMAIN = "ai.graphopt"
-LOWERINGS = ("kernels", "products", "convolutions")
+LOWERINGS = ("kernels", "products", "convolutions", "scans")
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Plan:
         clusters: for each kernel of a cluster, the number of nodes that it replaces.
         products: the number of matrix products.
         convolutions: the number of convolutions.
+        scans: the number of scans.
         check: the name of an output that is finite if the new state is, or None.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     clusters: list[int]
     products: int
     convolutions: int
+    scans: int
     check: str | None
 
 
@@ -139,15 +141,18 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         ensure_typed(model)
     if "kernels" not in without:
         undo_fusions(model)
-    found = Plan(model, [], [], 0, 0, None if "kernels" in without else add_state_check(model))
+    found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
+    versions = dict(model.opset_imports)
+    loops = [] if "scans" in without else bodies(model.graph)
     for graph in [*model.graphs()]:
-        versions = dict(model.opset_imports)
         if "convolutions" not in without:
             found.convolutions += _lower_nodes(found, graph, versions, convolution_kernel)
         if "products" not in without:
             found.products += _lower_nodes(found, graph, versions, product_kernel)
         if "kernels" not in without:
-            _lower_clusters(found, graph, versions)
+            _lower_clusters(found, graph, versions, least=1 if graph in loops else 2)
+    for graph in [*reversed(loops), model.graph] if "scans" not in without else []:
+        found.scans += _lower_nodes(found, graph, versions, scan_kernel)
     remove_unused_nodes(model.graph)
     if found.kernels:
         model.opset_imports[DOMAIN] = 1
@@ -174,9 +179,9 @@ def _lower_nodes(
     return len(found.kernels) - before
 
 
-def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int]) -> None:
-    """Replace clusters."""
-    for cluster in find_clusters(graph, versions):
+def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int], least: int) -> None:
+    """Replace clusters of at least so many nodes."""
+    for cluster in find_clusters(graph, versions, least):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
         kernel = Writer(cluster).kernel()
         _replace(graph, cluster.nodes, kernel)

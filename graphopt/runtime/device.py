@@ -48,7 +48,8 @@ class DeviceOptions:
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
             CPU for models of 10,000 parameters or more, keeps the faster form, and runs the graph as it is without a
             compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`.
-        native_without: the names of lowerings to leave out: `kernels`, `products` or `convolutions`.
+        native_without: the names of lowerings to leave out: `kernels`, `products`, `convolutions` or
+            `scans`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.

@@ -1,0 +1,170 @@
+/* Scans: a kernel that calls others for each element of sequences, on a table of tensors.
+ *
+ * The tensors are, in order: the operator's inputs, which are states, sequences and what the body reads besides; the
+ * body's inputs, which are states and elements of sequences; and what the body computes.
+ */
+#pragma once
+#include "ort.h"
+
+/* A step of the body: a kernel or, without one, a move between tensors and one that has them side by side. */
+typedef struct {
+    OrtStatus *(*compute)(Context *);
+    int many_inputs, many_outputs, axis;
+    const int *inputs, *outputs;
+} Step;
+
+/* What the body returns, in order: new states, and elements of new sequences. */
+typedef struct {
+    int tensor;
+    int copied;   /* or computed where it belongs */
+    int reversed; /* the last element comes first */
+} Result;
+
+typedef struct {
+    int inputs, states, sequences, tensors, steps, results;
+    const unsigned char *ranks, *sizes; /* of each tensor: how many axes it has, and the bytes of an element */
+    const int64_t *dims;                /* of all tensors; -1 - i is the dimension number i of an earlier tensor */
+    const unsigned char *reversed;      /* for each sequence that is read */
+    const Step *step;
+    const Result *result;
+} Scan;
+
+static inline int64_t scan_product(const int64_t *dims, size_t rank) {
+    int64_t product = 1;
+    for (size_t i = 0; i < rank; i++) product *= dims[i];
+    return product;
+}
+
+static inline size_t scan_padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static inline int scan_alike(const Tensor *x, const Tensor *y) {
+    return x->rank == y->rank && memcmp(x->dims, y->dims, x->rank * sizeof *x->dims) == 0;
+}
+
+/* The tensors of a step that lie side by side, and the one that has them all; equal sizes if it is only one. */
+static inline int scan_parts(const Step *step, const int **parts, int *whole) {
+    const int joins = step->many_outputs == 1;
+    *parts = joins ? step->inputs : step->outputs, *whole = joins ? step->outputs[0] : step->inputs[0];
+    return joins ? step->many_inputs : step->many_outputs;
+}
+
+/* Return whether the shapes of a step without a kernel fit. */
+static int scan_fits(const Step *step, const Tensor *tensors) {
+    const int *parts;
+    int whole;
+    const int many = scan_parts(step, &parts, &whole);
+    const Tensor *all = tensors + whole;
+    int64_t sum = 0;
+    if (many == 1) return scan_product(all->dims, all->rank) == scan_product(tensors[parts[0]].dims, tensors[parts[0]].rank);
+    for (int i = 0; i < many; i++) {
+        const Tensor *part = tensors + parts[i];
+        if (part->rank != all->rank) return 0;
+        for (int d = 0; d < (int)all->rank; d++)
+            if (d != step->axis && part->dims[d] != all->dims[d]) return 0;
+        sum += part->dims[step->axis];
+    }
+    return sum == all->dims[step->axis];
+}
+
+static void scan_move(const Step *step, Tensor *tensors, const unsigned char *sizes) {
+    const int *parts;
+    int whole;
+    const int many = scan_parts(step, &parts, &whole);
+    if (many == 1) {
+        tensors[step->outputs[0]].data = tensors[step->inputs[0]].data;
+        return;
+    }
+    const Tensor *all = tensors + whole;
+    const int64_t rows = scan_product(all->dims, step->axis);
+    const size_t row = (size_t)scan_product(all->dims + step->axis, all->rank - step->axis) * sizes[whole];
+    char *start = all->data;
+    for (int i = 0; i < many; i++) {
+        const Tensor *part = tensors + parts[i];
+        const size_t bytes = (size_t)scan_product(part->dims + step->axis, part->rank - step->axis) * sizes[whole];
+        char *at = part->data;
+        if (step->many_outputs == 1)
+            for (int64_t r = 0; r < rows; r++) memcpy(start + r * row, at + r * bytes, bytes);
+        else
+            for (int64_t r = 0; r < rows; r++) memcpy(at + r * bytes, start + r * row, bytes);
+        start += bytes;
+    }
+}
+
+static OrtStatus *scan(Context *context, const Scan *s) {
+    const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
+    size_t most = 0, memory = 64, bytes[s->tensors];
+    int64_t count = 0, many = 0;
+    Tensor tensors[s->tensors];
+    char *initial[s->states + 1], *sequence[s->sequences + 1], *result[s->results + 1], *buffer[s->states + 1][2];
+    char owned[s->tensors];
+    for (int i = 0; i < s->tensors; i++) many += s->ranks[i];
+    int64_t dims[many + 1], *at = dims;
+    for (int i = 0; i < s->tensors; at += s->ranks[i++]) {
+        tensors[i] = (Tensor){NULL, at, s->ranks[i]};
+        if (i < s->inputs) CHECK(input(context, i, &tensors[i].data, at, s->ranks[i]));
+        else
+            for (int64_t d = at - dims; d < at - dims + s->ranks[i]; d++) dims[d] = s->dims[d] < 0 ? dims[-1 - s->dims[d]] : s->dims[d];
+        bytes[i] = (size_t)scan_product(at, s->ranks[i]) * s->sizes[i];
+        owned[i] = i >= computed;
+        if (s->ranks[i] > most) most = s->ranks[i];
+    }
+    for (int i = 0; i < s->states; i++) initial[i] = tensors[i].data;
+    for (int i = 0; i < s->sequences; i++) {
+        const Tensor *x = tensors + s->states + i;
+        sequence[i] = x->data;
+        if (i > 0 && x->dims[0] != count) return unlike();
+        count = x->dims[0];
+    }
+    for (int i = 0; i < s->steps; i++) {
+        const Step *step = s->step + i;
+        if (step->compute) continue;
+        if (!scan_fits(step, tensors)) return unlike();
+        if (step->many_inputs == 1 && step->many_outputs == 1) owned[step->outputs[0]] = 0;
+    }
+    for (int i = 0; i < s->results; i++) {
+        const Tensor *y = tensors + s->result[i].tensor;
+        int64_t shape[most + 1];
+        shape[0] = count;
+        memcpy(shape + 1, y->dims, y->rank * sizeof *shape);
+        if (i < s->states && !scan_alike(y, tensors + body + i)) return unlike();
+        if (!s->result[i].copied) owned[s->result[i].tensor] = 0;
+        if (i < s->states) CHECK(output(context, i, &result[i], shape + 1, y->rank));
+        else CHECK(output(context, i, &result[i], shape, y->rank + 1));
+    }
+    for (int i = 0; i < s->states; i++) memory += 2 * scan_padded(bytes[body + i]);
+    for (int i = computed; i < s->tensors; i++) memory += owned[i] ? scan_padded(bytes[i]) : 0;
+    char *allocated = allocate(memory), *next = (char *)(((uintptr_t)allocated + 63) / 64 * 64);
+    for (int i = 0; i < s->states; i++)
+        for (int j = 0; j < 2; j++) buffer[i][j] = next, next += scan_padded(bytes[body + i]);
+    for (int i = computed; i < s->tensors; i++)
+        if (owned[i]) tensors[i].data = next, next += scan_padded(bytes[i]);
+    for (int i = 0; i < s->states; i++) {
+        tensors[body + i].data = initial[i];
+        if (count == 0) memcpy(result[i], initial[i], bytes[body + i]);
+    }
+    OrtStatus *status = NULL;
+    for (int64_t t = 0; t < count && !status; t++) {
+        char *to[s->results + 1];
+        for (int i = 0; i < s->sequences; i++) {
+            const int x = body + s->states + i;
+            tensors[x].data = sequence[i] + (s->reversed[i] ? count - 1 - t : t) * (int64_t)bytes[x];
+        }
+        for (int i = 0; i < s->results; i++) {
+            const Result *y = s->result + i;
+            if (i < s->states) to[i] = t + 1 < count ? buffer[i][t % 2] : result[i];
+            else to[i] = result[i] + (y->reversed ? count - 1 - t : t) * (int64_t)bytes[y->tensor];
+            if (!y->copied) tensors[y->tensor].data = to[i];
+        }
+        for (int i = 0; i < s->steps && !status; i++) {
+            const Step *step = s->step + i;
+            Context inner = {context->ort, tensors, step->inputs, step->outputs};
+            if (step->compute) status = step->compute(&inner);
+            else scan_move(step, tensors, s->sizes);
+        }
+        for (int i = 0; i < s->results; i++)
+            if (s->result[i].copied) memcpy(to[i], tensors[s->result[i].tensor].data, bytes[s->result[i].tensor]);
+        for (int i = 0; i < s->states; i++) tensors[body + i].data = to[i];
+    }
+    free(allocated);
+    return status;
+}
