@@ -47,6 +47,7 @@ typedef struct {
     gemm_strides a_strides, b_strides, c_strides;
     gemm_packing pack_a, pack_b; /* or NULL; in place of a and b, for operands that lie nowhere as a matrix */
     void *packed;                /* for them */
+    const void *panels;          /* or NULL; all of B as gemm_panels_... packs it, in place of b, if B has no batches */
     int accumulate;         /* C += A B */
     int whole_rows;         /* the epilogue gets all columns at once */
     gemm_epilogue epilogue; /* or NULL */
@@ -333,7 +334,9 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             const int64_t panel = (j - j0) / GEMM_NR % group, together = gemm_min(group * GEMM_NR, j1 - j) / GEMM_NR;
             int64_t b_row = sb.row;
             int keep = !g->pack_b && whole && sb.column == 1 && vectors > 1 && tiles > 1; /* by the first tile */
-            if (keep && group > 1) {
+            if (g->panels) {
+                b_from = (const GEMM_REAL *)g->panels + (j / GEMM_NR * g->k + p0) * GEMM_NR, b_row = GEMM_NR, keep = 0;
+            } else if (keep && group > 1) {
                 for (int64_t p = 0; panel == 0 && p < depth; p++)
                     for (int64_t y = 0; y < together; y++) {
                         GEMM_REAL *to = b_panel + (y * depth + p) * GEMM_NR;
@@ -374,6 +377,20 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             }
         }
     }
+}
+
+/* The bytes of all of B in panels. */
+static inline size_t GEMM_NAME(gemm_panel_bytes)(const gemm_product *g) {
+    return (size_t)(gemm_parts(g->n, GEMM_NR) * g->k + GEMM_LANES) * GEMM_NR * sizeof(GEMM_REAL);
+}
+
+/* Pack all of B, for products that have it in common. */
+static inline void GEMM_NAME(gemm_panels)(const gemm_product *g, void *panels) {
+    for (int64_t j = 0; j < g->n; j += GEMM_NR)
+        GEMM_NAME(gemm_pack)(g->k, gemm_min(GEMM_NR, g->n - j), GEMM_NR,
+                             (const GEMM_REAL *)g->b + j * g->b_strides.column, g->b_strides.row, g->b_strides.column,
+                             (g->k - 1) * g->b_strides.row + (g->n - j - 1) * g->b_strides.column + 1,
+                             (GEMM_REAL *)panels + j * g->k);
 }
 
 typedef struct {

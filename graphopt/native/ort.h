@@ -94,6 +94,7 @@ typedef struct {
     OrtKernelContext *ort;
     const Tensor *tensors;       /* or NULL */
     const int *inputs, *outputs; /* their places among the tensors */
+    void **packed;               /* or NULL; where a product whose second operand stays the same keeps it packed */
 } Context;
 
 /* A kernel: the operator that ONNX Runtime knows, followed by what describes it. */

@@ -99,6 +99,12 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         bias.c = g.c, bias.c_row = g.c_strides.row;
         g.epilogue = add_bias, g.user = &bias;
     }
+    if (context->packed && form->rank_b == 2 && g.batch[0] * g.batch[1] == 1) {
+        const int is_new = !*context->packed;
+        if (is_new) *context->packed = allocate(gemm_panel_bytes_float(&g) + 64);
+        g.panels = (void *)(((uintptr_t)*context->packed + 63) / 64 * 64);
+        if (is_new) gemm_panels_float(&g, (void *)g.panels);
+    }
     g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     g.scratch = borrow(gemm_scratch_float(&g));
     if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");

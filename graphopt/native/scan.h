@@ -9,7 +9,9 @@
 /* A step of the body: a kernel or, without one, a move between tensors and one that has them side by side. */
 typedef struct {
     OrtStatus *(*compute)(Context *);
-    int many_inputs, many_outputs, axis;
+    int many_inputs, many_outputs;
+    int axis;  /* of a move */
+    int fixed; /* whether the second input of a kernel is always the same */
     const int *inputs, *outputs;
 } Step;
 
@@ -143,6 +145,8 @@ static OrtStatus *scan(Context *context, const Scan *s) {
         if (count == 0) memcpy(result[i], initial[i], bytes[body + i]);
     }
     OrtStatus *status = NULL;
+    void *packed[s->steps + 1];
+    memset(packed, 0, sizeof packed);
     for (int64_t t = 0; t < count && !status; t++) {
         char *to[s->results + 1];
         for (int i = 0; i < s->sequences; i++) {
@@ -157,7 +161,7 @@ static OrtStatus *scan(Context *context, const Scan *s) {
         }
         for (int i = 0; i < s->steps && !status; i++) {
             const Step *step = s->step + i;
-            Context inner = {context->ort, tensors, step->inputs, step->outputs};
+            Context inner = {context->ort, tensors, step->inputs, step->outputs, step->fixed ? packed + i : NULL};
             if (step->compute) status = step->compute(&inner);
             else scan_move(step, tensors, s->sizes);
         }
@@ -165,6 +169,7 @@ static OrtStatus *scan(Context *context, const Scan *s) {
             if (s->result[i].copied) memcpy(to[i], tensors[s->result[i].tensor].data, bytes[s->result[i].tensor]);
         for (int i = 0; i < s->states; i++) tensors[body + i].data = to[i];
     }
+    for (int i = 0; i < s->steps; i++) free(packed[i]);
     free(allocated);
     return status;
 }

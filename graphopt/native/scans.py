@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -85,7 +85,7 @@ def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, lis
             *(f"static const int places_@_{i}[] = {braced(x)};" for i, x in enumerate(lists)),
             "static const Step steps_@[] = {",
             *(
-                f"    {{{x.function}, {len(x.inputs)}, {len(x.outputs)}, {x.axis}, "
+                f"    {{{x.function}, {len(x.inputs)}, {len(x.outputs)}, {x.axis}, {int(_is_fixed(x, inside))}, "
                 f"places_@_{2 * i}, places_@_{2 * i + 1}}},"
                 for i, x in enumerate(steps)
             ),
@@ -140,6 +140,11 @@ def _bytes(x: ir.Value) -> int:
 def _moves(step: Step) -> bool:
     """Return whether a step without a function writes elements."""
     return len(step.inputs) > 1 or len(step.outputs) > 1
+
+
+def _is_fixed(step: Step, inside: Collection[ir.Value]) -> bool:
+    """Return whether the second input of a kernel is the same in all iterations."""
+    return step.function != "NULL" and len(step.inputs) > 1 and step.inputs[1] not in inside
 
 
 def _steps(body: ir.Graph, versions: Mapping[str, int]) -> list[Step] | None:
