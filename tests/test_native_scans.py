@@ -79,6 +79,27 @@ SCANS = {
     ),
 }
 
+# Nodes that compute sequences, which become part of the body.
+MOVED = {
+    "one": "h = Tanh(x) y = Scan<BODY, num_scan_inputs = 1>(h)",
+    "a chain from both ends": (
+        "h = Mul(x, x) g = Sub(h, scale) y = Scan<BODY, num_scan_inputs = 1, scan_input_directions = [1]>(g)"
+    ),
+    "with a sequence that is read both ways": (
+        "h = Mul(x, x) y = Scan<body = b (float[N,3] e, float[N,3] f) => (float[N,3] d) "
+        "{ g = Mul(f, e) d = Tanh(g) }, num_scan_inputs = 2, scan_input_directions = [1,0]>(x, h)"
+    ),
+}
+KEPT = {
+    "read elsewhere": "h = Tanh(x) z = Mul(h, h) y = Scan<BODY, num_scan_inputs = 1>(h)",
+    "a state": (
+        "h = Tanh(s) s_ = Scan<body = b (float[N,3] a, float[N,3] e) => (float[N,3] c) "
+        "{ f = Exp(a) c = Add(f, e) }, num_scan_inputs = 1>(h, x)"
+    ),
+    "another shape": "h = Mul(x, s) y = Scan<BODY, num_scan_inputs = 1>(h)",
+}
+BODY = "body = b (float[N,3] e) => (float[N,3] d) { f = Exp(e) d = Mul(f, e) }"
+
 # What stays as it is.
 STAYS = {
     "another axis": (
@@ -97,9 +118,9 @@ STAYS = {
 RANKS = {"s_": "A,B", "u_": "A,B", "y": "T,E,F", "z": "T,G,H", "t_": ""}
 
 
-def graph_of(text):
+def graph_of(text, results=None):
     outputs = []
-    for name in text.split(" = ")[0].split(", "):
+    for name in results or text.split(" = ")[0].split(", "):
         rank = "T,E,1,F" if "N,1,3" in text and name == "y" else RANKS[name]
         kind = "int64" if name == "t_" else "float"
         outputs.append(f"{kind}[{rank}] {name}" if rank else f"{kind} {name}")
@@ -108,6 +129,7 @@ def graph_of(text):
         f"=> ({', '.join(outputs)}) {{ {text} }}",
         zero=np.array(0),
         step=np.array(2),
+        scale=np.array(0.5),
     )
     return load(onnx.shape_inference.infer_shapes(proto))
 
@@ -183,6 +205,18 @@ def test_without_iterations_states_stay_and_results_are_empty(name):
             np.testing.assert_array_equal(values, feeds[result[0]])
         else:
             assert values.shape == (0, *shapes[result].shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "moves"), [(x, True) for x in MOVED.values()] + [(x, False) for x in KEPT.values()]
+)
+def test_sequences_are_computed_where_they_are_read(text, moves):
+    graph = graph_of(text.replace("BODY", BODY), [y for y in ("y", "z", "s_") if f" {y} = " in text])
+    nodes = [node.op_type[0] for node in plan(graph).model.graph if node.op_type != "Constant"]
+    assert (nodes == ["s"]) == moves
+    for steps in 1, 5:
+        feeds = feeds_of(graph, steps)
+        assert_close(computed(graph, feeds, lower(graph)), computed(graph, feeds))
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -21,13 +21,14 @@ from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import like
+from graphopt.native.bodies import bodies, move_into_bodies
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
 from graphopt.native.rewrites import undo_fusions
-from graphopt.native.scans import DOMAIN, bodies, scan_kernel
+from graphopt.native.scans import DOMAIN, scan_kernel
 from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build, cache_folder, digest_of
 
@@ -143,6 +144,8 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         undo_fusions(model)
     found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
     versions = dict(model.opset_imports)
+    if not {"kernels", "scans"} & set(without):
+        move_into_bodies(model.graph, versions)
     loops = [] if "scans" in without else bodies(model.graph)
     for graph in [*model.graphs()]:
         if "convolutions" not in without:

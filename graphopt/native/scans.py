@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.schemas import attributes_of
-from graphopt.graph.traversal import subgraphs
+from graphopt.native.bodies import body_of, goes_along_first_axes, is_scan, move_constants_out
 from graphopt.native.kernels import Kernel
 from graphopt.native.operators import STORED
 from graphopt.native.products import braced, rank_of
@@ -32,24 +32,13 @@ class Step:
     axis: int = 0
 
 
-def bodies(graph: ir.Graph) -> list[ir.Graph]:
-    """Return the bodies of scans within a graph, at any depth."""
-    found = []
-    for node in graph:
-        for inner in subgraphs(node):
-            found += [inner] * _is_scan(node) + bodies(inner)
-    return found
-
-
 def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
     """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node."""
-    if not _is_scan(node) or versions.get("", 1) < 9:
+    if not is_scan(node) or not goes_along_first_axes(node) or versions.get("", 1) < 9:
         return None
     attributes = attributes_of(node, versions)
-    if any(attributes.get("scan_input_axes") or ()) or any(attributes.get("scan_output_axes") or ()):
-        return None
-    body, sequences = node.attributes["body"].as_graph(), attributes["num_scan_inputs"]
-    _move_constants(body, node)
+    body, sequences = body_of(node), attributes["num_scan_inputs"]
+    move_constants_out(node)
     steps = _steps(body, versions)
     given = [x for x in node.inputs if x is not None]
     if steps is None or sequences < 1 or len(given) < len(node.inputs):
@@ -109,22 +98,6 @@ def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, lis
     )
     name = "s" + hashlib.sha256(code.encode()).hexdigest()[:16]
     return Kernel(name, code.replace("@", name), tuple(inputs), tuple(node.outputs), "scan.h"), [node]
-
-
-def _is_scan(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type == "Scan"
-
-
-def _move_constants(body: ir.Graph, scan: ir.Node) -> None:
-    """Move constants out of the body of a scan."""
-    for node in list(body):
-        if node.op_type in ("Constant", "ConstantOfShape") and not any(
-            x is not None and x.graph is body for x in node.inputs
-        ):
-            assert scan.graph is not None
-            body.remove(node)
-            node.outputs[0].name = f"{scan.outputs[0].name}/{node.outputs[0].name}"
-            scan.graph.insert_before(scan, node)
 
 
 def _type(x: ir.Value) -> int:
