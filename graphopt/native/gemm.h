@@ -75,9 +75,12 @@ typedef struct {
 enum {
     GEMM_KC = 256,                     /* the largest block of k */
     GEMM_MC = 384 / GEMM_MR * GEMM_MR, /* the largest block of rows */
-    GEMM_DIRECT = 256,                 /* columns of C up to which A is read where it lies */
+    GEMM_DIRECT = 256,                 /* columns of C up to which rows of A are read where they lie */
+    GEMM_DISTANCE = 32,                /* rows of B from where it is read to where it is fetched into the cache */
     GEMM_STEP = GEMM_MR > 8 ? 16 : 8,  /* from one column to the next in a packed panel of A */
 };
+
+static const int64_t gemm_nowhere[GEMM_KC] = {0}; /* what `ahead` points to, and nothing else */
 
 static inline int64_t gemm_min(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t gemm_parts(int64_t size, int64_t most) { return size > most ? (size + most - 1) / most : 1; }
@@ -88,7 +91,8 @@ static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
 
 /* The rows of a block: fewer with whole_rows, so that a block with all columns still fits a cache. */
 static inline int64_t gemm_block_rows(const gemm_product *g) {
-    if (!g->pack_b && g->b_strides.column == 1 && g->k <= 128 && g->n >= 1024) return 2 * GEMM_MR; /* C is most of it */
+    if (!g->pack_b && !g->panels && g->b_strides.column == 1 && g->k <= 2 * GEMM_BYTES && g->n >= 256)
+        return 32 / GEMM_MR * GEMM_MR; /* to store C takes longest, and few rows of it are stored fast */
     const int64_t fitting = 131072 / (g->n + 1);
     if (!g->whole_rows || fitting > GEMM_MC) return GEMM_MC;
     return fitting > 8 * GEMM_MR ? fitting : 8 * GEMM_MR;
@@ -97,11 +101,6 @@ static inline int64_t gemm_block_rows(const gemm_product *g) {
 /* The rows of a packed panel of B. */
 static inline int64_t gemm_panel_rows(const gemm_product *g) { return g->k < 16 ? 16 : gemm_min(g->k, GEMM_KC); }
 
-/* The panels of B that are packed at once: several if B is large, because short pieces far apart come slowly. */
-static inline int64_t gemm_group(const gemm_product *g) {
-    return g->b_strides.column == 1 && g->k * g->n > 1 << 21 && g->m > 4 * GEMM_MR ? 8 : 1;
-}
-
 /* From one row to the next in a packed block of A: an odd number of cache lines, which spreads rows over the cache. */
 static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1) * 16; }
 
@@ -109,7 +108,7 @@ static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1
 static inline size_t gemm_task_elements(const gemm_product *g, int64_t nr) {
     const int64_t depth = gemm_panel_rows(g), rows = gemm_min(g->m, GEMM_MC);
     const int64_t block = (rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth);
-    return (size_t)(block + (gemm_group(g) * depth + GEMM_MR) * nr + 64) / 16 * 16;
+    return (size_t)(block + (depth + GEMM_MR) * nr + 64) / 16 * 16;
 }
 
 /* How many ways the rows and the columns of each product are split: least work for a task, and least to read. */
@@ -160,11 +159,12 @@ typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
 
 /* What a tile multiplies. Strides of A and B are in bytes here. */
 #define GEMM_OPERANDS                                                                                                \
-    int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *ahead, int64_t ahead_step, const char *b, \
-        int64_t b_row, char *kept, GEMM_REAL *c, int64_t c_row, int accumulate
+    int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *ahead, const int64_t *places,             \
+        const char *b, int64_t b_row, char *kept, GEMM_REAL *c, int64_t c_row, int accumulate
 
-/* mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. What `ahead`
- * points to is fetched into the cache. mr, vectors and keep are constants, so that the sums stay in registers. */
+/* mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. At
+ * step p, what lies at ahead + places[p] is fetched into the cache. mr, vectors and keep are constants, so that the
+ * sums stay in registers. */
 GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERANDS) {
 #ifdef __clang__
 #pragma clang fp contract(fast)
@@ -173,12 +173,16 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERAN
     const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* three pointers and two strides: a compiler that knows more makes 14 pointers */
+    for (int i = 0; i < mr; i++) {
+        __builtin_prefetch(c + i * c_row, 1);
+        if (vectors > 1 && GEMM_BYTES == 64) __builtin_prefetch(c + i * c_row + GEMM_LANES, 1);
+    }
 #pragma GCC unroll 2
     for (int64_t p = 0; p < k; p++) {
         GEMM_VECTOR b0 = GEMM_AT(b), b1 = GEMM_AT(b + (vectors - 1) * GEMM_BYTES);
         if (keep) {
-            __builtin_prefetch(b + 8 * b_row);
-            __builtin_prefetch(b + 8 * b_row + (vectors - 1) * GEMM_BYTES);
+            __builtin_prefetch(b + GEMM_DISTANCE * b_row);
+            __builtin_prefetch(b + GEMM_DISTANCE * b_row + (vectors - 1) * GEMM_BYTES);
             GEMM_AT(kept) = b0;
             GEMM_AT(kept + (vectors - 1) * GEMM_BYTES) = b1;
             kept += vectors * GEMM_BYTES;
@@ -190,8 +194,8 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERAN
             sums[i][0] += x * b0;
             if (vectors > 1) sums[i][1] += x * b1;
         }
-        __builtin_prefetch(ahead);
-        a += a_column, a5 += a_column, a10 += a_column, b += b_row, ahead += ahead_step;
+        __builtin_prefetch(ahead + places[p]);
+        a += a_column, a5 += a_column, a10 += a_column, b += b_row;
     }
 #pragma GCC unroll 14
     for (int i = 0; i < mr; i++, c += c_row) {
@@ -207,7 +211,7 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERAN
 typedef void (*GEMM_NAME(gemm_tile_function))(GEMM_OPERANDS);
 #define GEMM_TILE(name, mr, vectors, keep)                                                                          \
     GEMM_WIDE static void name(GEMM_OPERANDS) {                                                                     \
-        GEMM_NAME(gemm_tile)(mr, vectors, keep, k, a, a_row, a_column, ahead, ahead_step, b, b_row, kept, c, c_row, \
+        GEMM_NAME(gemm_tile)(mr, vectors, keep, k, a, a_row, a_column, ahead, places, b, b_row, kept, c, c_row, \
                              accumulate);                                                                           \
     }
 #define GEMM_TILES(mr)                          \
@@ -298,9 +302,9 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
     const GEMM_REAL *b = (const GEMM_REAL *)g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1];
     GEMM_REAL *c = (GEMM_REAL *)g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
     GEMM_REAL *tile = (GEMM_REAL *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR;
-    GEMM_REAL *a_block = b_panel + gemm_group(g) * gemm_panel_rows(g) * GEMM_NR;
+    GEMM_REAL *a_block = b_panel + gemm_panel_rows(g) * GEMM_NR;
     const int64_t row_blocks = gemm_parts(i1 - i0, gemm_block_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
-    const int64_t size = sizeof(GEMM_REAL), group = gemm_group(g);
+    const int64_t size = sizeof(GEMM_REAL);
     for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
         const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
         const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
@@ -308,18 +312,26 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
         const int64_t depth = gemm_begin(g->k, r % k_blocks + 1, k_blocks) - p0;
         const int64_t tiles = gemm_parts(rows, GEMM_MR), low = rows / tiles, higher = rows % tiles;
         const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
-        const int64_t rest = (g->m - row0 - 1) * sa.row + (g->k - p0 - 1) * sa.column + 1;
+        int64_t rest = (g->m - row0 - 1) * sa.row + (g->k - p0 - 1) * sa.column + 1;
         const GEMM_REAL *block = a + row0 * sa.row + p0 * sa.column;
         int64_t a_row = sa.row, a_column = sa.column, a_panel = 0, mr;
         if (g->pack_a) {
             a_row = gemm_padded(depth), a_column = 1;
             g->pack_a(g->packed, batch, row0, rows, p0, depth, a_block, a_row);
             block = a_block;
-        } else if (j1 - j0 > GEMM_DIRECT && sa.row == 1) { /* one panel for each tile */
+        } else if (sa.row == 1 && j1 - j0 > 2 * GEMM_NR && sa.column * size > 512) { /* one panel for each tile */
             a_column = GEMM_STEP, a_panel = (depth | 1) * GEMM_STEP;
-            for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
-                mr = low + (t < higher);
-                GEMM_NAME(gemm_pack)(depth, mr, GEMM_STEP, block + i, sa.column, 1, rest - i, a_block + t * a_panel);
+            for (int64_t p = 0; p < depth; p++, rest -= sa.column) {
+                const GEMM_REAL *at = block + p * sa.column, *fetched = at + 4 * sa.column;
+                const GEMM_REAL *end = at + rest - GEMM_STEP;
+                GEMM_REAL *to = a_block + p * GEMM_STEP;
+                for (int64_t i = 0; i < rows; i += 64 / size) __builtin_prefetch(fetched + i);
+                for (int64_t t = 0; t < tiles; t++, to += a_panel, at += mr) {
+                    mr = low + (t < higher);
+                    if (at > end) memcpy(to, at, mr * size);
+                    else
+                        for (int64_t v = 0; v < GEMM_STEP; v += GEMM_LANES) GEMM_AT(to + v) = GEMM_AT(at + v);
+                }
             }
             block = a_block;
         } else if (j1 - j0 > GEMM_DIRECT) {
@@ -327,23 +339,31 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             GEMM_NAME(gemm_pack)(rows, depth, a_row, block, sa.row, sa.column, rest, a_block);
             block = a_block;
         }
+        /* Tiles of the first panel fetch A for the next tile, if that is a line for each step of k. The others fetch
+         * the next panel of B, if it is not in a cache yet, each a share of its rows or columns, evenly: too many lines
+         * at once wait for each other. */
+        const int fetch_b = !g->pack_b && !g->panels && (r < k_blocks || g->k * g->n * size > 1 << 20);
+        const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
+        const int64_t piece = sb.column == 1 ? sb.row : sb.column, pieces = sb.column == 1 ? depth : GEMM_NR;
+        const int64_t share = (pieces + tiles - 1) / tiles;
+        const int64_t lines = ((sb.column == 1 ? GEMM_NR : depth) * size + 63) / 64, slots = share * lines;
+        const int64_t repeat = depth > slots ? depth / slots : 1;
+        int64_t of_a[GEMM_KC], of_b[GEMM_KC], p = 0;
+        for (int64_t q = 0; q < depth; q++) of_a[q] = q * a_line;
+        for (int64_t x = 0; x < share; x++)
+            for (int64_t l = 0; l < lines; l++)
+                for (int64_t q = 0; q < repeat && p < depth; q++) of_b[p++] = x * piece * size + l * 64;
+        while (p < depth) of_b[p++] = 0;
         for (int64_t j = j0, done = j0; j < j1; j += GEMM_NR) {
             const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
             const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
             const GEMM_REAL *b_from = b + p0 * sb.row + j * sb.column;
-            const int64_t panel = (j - j0) / GEMM_NR % group, together = gemm_min(group * GEMM_NR, j1 - j) / GEMM_NR;
+            const int64_t p_next = end < j1 ? p0 : last ? 0 : p0 + depth;
+            const GEMM_REAL *b_next = b + p_next * sb.row + (end < j1 ? end : j0) * sb.column;
             int64_t b_row = sb.row;
             int keep = !g->pack_b && whole && sb.column == 1 && vectors > 1 && tiles > 1; /* by the first tile */
             if (g->panels) {
                 b_from = (const GEMM_REAL *)g->panels + (j / GEMM_NR * g->k + p0) * GEMM_NR, b_row = GEMM_NR, keep = 0;
-            } else if (keep && group > 1) {
-                for (int64_t p = 0; panel == 0 && p < depth; p++)
-                    for (int64_t y = 0; y < together; y++) {
-                        GEMM_REAL *to = b_panel + (y * depth + p) * GEMM_NR;
-                        const GEMM_REAL *from = b_from + p * b_row + y * GEMM_NR;
-                        GEMM_AT(to) = GEMM_AT(from), GEMM_AT(to + GEMM_LANES) = GEMM_AT(from + GEMM_LANES);
-                    }
-                b_from = b_panel + panel * depth * GEMM_NR, b_row = GEMM_NR, keep = 0;
             } else if (g->pack_b) {
                 b_row = vectors * GEMM_LANES;
                 g->pack_b(g->packed, batch, p0, depth, j, width, b_panel, b_row);
@@ -355,14 +375,13 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
             }
             for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
                 const GEMM_REAL *from = block + (a_panel ? t * a_panel : i * a_row), *ahead = from;
+                const int64_t *places = gemm_nowhere;
                 GEMM_REAL *to = c + (row0 + i) * sc.row + j;
-                int64_t ahead_step = 0;
                 mr = low + (t < higher);
-                /* The first panel fetches the rows of the next tile, if they are one line for each step of k. */
-                if (j == j0 && a_row == 1) ahead += mr, ahead_step = a_column * size;
-                if (j == j0 && a_row == depth && a_column == 1) ahead += mr * depth, ahead_step = 64;
+                if (j == j0 && a_line) ahead += mr * a_row, places = of_a;
+                else if (fetch_b) ahead = b_next + t * share * piece, places = of_b;
                 GEMM_NAME(gemm_tiles)[mr - 1][keep ? 2 : vectors - 1](
-                    depth, (const char *)from, a_row * size, a_column * size, (const char *)ahead, ahead_step,
+                    depth, (const char *)from, a_row * size, a_column * size, (const char *)ahead, places,
                     (const char *)b_from, b_row * size, (char *)b_panel, whole ? to : tile, whole ? sc.row : GEMM_NR,
                     whole && accumulate);
                 for (int64_t x = 0; !whole && x < mr; x++)
