@@ -27,6 +27,11 @@ GRAPHS = {
     "one right": ("y = MatMul(a, b)", (2, 3, 5, 7), (7, 4)),
     "one left": ("y = MatMul(a, b)", (5, 7), (2, 3, 7, 4)),
     "broadcast": ("y = MatMul(a, b)", (2, 1, 5, 7), (1, 3, 7, 4)),
+    "one right, transposed": (
+        "s = Transpose<perm=[1,0,2]>(a) t = Transpose<perm=[1,0]>(b) y = MatMul(s, t)",
+        (6, 9, 20),
+        (37, 20),
+    ),
     "transposed left": ("t = Transpose<perm=[0,1,3,2]>(a) y = MatMul(t, b)", (2, 3, 7, 5), (2, 3, 7, 4)),
     "heads": (
         "q = Transpose<perm=[0,2,1,3]>(a) k = Transpose<perm=[0,2,3,1]>(b) y = MatMul(q, k)",

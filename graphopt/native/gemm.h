@@ -47,7 +47,7 @@ typedef struct {
     gemm_strides a_strides, b_strides, c_strides;
     gemm_packing pack_a, pack_b; /* or NULL; in place of a and b, for operands that lie nowhere as a matrix */
     void *packed;                /* for them */
-    const void *panels;          /* or NULL; all of B as gemm_panels_... packs it, in place of b, if B has no batches */
+    const void *panels;          /* or NULL; in place of b, all of B as gemm_panels_... packs it, if it is the same in all batches */
     int accumulate;         /* C += A B */
     int whole_rows;         /* the epilogue gets all columns at once */
     gemm_epilogue epilogue; /* or NULL */

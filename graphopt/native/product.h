@@ -31,6 +31,8 @@ static void *borrow(size_t bytes) {
 
 static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((char *)data - 64))); }
 
+static void *aligned(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
+
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     const Bias *x = user;
     (void)batch;
@@ -99,16 +101,25 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         bias.c = g.c, bias.c_row = g.c_strides.row;
         g.epilogue = add_bias, g.user = &bias;
     }
-    if (context->packed && form->rank_b == 2 && g.batch[0] * g.batch[1] == 1) {
+    /* B is packed once if it is the same in all calls, or is stored transposed and the same in all products of a call. */
+    const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];
+    const int packs = common && !context->packed && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
+    const size_t panels = packs ? gemm_panel_bytes_float(&g) + 64 : 0;
+    if (common && context->packed) {
         const int is_new = !*context->packed;
         if (is_new) *context->packed = allocate(gemm_panel_bytes_float(&g) + 64);
-        g.panels = (void *)(((uintptr_t)*context->packed + 63) / 64 * 64);
-        if (is_new) gemm_panels_float(&g, (void *)g.panels);
+        g.panels = aligned(*context->packed);
+        if (is_new) gemm_panels_float(&g, aligned(*context->packed));
     }
     g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
-    g.scratch = borrow(gemm_scratch_float(&g));
-    if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");
+    char *memory = borrow(panels + gemm_scratch_float(&g));
+    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    g.scratch = memory + panels;
+    if (packs) {
+        gemm_panels_float(&g, aligned(memory));
+        g.panels = aligned(memory);
+    }
     gemm_float(&g);
-    give_back(g.scratch);
+    give_back(memory);
     return NULL;
 }
