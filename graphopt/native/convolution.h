@@ -16,7 +16,8 @@
 
 enum {
     LANES = GEMM_BYTES / (int)sizeof(float),
-    FEW_PLACES = 256, /* of an image, below which images are merged */
+    FEW_PLACES = 256,   /* of an image, below which images are merged */
+    LEAST_OF_GROUP = 8, /* channels and filters, below which a product of a group is too small */
 };
 
 /* Rows or columns of the unfolded input: an outer index, and an index for each axis of space. */
@@ -40,6 +41,8 @@ typedef struct {
     const float *c;     /* what is scattered to y */
     int64_t c_batch, c_row;
 } Convolution;
+
+static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
 static int64_t product_of(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
 
@@ -310,8 +313,11 @@ static void skip_last(Convolution *u) {
     }
 }
 
+#include "grouped.h"
+
 static OrtStatus *convolve(Context *context, Convolution *u) {
     skip_last(u), skip_last(u);
+    if (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP) return convolve_groups(context, u);
     const int64_t taps = product_of(u->taps), places = product_of(u->places);
     int pointwise = taps == 1 && side_by_side(u->sizes, u->steps);
     const int joined = side_by_side(u->places, u->y_steps), w_joined = side_by_side(u->taps, u->w_steps);
@@ -368,8 +374,6 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     give_back(memory);
     return NULL;
 }
-
-static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */
 OrtStatus *convolution(Context *context, const ConvolutionForm *form) {

@@ -15,7 +15,6 @@ from graphopt.native.kernels import Kernel
 from graphopt.native.products import braced, only_reader, permutation, rank_of
 
 MOST_AXES = 3  # of space, as in convolution.h
-LEAST_OF_GROUP = 8  # channels and filters, below which a product of a group is too small
 LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
@@ -89,15 +88,13 @@ def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> 
     """Return whether convolution.h computes what the attributes say, and is no slower than the runtime."""
     if attributes["auto_pad"] != "NOTSET" or "output_shape" in attributes:
         return False
-    transposed, groups = node.op_type == "ConvTranspose", attributes["group"]
+    transposed = node.op_type == "ConvTranspose"
     if transposed and max(attributes.get("strides", [1])) > 1 and max(attributes.get("dilations", [1])) > 1:
         return False
     assert w.shape is not None
     terms = [size for size in w.shape[1:] if isinstance(size, int)]
-    if not transposed and len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS:
-        return False
-    sizes = [size for size in w.shape[:2] if isinstance(size, int)]
-    return groups == 1 or (len(sizes) == 2 and min(sizes[0] // groups, sizes[1]) >= LEAST_OF_GROUP)
+    few = not transposed and len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS
+    return attributes["group"] > 1 or not few
 
 
 def _batch_axis(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value, w: ir.Value) -> int | None:

@@ -192,6 +192,8 @@ def cast(to: ir.DataType, source: str) -> str:
     """Return the C expression of a number in another type."""
     if to == ir.DataType.BOOL:
         return "{0} != 0"
+    if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
+        return "{0} ? 1 : 0"
     rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
     return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
 
