@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 import graphopt
 from graphopt import cli
 from graphopt.cli.sweep import SweepTable
+from graphopt.native import toolchain
 from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(0)
@@ -129,6 +130,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "trains     4 tensors of 67 numbers" in said
     assert "blocked    by nothing" in said
+    assert ("ms without: " in said) == (toolchain.compiler() is not None)
     written = Path("out/report.txt").read_text()
     assert "== before the first pass ==" in written
     assert "== after gradient: Gradient(loss_scale=None) ==" in written

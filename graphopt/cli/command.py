@@ -35,6 +35,7 @@ from graphopt.graph.loading import save
 from graphopt.graph.roles import Role, with_role
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
+from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.fit import fit
@@ -217,8 +218,14 @@ def _artifacts(recipe: Recipe, folder: Path) -> None:
 
 def _report(recipe: Recipe, folder: Path) -> None:
     found = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
+    on_cuda = str(recipe.fields["executor"]["device"]).startswith("cuda")
+    step = found.step
+    if step is not None and not on_cuda and recipe.fields["executor"].get("native") is not False:
+        found.step_time = saved_by_kernels(
+            step, lambda native: recipe.executor(step, native=native), found.batch or 1
+        )
     summary = found.summary()
-    if str(recipe.fields["executor"]["device"]).startswith("cuda"):
+    if on_cuda:
         summary += found.on_cuda()
     write(folder / "report.txt", f"{summary}\n{found.listings()}")
     write(folder / "config.yaml", recipe.text())

@@ -105,10 +105,15 @@ class Recipe:
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
 
-    def executor(self, step: ir.Model) -> Executor:
+    def executor(self, step: ir.Model, **changed: Any) -> Executor:
+        """Return the executor of a training graph.
+
+        Args:
+            changed: fields that differ from those of the recipe.
+        """
         report = self.fields["executor"].get("report")
         report = reported(step) if report is None else report
-        executor: Executor = self._build("executor", step=step, report=report)
+        executor: Executor = self._build("executor", step=step, report=report, **changed)
         return executor
 
     def text(self) -> str:

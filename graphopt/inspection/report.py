@@ -35,12 +35,20 @@ class Report:
         stages: for each pass that ran, its step, its repr, the model after it and its duration in seconds.
         blocked: the step that raised an error, and the error; None without an error.
         batch: the size of symbolic dimensions in the estimate of memory; None for no estimate.
+        step_time: what was measured of the step with kernels and without, as a line; None if nothing was.
     """
 
     model: ir.Model
     stages: list[tuple[str, str, ir.Model, float]] = field(default_factory=list)
     blocked: tuple[str, GraphoptError] | None = None
     batch: int | None = None
+    step_time: str | None = None
+
+    @property
+    def step(self) -> ir.Model | None:
+        """Return the training graph; None if a step raised an error, or if there is no optimizer."""
+        final = None if self.blocked or not self.stages else self.stages[-1][2]
+        return final if final is not None and with_role(final, Role.NEXT) else None
 
     def summary(self) -> str:
         """Return what trains, what blocks training, the operators, and the number of nodes after each pass."""
@@ -115,9 +123,11 @@ def _summary(found: Report) -> Iterator[str]:
             yield f"needs      {runtime}"
         yield f"step       {size(final)} nodes, state {_counted(state)}"
         yield f"operators  {_operators(final)}"
-        if with_role(final, Role.NEXT):
+        if found.step is not None:
             yield from _native(final)
-        if found.batch is not None and with_role(final, Role.NEXT):
+        if found.step_time is not None:
+            yield found.step_time
+        if found.batch is not None and found.step is not None:
             yield from _memory(estimate(final, found.batch), found.batch)
     rows = [("passes", "nodes", "seconds", "")]
     rows += [

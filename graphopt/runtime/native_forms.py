@@ -123,6 +123,15 @@ def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> in
     Args:
         key: what the choice depends on.
     """
+    found = medians(calls)
+    fastest = found.index(min(found))
+    with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
+        write(_note(key), json.dumps({"fastest": fastest, "seconds": found}))
+    return fastest
+
+
+def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the median time of each call in seconds, from calls in turns after a first one."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -132,11 +141,7 @@ def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> in
             start = time.perf_counter()
             call()
             taken.append(time.perf_counter() - start)
-    medians = [statistics.median(taken) for taken in times]
-    found = medians.index(min(medians))
-    with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-        write(_note(key), json.dumps({"fastest": found, "seconds": medians}))
-    return found
+    return [statistics.median(taken) for taken in times]
 
 
 def _note(key: Sequence[object]) -> Path:
