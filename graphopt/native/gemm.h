@@ -80,7 +80,7 @@ enum {
     GEMM_STEP = GEMM_MR > 8 ? 16 : 8,  /* from one column to the next in a packed panel of A */
 };
 
-static const int64_t gemm_nowhere[GEMM_KC] = {0}; /* what `ahead` points to, and nothing else */
+static const int64_t gemm_nowhere[GEMM_KC / 2] = {0}; /* what `ahead` points to, and nothing else */
 
 static inline int64_t gemm_min(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t gemm_parts(int64_t size, int64_t most) { return size > most ? (size + most - 1) / most : 1; }
@@ -163,8 +163,8 @@ typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
         const char *b, int64_t b_row, char *kept, GEMM_REAL *c, int64_t c_row, int accumulate
 
 /* mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. At
- * step p, what lies at ahead + places[p] is fetched into the cache. mr, vectors and keep are constants, so that the
- * sums stay in registers. */
+ * every second step, two lines are fetched into the cache, from ahead + places[step / 2]. mr, vectors and keep are
+ * constants, so that the sums stay in registers. */
 GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERANDS) {
 #ifdef __clang__
 #pragma clang fp contract(fast)
@@ -194,7 +194,7 @@ GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERAN
             sums[i][0] += x * b0;
             if (vectors > 1) sums[i][1] += x * b1;
         }
-        __builtin_prefetch(ahead + places[p]);
+        if (p % 2 == 0) __builtin_prefetch(ahead + places[p / 2]), __builtin_prefetch(ahead + places[p / 2] + 64);
         a += a_column, a5 += a_column, a10 += a_column, b += b_row;
     }
 #pragma GCC unroll 14
@@ -345,15 +345,15 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
         const int fetch_b = !g->pack_b && !g->panels && (r < k_blocks || g->k * g->n * size > 1 << 20);
         const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
         const int64_t piece = sb.column == 1 ? sb.row : sb.column, pieces = sb.column == 1 ? depth : GEMM_NR;
-        const int64_t share = (pieces + tiles - 1) / tiles;
-        const int64_t lines = ((sb.column == 1 ? GEMM_NR : depth) * size + 63) / 64, slots = share * lines;
-        const int64_t repeat = depth > slots ? depth / slots : 1;
-        int64_t of_a[GEMM_KC], of_b[GEMM_KC], p = 0;
-        for (int64_t q = 0; q < depth; q++) of_a[q] = q * a_line;
+        const int64_t share = (pieces + tiles - 1) / tiles, bytes = (sb.column == 1 ? GEMM_NR : depth) * size;
+        const int64_t pairs = share * ((bytes + 127) / 128), steps = (depth + 1) / 2;
+        const int64_t repeat = steps > pairs ? steps / pairs : 1;
+        int64_t of_a[GEMM_KC / 2], of_b[GEMM_KC / 2], p = 0;
+        for (int64_t q = 0; q < steps; q++) of_a[q] = 2 * q * a_line;
         for (int64_t x = 0; x < share; x++)
-            for (int64_t l = 0; l < lines; l++)
-                for (int64_t q = 0; q < repeat && p < depth; q++) of_b[p++] = x * piece * size + l * 64;
-        while (p < depth) of_b[p++] = 0;
+            for (int64_t y = 0; y < bytes; y += 128)
+                for (int64_t q = 0; q < repeat && p < steps; q++) of_b[p++] = x * piece * size + y;
+        while (p < steps) of_b[p++] = 0;
         for (int64_t j = j0, done = j0; j < j1; j += GEMM_NR) {
             const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
             const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
