@@ -13,6 +13,7 @@ import graphopt
 import passes
 from graphopt.graph.loading import load
 from graphopt.native import lowering, toolchain
+from graphopt.native.bodies import ROWS, bodies, note_rows
 from graphopt.native.lowering import lower, plan
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -130,6 +131,7 @@ def graph_of(text, results=None):
         zero=np.array(0),
         step=np.array(2),
         scale=np.array(0.5),
+        zeros=np.array([0]),
     )
     return load(onnx.shape_inference.infer_shapes(proto))
 
@@ -219,6 +221,30 @@ def test_sequences_are_computed_where_they_are_read(text, moves):
         assert_close(computed(graph, feeds, lower(graph)), computed(graph, feeds))
 
 
+# Bodies whose rows meet, so that threads cannot share them.
+MEET = {
+    "a sum of rows": "f = ReduceSum<keepdims = 1>(a, zeros) g = Add(f, e) c = Tanh(g)",
+    "a mean of all": "f = ReduceMean(e) c = Mul(a, f)",
+    "products of rows": "f = Transpose(e) g = MatMul(a, f) h = Tanh(g) c = MatMul(h, e)",
+    "a tensor of rows besides": "f = Mul(a, u) c = Add(f, e)",
+}
+
+
+@pytest.mark.parametrize("text", [*MEET.values(), "f = Exp(e) c = Sub(f, a)"])
+def test_threads_share_rows_that_do_not_meet(text):
+    body = f"body = b (float[N,3] a, float[N,3] e) => (float[N,3] c) {{ {text} }}"
+    graph = graph_of(f"s_ = Scan<{body}, num_scan_inputs = 1>(s, x)")
+    (inner,) = bodies(graph.graph)
+    note_rows(inner, {"": 21})
+    assert inner.meta[ROWS] == (text not in MEET.values())
+    for rows in 5, 16, 37:
+        feeds = feeds_of(graph, 4, rows)
+        found = [computed(graph, feeds, lower(graph, threads=threads), threads) for threads in (1, 2, 3)]
+        assert_close(found[0], computed(graph, feeds))
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
+
+
 @pytest.mark.parametrize("name", STAYS)
 def test_what_no_kernel_computes_stays(name):
     graph = graph_of(STAYS[name])
@@ -287,6 +313,9 @@ def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypa
     graph = load(trained(layer))
     lowered = {threads: lower(graph, threads=threads) for threads in (1, 2)}
     assert plan(graph).scans == 4
+    for inner in bodies(graph.graph):
+        note_rows(inner, graph.opset_imports)
+        assert inner.meta[ROWS]
     for rows in 1, 130:
         feeds = {
             "x": RNG.standard_normal((rows, 7, 24)).astype(np.float32),

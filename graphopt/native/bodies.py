@@ -12,6 +12,8 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.native.forms import form_of, sizes_of
 from graphopt.native.products import product_kernel
 
+ROWS = "rows"  # a note on a body
+
 
 def is_scan(node: ir.Node) -> bool:
     """Return whether a node is a Scan."""
@@ -48,6 +50,42 @@ def move_constants_out(scan: ir.Node) -> None:
             body.remove(node)
             node.outputs[0].name = f"{scan.outputs[0].name}/{node.outputs[0].name}"
             outside.insert_before(scan, node)
+
+
+def note_rows(body: ir.Graph, versions: Mapping[str, int]) -> None:
+    """Note on a body, before it is lowered, whether threads may share the rows that a symbol counts.
+
+    They may if the symbol is the first axis of all that the body computes, and occurs nowhere else; if what it reads
+    besides lacks the symbol, and is the second operand of products; and if no reduction is along the first axis.
+    """
+    sizes = {
+        str(size.value) for x in body.inputs[:1] for size in (x.shape or ())[:1] if not isinstance(size, int)
+    }
+    body.meta[ROWS] = all(
+        _keeps_rows(node, body, size, versions) for size in sizes for node in body
+    ) and bool(sizes)
+
+
+def _keeps_rows(node: ir.Node, body: ir.Graph, symbol: str, versions: Mapping[str, int]) -> bool:
+    if node.domain == "" and node.op_type == "Constant":
+        return True
+    form, moves = form_of(node, versions), node.op_type in {*VIEWS, "Split", "Concat"}
+    inputs = node.inputs[:1] if moves and node.op_type != "Concat" else node.inputs
+    inside = [x is not None and x.graph is body and not _is_constant(x) for x in inputs]
+    for x, is_inside in [*zip(inputs, inside, strict=True), *((y, True) for y in node.outputs)]:
+        if x is None or x.shape is None:
+            return False
+        places = [i for i, size in enumerate(sizes_of(x)) if size == symbol]
+        if places != [0] * is_inside:
+            return False
+    if form is not None:
+        return 0 not in form.reduced
+    return moves or (product_kernel(node, versions) is not None and inside[:2] == [True, False])
+
+
+def _is_constant(x: ir.Value) -> bool:
+    node = x.producer()
+    return x.is_initializer() or (node is not None and node.op_type == "Constant")
 
 
 def move_into_bodies(graph: ir.Graph, versions: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     headers = list(dict.fromkeys(["ort.h", *(x.header for x in ordered)]))
     entries = [f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)})," for x in ordered]
     begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if CALLS in headers else []
+    begin += [f"    scan_threads = {threads};"] if "scan.h" in headers else []
     return "\n".join(
         [
             *(f'#include "{name}"' for name in headers),

@@ -21,7 +21,7 @@ from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import like
-from graphopt.native.bodies import bodies, move_into_bodies
+from graphopt.native.bodies import bodies, move_into_bodies, note_rows
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.kernels import Kernel, Writer
@@ -147,6 +147,8 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     if not {"kernels", "scans"} & set(without):
         move_into_bodies(model.graph, versions)
     loops = [] if "scans" in without else bodies(model.graph)
+    for body in loops:
+        note_rows(body, versions)
     for graph in [*model.graphs()]:
         if "convolutions" not in without:
             found.convolutions += _lower_nodes(found, graph, versions, convolution_kernel)

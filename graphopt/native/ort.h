@@ -42,7 +42,9 @@ typedef struct {
     UNUSED(66, 89);
     OrtStatus *(*KernelContext_GetInput)(const OrtKernelContext *, size_t, const OrtValue **);
     OrtStatus *(*KernelContext_GetOutput)(OrtKernelContext *, size_t, const int64_t *, size_t, OrtValue **);
-    UNUSED(92, 98);
+    UNUSED(92, 92);
+    void (*ReleaseStatus)(OrtStatus *);
+    UNUSED(94, 98);
     void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
     UNUSED(100, 273);
     OrtStatus *(*KernelContext_ParallelFor)(const OrtKernelContext *, task_t, size_t total, size_t batches, void *);
@@ -91,7 +93,7 @@ typedef struct {
 
 /* What a kernel is called with: ONNX Runtime's context and, if a kernel calls it, the tensors of that kernel. */
 typedef struct {
-    OrtKernelContext *ort;
+    OrtKernelContext *ort;       /* or NULL, within a task */
     const Tensor *tensors;       /* or NULL */
     const int *inputs, *outputs; /* their places among the tensors */
     void **packed;               /* or NULL; where a product whose second operand stays the same keeps it packed */
@@ -195,5 +197,7 @@ static OrtStatus *output(Context *context, size_t index, void *data, const int64
 
 /* Run tasks on ONNX Runtime's threads. */
 static inline OrtStatus *in_parallel(Context *context, task_t task, size_t count, void *user) {
+    for (size_t i = 0; !context->ort && i < count; i++) task(user, i);
+    if (!context->ort) return NULL;
     return api->KernelContext_ParallelFor(context->ort, task, count, 0, user);
 }

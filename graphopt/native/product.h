@@ -111,7 +111,7 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         g.panels = aligned(*context->packed);
         if (is_new) gemm_panels_float(&g, aligned(*context->packed));
     }
-    g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
+    g.threads = context->ort ? thread_count : 1, g.parallel_for = parallel_for, g.pool = context;
     char *memory = borrow(panels + gemm_scratch_float(&g));
     if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
     g.scratch = memory + panels;

@@ -6,6 +6,8 @@
 #pragma once
 #include "ort.h"
 
+enum { SCAN_ROWS = 8 }; /* of a task, at least */
+
 /* A step of the body: a kernel or, without one, a move between tensors and one that has them side by side. */
 typedef struct {
     OrtStatus *(*compute)(Context *);
@@ -24,6 +26,7 @@ typedef struct {
 
 typedef struct {
     int inputs, states, sequences, tensors, steps, results;
+    int by_rows; /* whether the body computes each row of its tensors from that row of others, and from inputs */
     const unsigned char *ranks, *sizes; /* of each tensor: how many axes it has, and the bytes of an element */
     const int64_t *dims;                /* of all tensors; -1 - i is the dimension number i of an earlier tensor */
     const unsigned char *reversed;      /* for each sequence that is read */
@@ -92,12 +95,90 @@ static void scan_move(const Step *step, Tensor *tensors, const unsigned char *si
     }
 }
 
+/* A call: what all tasks share, each of which computes some rows. */
+typedef struct {
+    const Scan *scan;
+    OrtKernelContext *ort; /* or NULL, if there are several tasks */
+    const Tensor *tensors;
+    const size_t *bytes;
+    const char *owned; /* for each tensor: whether it needs memory */
+    char *const *initial, *const *sequence, *const *result;
+    int64_t count, rows;
+    OrtStatus **status;
+    size_t tasks;
+} ScanCall;
+
+static size_t scan_threads = 1;
+
+static void scan_task(void *user, size_t task) {
+    const ScanCall *c = user;
+    const Scan *s = c->scan;
+    const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
+    const int64_t first = c->rows * (int64_t)task / (int64_t)c->tasks, end = c->rows * (int64_t)(task + 1) / (int64_t)c->tasks;
+    Tensor tensors[s->tensors];
+    size_t bytes[s->tensors], skipped[s->tensors], memory = 64;
+    int64_t many = 0;
+    memcpy(tensors, c->tensors, sizeof tensors);
+    memcpy(bytes, c->bytes, sizeof bytes);
+    memset(skipped, 0, sizeof skipped);
+    for (int i = 0; i < s->tensors; i++) many += s->ranks[i];
+    int64_t dims[many + 1], *at = dims;
+    for (int i = body; c->tasks > 1 && i < s->tensors; at += s->ranks[i++]) {
+        memcpy(at, tensors[i].dims, s->ranks[i] * sizeof *at);
+        at[0] = end - first;
+        tensors[i].dims = at;
+        skipped[i] = bytes[i] / (size_t)c->rows * (size_t)first;
+        bytes[i] = bytes[i] / (size_t)c->rows * (size_t)(end - first);
+    }
+    char *buffer[s->states + 1][2];
+    for (int i = 0; i < s->states; i++) memory += 2 * scan_padded(bytes[body + i]);
+    for (int i = computed; i < s->tensors; i++) memory += c->owned[i] ? scan_padded(bytes[i]) : 0;
+    char *allocated = allocate(memory), *next = (char *)(((uintptr_t)allocated + 63) / 64 * 64);
+    for (int i = 0; i < s->states; i++)
+        for (int j = 0; j < 2; j++) buffer[i][j] = next, next += scan_padded(bytes[body + i]);
+    for (int i = computed; i < s->tensors; i++)
+        if (c->owned[i]) tensors[i].data = next, next += scan_padded(bytes[i]);
+    for (int i = 0; i < s->states; i++) {
+        tensors[body + i].data = c->initial[i] + skipped[body + i];
+        if (c->count == 0) memcpy(c->result[i] + skipped[body + i], tensors[body + i].data, bytes[body + i]);
+    }
+    OrtStatus *status = NULL;
+    void *packed[s->steps + 1];
+    memset(packed, 0, sizeof packed);
+    for (int64_t t = 0; t < c->count && !status; t++) {
+        char *to[s->results + 1];
+        for (int i = 0; i < s->sequences; i++) {
+            const int x = body + s->states + i;
+            tensors[x].data = c->sequence[i] + (s->reversed[i] ? c->count - 1 - t : t) * (int64_t)c->bytes[x] + skipped[x];
+        }
+        for (int i = 0; i < s->results; i++) {
+            const Result *y = s->result + i;
+            const int64_t place = i < s->states ? 0 : y->reversed ? c->count - 1 - t : t;
+            if (i < s->states && t + 1 < c->count) to[i] = buffer[i][t % 2];
+            else to[i] = c->result[i] + place * (int64_t)c->bytes[y->tensor] + skipped[y->tensor];
+            if (!y->copied) tensors[y->tensor].data = to[i];
+        }
+        for (int i = 0; i < s->steps && !status; i++) {
+            const Step *step = s->step + i;
+            Context inner = {c->ort, tensors, step->inputs, step->outputs, step->fixed ? packed + i : NULL};
+            if (step->compute) status = step->compute(&inner);
+            else scan_move(step, tensors, s->sizes);
+        }
+        for (int i = 0; i < s->results; i++)
+            if (s->result[i].copied) memcpy(to[i], tensors[s->result[i].tensor].data, bytes[s->result[i].tensor]);
+        for (int i = 0; i < s->states; i++) tensors[body + i].data = to[i];
+    }
+    for (int i = 0; i < s->steps; i++) free(packed[i]);
+    free(allocated);
+    c->status[task] = status;
+}
+
 static OrtStatus *scan(Context *context, const Scan *s) {
     const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
-    size_t most = 0, memory = 64, bytes[s->tensors];
+    size_t most = 0, bytes[s->tensors];
     int64_t count = 0, many = 0;
     Tensor tensors[s->tensors];
-    char *initial[s->states + 1], *sequence[s->sequences + 1], *result[s->results + 1], *buffer[s->states + 1][2];
+    char *initial[s->states + 1], *sequence[s->sequences + 1], *result[s->results + 1];
     char owned[s->tensors];
     for (int i = 0; i < s->tensors; i++) many += s->ranks[i];
     int64_t dims[many + 1], *at = dims;
@@ -133,43 +214,17 @@ static OrtStatus *scan(Context *context, const Scan *s) {
         if (i < s->states) CHECK(output(context, i, &result[i], shape + 1, y->rank));
         else CHECK(output(context, i, &result[i], shape, y->rank + 1));
     }
-    for (int i = 0; i < s->states; i++) memory += 2 * scan_padded(bytes[body + i]);
-    for (int i = computed; i < s->tensors; i++) memory += owned[i] ? scan_padded(bytes[i]) : 0;
-    char *allocated = allocate(memory), *next = (char *)(((uintptr_t)allocated + 63) / 64 * 64);
-    for (int i = 0; i < s->states; i++)
-        for (int j = 0; j < 2; j++) buffer[i][j] = next, next += scan_padded(bytes[body + i]);
-    for (int i = computed; i < s->tensors; i++)
-        if (owned[i]) tensors[i].data = next, next += scan_padded(bytes[i]);
-    for (int i = 0; i < s->states; i++) {
-        tensors[body + i].data = initial[i];
-        if (count == 0) memcpy(result[i], initial[i], bytes[body + i]);
-    }
-    OrtStatus *status = NULL;
-    void *packed[s->steps + 1];
-    memset(packed, 0, sizeof packed);
-    for (int64_t t = 0; t < count && !status; t++) {
-        char *to[s->results + 1];
-        for (int i = 0; i < s->sequences; i++) {
-            const int x = body + s->states + i;
-            tensors[x].data = sequence[i] + (s->reversed[i] ? count - 1 - t : t) * (int64_t)bytes[x];
-        }
-        for (int i = 0; i < s->results; i++) {
-            const Result *y = s->result + i;
-            if (i < s->states) to[i] = t + 1 < count ? buffer[i][t % 2] : result[i];
-            else to[i] = result[i] + (y->reversed ? count - 1 - t : t) * (int64_t)bytes[y->tensor];
-            if (!y->copied) tensors[y->tensor].data = to[i];
-        }
-        for (int i = 0; i < s->steps && !status; i++) {
-            const Step *step = s->step + i;
-            Context inner = {context->ort, tensors, step->inputs, step->outputs, step->fixed ? packed + i : NULL};
-            if (step->compute) status = step->compute(&inner);
-            else scan_move(step, tensors, s->sizes);
-        }
-        for (int i = 0; i < s->results; i++)
-            if (s->result[i].copied) memcpy(to[i], tensors[s->result[i].tensor].data, bytes[s->result[i].tensor]);
-        for (int i = 0; i < s->states; i++) tensors[body + i].data = to[i];
-    }
-    for (int i = 0; i < s->steps; i++) free(packed[i]);
-    free(allocated);
-    return status;
+    const int64_t rows = s->by_rows ? tensors[body].dims[0] : 1;
+    int by_rows = s->by_rows && context->ort;
+    for (int i = body; by_rows && i < s->tensors; i++) by_rows = s->ranks[i] > 0 && tensors[i].dims[0] == rows;
+    const size_t most_tasks = by_rows ? (size_t)rows / SCAN_ROWS : 1;
+    const size_t tasks = most_tasks < 2 || scan_threads < 2 ? 1 : most_tasks < scan_threads ? most_tasks : scan_threads;
+    OrtStatus *status[tasks], *failed = NULL;
+    ScanCall call = {s, tasks > 1 ? NULL : context->ort, tensors, bytes, owned, initial, sequence, result, count, rows, status, tasks};
+    if (tasks == 1) scan_task(&call, 0);
+    else CHECK(in_parallel(context, scan_task, tasks, &call));
+    for (size_t i = 0; i < tasks; i++)
+        if (!failed) failed = status[i];
+        else if (status[i]) api->ReleaseStatus(status[i]);
+    return failed;
 }

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.schemas import attributes_of
-from graphopt.native.bodies import body_of, goes_along_first_axes, is_scan, move_constants_out
+from graphopt.native.bodies import ROWS, body_of, goes_along_first_axes, is_scan, move_constants_out
 from graphopt.native.kernels import Kernel
 from graphopt.native.operators import STORED
 from graphopt.native.products import braced, rank_of
@@ -64,6 +64,7 @@ def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, lis
     for y, backward in zip(body.outputs, [0] * states + backwards, strict=True):
         results.append([places[y], int(y not in homes), backward])
         homes.discard(y)
+    by_rows = int(body.meta.get(ROWS, False))
     lists = [[places[x] for x in values] for step in steps for values in (step.inputs, step.outputs)]
     code = "\n".join(
         [
@@ -88,7 +89,7 @@ def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, lis
             "",
             "static OrtStatus *compute_@(Context *context) {",
             "    static const Scan form = {",
-            f"        {len(inputs)}, {states}, {sequences}, {len(tensors)}, {len(steps)}, {len(results)},",
+            f"        {len(inputs)}, {states}, {sequences}, {len(tensors)}, {len(steps)}, {len(results)}, {by_rows},",
             "        ranks_@, sizes_@, dims_@, reversed_@, steps_@, results_@,",
             "    };",
             "    return scan(context, &form);",
