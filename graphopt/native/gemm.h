@@ -349,11 +349,11 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
         const int64_t pairs = share * ((bytes + 127) / 128), steps = (depth + 1) / 2;
         const int64_t repeat = steps > pairs ? steps / pairs : 1;
         int64_t of_a[GEMM_KC / 2], of_b[GEMM_KC / 2], p = 0;
-        for (int64_t q = 0; q < steps; q++) of_a[q] = 2 * q * a_line;
-        for (int64_t x = 0; x < share; x++)
+        for (int64_t q = 0; a_line && q < steps; q++) of_a[q] = 2 * q * a_line;
+        for (int64_t x = 0; fetch_b && x < share; x++)
             for (int64_t y = 0; y < bytes; y += 128)
                 for (int64_t q = 0; q < repeat && p < steps; q++) of_b[p++] = x * piece * size + y;
-        while (p < steps) of_b[p++] = 0;
+        while (fetch_b && p < steps) of_b[p++] = 0;
         for (int64_t j = j0, done = j0; j < j1; j += GEMM_NR) {
             const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
             const int vectors = width > GEMM_LANES ? 2 : 1, whole = width == vectors * GEMM_LANES;
