@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -22,13 +22,18 @@ MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 @dataclass(frozen=True)
 class Kernel:
-    """A C function with the values that it reads and writes, in order."""
+    """A C function with the values that it reads and writes, in order.
+
+    Args:
+        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
+    """
 
     name: str
     code: str
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
     header: str = "functions.h"
+    aligned: tuple[tuple[int, int], ...] = ()
 
 
 class Writer:
@@ -48,7 +53,20 @@ class Writer:
         lines = [*self._arguments(), *self.loops.function(), *self._task(), *self._compute()]
         code = "\n".join(lines) + "\n"
         name = "k" + hashlib.sha256(code.encode()).hexdigest()[:16]
-        return Kernel(name, code.replace("@", name), tuple(self.inputs), tuple(self.outputs))
+        values = tuple(self.inputs), tuple(self.outputs)
+        return Kernel(name, code.replace("@", name), *values, aligned=tuple(self._aligned()))
+
+    def _aligned(self) -> Iterator[tuple[int, int]]:
+        """Yield the inputs and outputs whose elements are read and written once, in one loop over all dimensions."""
+        numbers = self.numbers
+        if self.loops.stages.count > 1 or not numbers.dimensions:
+            return
+        for x, axes in numbers.read:
+            for store in numbers.stores:
+                whole = list(axes) == list(store.axes) == numbers.dimensions
+                once = sum(other is x for other, _ in numbers.read) == 1
+                if whole and once and x.dtype == store.output.dtype:
+                    yield self.inputs.index(x), self.outputs.index(store.output)
 
     def _arguments(self) -> list[str]:
         """Return the structure that all tasks share."""

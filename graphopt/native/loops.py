@@ -93,13 +93,13 @@ class Loops:
         for (x, axes_of_x), number in numbers.read.items():
             if number.extent == ELEMENT:
                 start = f"a->{self.names[x]} + {self.offset(axes_of_x)}"
-                lines.append(f"const {stored_type(x)} *restrict p_{number.name} = {start};")
+                lines.append(f"const {stored_type(x)} *p_{number.name} = {start};")
             elif number.extent == ROW:
                 lines.append(self._constant(number, self.offset(axes_of_x)))
         for store in self._stores(ELEMENT):
             name = self.names[store.output]
             start = f"a->{name} + {self.offset(store.axes)}"
-            lines.append(f"{stored_type(store.output)} *restrict q_{name} = {start};")
+            lines.append(f"{stored_type(store.output)} *q_{name} = {start};")
         for stage in range(self.stages.count):
             lines += [
                 self._constant(x, "")

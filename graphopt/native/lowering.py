@@ -24,6 +24,7 @@ from graphopt.graph.values import like
 from graphopt.native.bodies import bodies, move_into_bodies, note_rows
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
+from graphopt.native.in_place import write_in_place
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
@@ -62,16 +63,20 @@ class Lowered:
 
     Args:
         check: the name of an output that is finite if the new state is, or None.
+        shared: the names of the state that may share a buffer with its next value.
         digest: a hash of the graph that was lowered, and of all that its kernels depend on.
     """
 
     model: ir.Model
     library: Path
     check: str | None
+    shared: list[str]
     digest: str
 
 
-def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = None) -> Lowered | None:
+def lower(
+    model: ir.Model, without: Sequence[str] = (), threads: int | None = None, *, in_place: bool = False
+) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
     The cache folder keeps lowered graphs, without weights, so that a graph is lowered once.
@@ -79,6 +84,7 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     Args:
         without: the lowerings to leave out, by name.
         threads: the number of threads of a session; by default, one for each processor.
+        in_place: let kernels write the new state over the old one.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
@@ -88,24 +94,28 @@ def lower(model: ir.Model, without: Sequence[str] = (), threads: int | None = No
     threads = threads or os.cpu_count() or 1
     with weights_apart(model) as weights:
         content = ir.to_proto(model).SerializeToString()
-    digest = digest_of(content.hex(), *sorted(without), str(threads), *_code())
+    digest = digest_of(content.hex(), *sorted(without), str(threads), str(in_place), *_code())
     try:
-        return _kept(digest, weights) or _lowered(model, without, threads, digest)
+        return _kept(digest, weights) or _lowered(model, without, threads, in_place, digest)
     except OSError as error:
         raise GraphoptError(f"native: expected a cache folder to write to, found none: {error}") from error
 
 
-def _lowered(model: ir.Model, without: Sequence[str], threads: int, digest: str) -> Lowered | None:
+def _lowered(
+    model: ir.Model, without: Sequence[str], threads: int, in_place: bool, digest: str
+) -> Lowered | None:
     """Lower a graph, and keep the result under its digest."""
     found = plan(model, without)
     if not found.kernels:
         return None
-    library = build(source(found.kernels, threads), parts(found.kernels))
+    shared, variants = write_in_place(found.model, found.kernels) if in_place else ([], [])
+    kernels = [*found.kernels, *variants]
+    library = build(source(kernels, threads), parts(kernels))
     with weights_apart(found.model):
         content = ir.to_proto(found.model).SerializeToString()
-    note = json.dumps({"library": library.name, "check": found.check}).encode()
+    note = json.dumps({"library": library.name, "check": found.check, "shared": shared}).encode()
     write_folder(cache_folder(), {f"{digest}.onnx": content, f"{digest}.json": note})
-    return Lowered(found.model, library, found.check, digest)
+    return Lowered(found.model, library, found.check, shared, digest)
 
 
 def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
@@ -113,7 +123,7 @@ def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | No
     folder = cache_folder()
     try:
         note = json.loads((folder / f"{digest}.json").read_text())
-        library = folder / note["library"]
+        library, shared = folder / note["library"], note["shared"]
         model = ir.from_proto(onnx.load_model_from_string((folder / f"{digest}.onnx").read_bytes()))
     except (OSError, ValueError, KeyError, DecodeError):
         return None
@@ -122,7 +132,7 @@ def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | No
     for name, tensor in weights.items():
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = tensor
-    return Lowered(model, library, note["check"], digest)
+    return Lowered(model, library, note["check"], shared, digest)
 
 
 @functools.cache

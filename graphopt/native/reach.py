@@ -32,6 +32,22 @@ class Reach:
         between = (self._before[i] & after) | (self._after[i] & before)
         return not between & ~inside & ~(1 << i)
 
+    def leads(self, node: ir.Node, others: Iterable[ir.Node]) -> bool:
+        """Return whether a node leads to one of others."""
+        after = self._after[self._index[node]]
+        return any(after >> self._index[other] & 1 for other in others)
+
+    def connect(self, nodes: Iterable[ir.Node], node: ir.Node) -> None:
+        """Make nodes lead to another."""
+        i, before = self._index[node], 0
+        for each in nodes:
+            before |= self._before[self._index[each]] | 1 << self._index[each]
+        after = self._after[i] | 1 << i
+        for j in _bits(after):
+            self._before[j] |= before
+        for j in _bits(before):
+            self._after[j] |= after
+
     def contract(self, nodes: Iterable[ir.Node]) -> None:
         """Make nodes one: whatever leads to one of them leads to all."""
         inside, before, after = self._around(nodes)

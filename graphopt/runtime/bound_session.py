@@ -59,6 +59,7 @@ class BoundSession:
         as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
+        shared: the names of the state that the graph writes in place.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class BoundSession:
         as_numpy: bool,
         library: Path | None = None,
         check: str | None = None,
+        shared: Sequence[str] = (),
     ) -> None:
         self._device, self._report, self._as_numpy = device, list(report), as_numpy
         self._types = {str(x.name): InputSpec(x).dtype for x in with_role(model, *FED)}
@@ -89,6 +91,7 @@ class BoundSession:
         self._places = {name: i for i, name in enumerate(report) if name not in self._own_outputs}
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
         self._bindings = []
+        buffers.share(shared)
         for source in range(2):
             read, written = buffers.sets[source], buffers.sets[1 - source]
             after = {next_of(name): x for name, x in written.items() if next_of(name) in following}

@@ -141,7 +141,7 @@ class Executor(ExecutorState):
         """
         check_steps_per_call(steps_per_call)
         chosen = self.steps_per_call if steps_per_call is None else steps_per_call
-        if chosen is None and not self._device.on_cpu:
+        if self.in_place or (chosen is None and not self._device.on_cpu):
             chosen = 1
         left = iter(batches)
         for first in left:
@@ -274,6 +274,7 @@ class Executor(ExecutorState):
                 report=self._report,
                 static_shapes=self.static_shapes or device.cuda_graph,
                 as_numpy=as_numpy,
+                in_place=self.in_place,
             )
         )
         model = reporting(self._model, self._report)
@@ -288,7 +289,9 @@ class Executor(ExecutorState):
         wrong = self._buffers.not_finite(reported, checked=self._runner.state_is_finite)
         if wrong is None:
             return True
-        message = f"step {self._batches}: {wrong}"
+        message = (
+            f"step {self._batches}: {wrong}{', and the state has changed in place' if self.in_place else ''}"
+        )
         if self.on_nonfinite == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"

@@ -34,6 +34,11 @@ class ExecutorState(ExecutorOptions):
         super().__post_init__(step)
         self._device = Device.of(self.device, self)
         self.device = self._device.name
+        if self.in_place and not (self._device.on_cpu and self._device.native):
+            raise GraphoptError(
+                "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
+                "leave it out"
+            )
         self._model = load(step)
         self._lock = threading.RLock()
         self._batches = 0

@@ -38,6 +38,7 @@ class Forms:
         bind: creates the session of a form.
         arranged: returns the graph to run from that of one step, lowered or not; by default, that graph itself.
         native: the form to take; by default, the device's option decides.
+        in_place: let kernels write the new state over the old one; then take them without measuring.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
@@ -51,11 +52,14 @@ class Forms:
         *,
         arranged: Callable[[ir.Model], ir.Model] | None = None,
         native: bool | None = None,
+        in_place: bool = False,
     ) -> None:
         self._device = device
-        self._model, self._bind, self._arranged = model, bind, arranged
+        self._model, self._bind, self._arranged, self._in_place = model, bind, arranged, in_place
         found = None if native is False else self._lowered()
-        measures = found and native is None and device.native == "auto" and not device.deterministic
+        measures = (
+            found and native is None and device.native == "auto" and not (device.deterministic or in_place)
+        )
         self._digest = found.digest if found and measures else None
         self.native = None if measures else found is not None
         if not found:
@@ -92,10 +96,13 @@ class Forms:
         if not self._device.on_cpu or not native or (native == "auto" and not _is_worth_it(self._model)):
             return None
         try:
-            found = lower(self._model, self._device.native_without, self._device.threads)
+            device = self._device
+            found = lower(self._model, device.native_without, device.threads, in_place=self._in_place)
             if found:
                 check = found.check if self._arranged is None else None
-                self._bound = self._opened(found.model, library=found.library, check=check)
+                self._bound = self._opened(
+                    found.model, library=found.library, check=check, shared=found.shared
+                )
         except GraphoptError as error:
             if native is True:
                 raise

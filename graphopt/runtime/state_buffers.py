@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,10 +39,11 @@ class StateBuffers:
         kept = {str(x.name) for x in with_role(model, *STATE)}
         updated = {state_of(y) for y in with_role(model, Role.NEXT)}
         self._inputs = {str(x.name): InputSpec(x) for x in model.graph.inputs if x.name in initial}
-        first, one = buffers(device, {name: array for name, array in initial.items() if name in kept})
-        second, other = buffers(device, {name: initial[name] for name in first if name in updated})
-        self.sets = (first, first | second)
-        self._totals = [Total(device, values, memory) for values, memory in ((first, one), (second, other))]
+        self._device = device
+        first, memory = buffers(device, {name: array for name, array in initial.items() if name in kept})
+        self.sets = (first, first)
+        self._totals: list[Total | Both] = [Total(device, first, memory)] * 2
+        self._double({name: initial[name] for name in first if name in updated})
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {
             name for name in kept if scaled and name != ACCUMULATED and parted(name)[1] == ACCUMULATED
@@ -50,6 +52,21 @@ class StateBuffers:
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
         self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
+
+    def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Give part of the state two buffers, and the rest one."""
+        first, total = self.sets[0], self._totals[0]
+        second, memory = buffers(self._device, arrays)
+        self.sets = (first, first | second)
+        self._totals = [total, Total(self._device, second, memory)]
+
+    def share(self, names: Collection[str]) -> None:
+        """Give state one buffer, which a step reads and writes in place. Bindings from before are for two buffers."""
+        first, second = self.sets
+        left = {name: x.numpy() for name, x in second.items() if x is not first[name] and name not in names}
+        if names and len(left) < sum(x is not first[name] for name, x in second.items()):
+            self._double(left)
+            self._totals[1] = Both(*self._totals)
 
     def swap(self) -> None:
         """Make the next step read the set that the last one wrote."""
@@ -85,7 +102,7 @@ class StateBuffers:
             if name in self._may_overflow:
                 continue
             wrong = ~_finite(value.numpy())
-            if wrong.any() and (wrong & _finite(before[name].numpy())).any():
+            if wrong.any() and (value is before[name] or (wrong & _finite(before[name].numpy())).any()):
                 return name
         return None
 
@@ -186,6 +203,17 @@ class Total:
             total = self._session.compute(self._values, ["total"])["total"].numpy()
             return math.isfinite(total)
         return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
+
+
+@dataclass(frozen=True)
+class Both:
+    """Check that all numbers of two totals are finite."""
+
+    first: Total | Both
+    second: Total | Both
+
+    def finite(self) -> bool:
+        return self.first.finite() and self.second.finite()
 
 
 def _summed(

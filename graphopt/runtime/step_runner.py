@@ -28,6 +28,7 @@ class StepRunner:
         report: the outputs to return.
         static_shapes: create a session for each set of shapes, so that the runtime knows them in advance.
         as_numpy: return NumPy arrays; otherwise values on the device.
+        in_place: let kernels write the new state over the old one.
         single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
 
@@ -40,10 +41,12 @@ class StepRunner:
         *,
         static_shapes: bool = False,
         as_numpy: bool = True,
+        in_place: bool = False,
         single: StepRunner | None = None,
     ) -> None:
         self._device, self._model, self._single, self._static = device, model, single, static_shapes
         self.signature = Signature(device, with_role(_unrolled(model) if single else model, *FED))
+        self._in_place = in_place
         self._bind = functools.partial(
             BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy
         )
@@ -90,7 +93,7 @@ class StepRunner:
         single = self._single
         if single is None:
             model = with_shapes(self._model, shapes) if shapes else self._model
-            return Forms(self._device, model, self._bind)
+            return Forms(self._device, model, self._bind, in_place=self._in_place)
         # Kernels are those of single steps, so that the results are, too.
         arranged = functools.partial(_unrolled, shapes=shapes)
         return Forms(self._device, self._model, self._bind, arranged=arranged, native=single.native)

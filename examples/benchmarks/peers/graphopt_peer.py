@@ -1,7 +1,8 @@
 """Run graphopt's training graph on the ONNX Runtime of this environment.
 
-The variant `native` lowers steps to the machine, `run` runs several steps in one call of the runtime, `fused` uses
-onnxruntime-training's optimizer kernels, and `graph` a CUDA graph.
+The variant `native` lowers steps to the machine, `in-place` also writes the new state over the old one, `run` runs
+several steps in one call of the runtime, `fused` uses onnxruntime-training's optimizer kernels, and `graph` a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def build(job: Job) -> Step:
         report=["loss"],
         cuda_graph="graph" in job.words,
         native="native" in job.words,
+        in_place="in-place" in job.words,
         provider_options={"use_tf32": 0} if job.device == "cuda" else None,
     )
     batches = [{"x": x, "target": target} for x, target in job.data]

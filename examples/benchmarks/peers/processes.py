@@ -20,6 +20,7 @@ PATIENCE = 900  # seconds that a peer may take to compile, or for a round
 # peers: the script, the environment and the words of the variant of each
 PEERS = {
     "graphopt": ("graphopt_peer", "graphopt", "native"),
+    "graphopt-in-place": ("graphopt_peer", "graphopt", "native in-place"),
     "graphopt-run": ("graphopt_peer", "graphopt", "native run"),
     "graphopt-plain": ("graphopt_peer", "graphopt", ""),
     "graphopt-1.19": ("graphopt_peer", "graphopt-training", "native"),

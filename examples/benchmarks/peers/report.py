@@ -9,6 +9,7 @@ BASES = ("graphopt", "graphopt-cuda", "graphopt-cuda-mixed")
 FRAMEWORKS = ("graphopt", "torch", "torch-compile", "jax", "onnxruntime-training")
 HEADINGS = {
     "graphopt": "graphopt, us",
+    "graphopt-in-place": "graphopt, `in_place`",
     "graphopt-run": "graphopt `run`",
     "graphopt-plain": "graphopt, `native=False`",
     "graphopt-1.19": "graphopt on 1.19.2",

@@ -1,0 +1,142 @@
+"""Kernels that write the new state over the old one: the bits of steps with two sets of state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from builders import attention, linear, mlp, model
+from test_native import STEPS, batches, step_of
+
+import graphopt
+import passes
+from graphopt.graph.loading import load
+from graphopt.graph.names import next_of
+from graphopt.native import toolchain
+from graphopt.native.in_place import write_in_place
+from graphopt.native.lowering import plan
+
+pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+
+
+def pair(step, **options):
+    """Return executors with two sets of state, and with one."""
+    return [graphopt.Executor(step, native=True, in_place=kind, **options) for kind in (False, True)]
+
+
+def assert_same(expected, found):
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def assert_same_state(executors):
+    assert_same(*(executor.state for executor in executors))
+
+
+def shared(executor):
+    first, second = executor._buffers.sets
+    return {name for name, value in first.items() if second[name] is value}
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "static"])
+def test_steps_in_place_are_those_of_two_sets(name):
+    steps, options = STEPS[name]
+    executors = pair(step_of(**steps), **options)
+    for batch in batches():
+        assert_same(*(executor.step(batch) for executor in executors))
+    assert_same_state(executors)
+    if name != "accumulated":  # an If updates the state
+        assert set(executors[0].parameters) <= shared(executors[1])
+    assert not set(executors[0].parameters) & shared(executors[0])
+
+
+TIED = """g (float[N,4] x) => (float[N,4] y) {
+    a = MatMul(x, w) b = Tanh(a) t = Transpose<perm = [1, 0]>(w) c = MatMul(b, t) y = Add(c, d)
+}"""
+RNG = np.random.default_rng(1)
+MODELS = {
+    "attention": lambda: (attention(), (6, 4), (6, 4)),
+    "tied": lambda: (
+        model(TIED, w=RNG.standard_normal((4, 64)), d=np.zeros(4)),
+        (4,),
+        (4,),
+    ),
+    "deep": lambda: (mlp((4, 64, 64, 64, 3)), (4,), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_place(name):
+    proto, shape, out = MODELS[name]()
+    executors = pair(step_of(proto))
+    for batch in batches(shape=shape, out=out):
+        assert_same(*(executor.step(batch) for executor in executors))
+    assert_same_state(executors)
+
+
+def test_kernels_wait_for_all_that_read_the_state():
+    """The gradient of a layer's input reads its weight, and does not come before the weight's update."""
+    found = plan(load(step_of(mlp((4, 64, 64, 3)))))
+    names, variants = write_in_place(found.model, found.kernels)
+    assert "fc1.weight" in names and variants
+    graph = found.model.graph
+    weight = next(x for x in graph.inputs if x.name == "fc1.weight")
+    update = next(y.producer() for y in graph.outputs if y.name == next_of("fc1.weight"))
+    before, waiting = set(), [update]
+    while waiting:
+        for x in waiting.pop().inputs:
+            if x is not None and (node := x.producer()) is not None and node not in before:
+                before.add(node)
+                waiting.append(node)
+    assert all(use.node is update or use.node in before for use in weight.uses())
+    assert len([*weight.uses()]) > 2
+
+
+def test_a_state_that_something_else_returns_keeps_two_buffers():
+    step = step_of()
+    plain = load(step)
+    weight = next(x for x in plain.graph.inputs if x.name == "fc0.weight")
+    plain.graph.outputs.append(weight)
+    found = plan(plain)
+    names, _ = write_in_place(found.model, found.kernels)
+    assert "fc0.weight" not in names and "fc1.weight" in names
+
+
+def test_runs_checkpoints_and_evaluation_in_place(tmp_path):
+    executors = pair(step_of())
+    data = batches(8)
+    for executor in executors:
+        executor.run(data[:4])
+        executor.save(tmp_path / "state")
+        executor.run(data[4:])
+        executor.load(tmp_path / "state")
+        executor.run(data[4:])
+        executor.set_contiguous(executor.contiguous() * 2)
+        executor.learning_rate = 0.05
+        executor.run(data)
+    assert_same_state(executors)
+    losses = [executor.evaluate(data[0])["loss"] for executor in executors]
+    assert losses[0] == losses[1]
+
+
+def test_a_step_that_is_not_finite_has_changed_the_state():
+    step = step_of(linear(4, 3), optimizer=passes.Adam(0.1))
+    executor = graphopt.Executor(step, native=True, in_place=True)
+    x, target = batches(1)[0].values()
+    with pytest.raises(graphopt.NonFiniteLoss, match="the state has changed in place"):
+        executor.step(x=x * 1e12, target=target)
+    assert not all(np.isfinite(value).all() for value in executor.state.values())
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_nonfinite": "skip"}, {"static_shapes": True}, {"native": False}], ids=str
+)
+def test_what_needs_two_sets_of_state_is_refused(options):
+    with pytest.raises(graphopt.GraphoptError, match="in_place: expected"):
+        graphopt.Executor(step_of(), in_place=True, **options)
+
+
+def test_small_models_have_two_sets():
+    """`auto` does not lower them."""
+    executor = graphopt.Executor(step_of(mlp((4, 8, 3))), in_place=True, native="auto")
+    executor.run(batches())
+    assert not shared(executor)
