@@ -12,7 +12,8 @@ from builders import model
 
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
-from graphopt.native.lowering import lower
+from graphopt.native.lowering import lower, plan
+from graphopt.native.scans import DOMAIN
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -40,6 +41,37 @@ GRAPHS = {
     ),
     "joined": ("p = MatMul(a, b) y = Transpose<perm=[0,2,1,3]>(p)", (2, 3, 5, 7), (2, 3, 7, 4)),
     "last axis moves": ("p = MatMul(a, b) y = Transpose<perm=[0,1,3,2]>(p)", (2, 3, 5, 7), (2, 3, 7, 4)),
+    "last axis moves first": (
+        "p = MatMul(a, b) y = Transpose<perm=[3,0,1,2]>(p)",
+        (2, 3, 5, 7),
+        (2, 3, 7, 4),
+    ),
+    "rows last": ("p = MatMul(a, b) y = Transpose<perm=[0,3,1,2]>(p)", (2, 3, 5, 7), (2, 3, 7, 4)),
+    "rows last, one right": ("p = MatMul(a, b) y = Transpose<perm=[0,2,1]>(p)", (3, 50, 7), (7, 40)),
+    "rows last, one left": ("p = MatMul(a, b) y = Transpose<perm=[2,0,1]>(p)", (50, 7), (3, 7, 40)),
+    "rows last, broadcast": (
+        "t = Transpose<perm=[1,0,2,3]>(a) p = MatMul(t, b) y = Transpose<perm=[1,0,3,2]>(p)",
+        (1, 2, 5, 7),
+        (1, 3, 7, 4),
+    ),
+    "rows last, large": ("p = MatMul(a, b) y = Transpose(p)", (150, 300), (300, 77)),
+    "batch last": ("p = MatMul(a, b) y = Transpose<perm=[1,2,0]>(p)", (2, 5, 7), (2, 7, 4)),
+    "chains": (
+        """s = Transpose<perm=[0,2,1,3]>(a) i = Identity(s) t = Transpose<perm=[0,1,3,2]>(i)
+        u = Transpose<perm=[0,2,3,1]>(b) v = Transpose<perm=[0,1,3,2]>(u) y = MatMul(t, v)""",
+        (2, 6, 3, 5),
+        (2, 6, 3, 7),
+    ),
+    "chain through a batch": (
+        "s = Transpose<perm=[2,1,0]>(a) t = Transpose<perm=[1,2,0]>(s) y = MatMul(t, b)",
+        (6, 2, 5),
+        (2, 5, 7),
+    ),
+    "to a batch": (
+        "s = Transpose<perm=[2,1,0]>(a) t = Transpose<perm=[0,2,1]>(s) y = MatMul(t, b)",
+        (6, 5, 2),
+        (2, 5, 7),
+    ),
     "read twice": (
         "p = MatMul(a, b) t = Transpose<perm=[1,0]>(p) u = MatMul(p, t) y = Add(u, u)",
         (5, 7),
@@ -57,11 +89,28 @@ GRAPHS = {
 }
 
 
+ALONE = ("chain", "heads", "joined", "last axis moves", "rows last")  # only products are left of these
+
+
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_product_is_the_runtimes(name, symbolic):
+    arrays = [RNG.standard_normal(shape).astype(np.float32) for shape in GRAPHS[name][1:]]
+    compare(graph_of(name, symbolic), dict(zip("abc", arrays, strict=False)), lowers=not symbolic)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name.startswith(ALONE)])
+def test_a_product_takes_in_what_is_around_it(name):
+    assert left(graph_of(name)) == []
+
+
+def test_a_transpose_stays_where_neither_rows_nor_columns_lie_together():
+    assert left(graph_of("to a batch")) == ["Transpose"]
+    assert left(graph_of("batch last")) == ["Transpose"]
+
+
+def graph_of(name, symbolic=False):
     text, *shapes = GRAPHS[name]
-    arrays = [RNG.standard_normal(shape).astype(np.float32) for shape in shapes]
     dims = itertools.count()
     names = [[f"D{next(dims)}" if symbolic else str(d) for d in shape] for shape in shapes]
     inputs = ", ".join(
@@ -70,8 +119,13 @@ def test_a_product_is_the_runtimes(name, symbolic):
     )
     proto = model(f"g ({inputs}) => (float y) {{ {text} }}")
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    proto = onnx.shape_inference.infer_shapes(proto)
-    compare(proto, dict(zip("abc", arrays, strict=False)), lowers=not symbolic)
+    return onnx.shape_inference.infer_shapes(proto)
+
+
+def left(proto):
+    """Return the nodes that are no kernels."""
+    found = plan(load(proto), without=["kernels"])
+    return [node.op_type for node in found.model.graph if node.domain != DOMAIN]
 
 
 def compare(proto, feeds, lowers=True):
@@ -86,6 +140,45 @@ def compare(proto, feeds, lowers=True):
     for output, expected in plain.items():
         assert found[output].shape == expected.shape
         np.testing.assert_allclose(found[output], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_sizes_may_be_dynamic():
+    proto = model("""g (float[B,S,3,D] a, float[B,T,3,D] b) => (float[B,T,3,S] y) {
+        s = Transpose<perm=[0,2,1,3]>(a) t = Transpose<perm=[0,2,1,3]>(b) u = Transpose<perm=[0,1,3,2]>(t)
+        p = MatMul(s, u) y = Transpose<perm=[0,3,1,2]>(p) }""")
+    assert left(proto) == []
+    for batch, s, t, d in [(1, 1, 1, 1), (2, 5, 4, 7), (3, 40, 1, 33)]:
+        a, b = (RNG.standard_normal((batch, n, 3, d)).astype(np.float32) for n in (s, t))
+        compare(proto, {"a": a, "b": b})
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (150, 700, 77), (33, 256, 1)])
+def test_a_transposed_result_has_the_bits_of_the_result(m, k, n):
+    proto = model(f"""g (float[2,{m},{k}] a, float[2,{k},{n}] b) => (float[2,{m},{n}] y, float[2,{n},{m}] z) {{
+        y = MatMul(a, b) p = MatMul(a, b) z = Transpose<perm=[0,2,1]>(p) }}""")
+    a = RNG.standard_normal((2, m, k)).astype(np.float32)
+    b = RNG.standard_normal((2, k, n)).astype(np.float32)
+    assert left(proto) == []
+    y, z = native(proto, {"a": a, "b": b}).values()
+    np.testing.assert_array_equal(z, y.transpose(0, 2, 1))
+
+
+def test_a_transpose_in_a_branch_stays_there():
+    proto = model("""g (float[3,4] a, float[4,5] b, bool c) => (float[5,3] y) {
+        p = MatMul(a, b)
+        y = If (c) <then_branch = t () => (float[5,3] u) { u = Transpose(p) },
+                    else_branch = e () => (float[5,3] v) { q = Neg(b) r = Transpose(a) s = Transpose(q)
+                                                           v = MatMul(s, r) }> }""")
+    a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in [(3, 4), (4, 5)])
+    for c in (True, False):
+        compare(proto, {"a": a, "b": b, "c": np.array(c)})
+
+
+def native(proto, feeds):
+    """Return what kernels compute."""
+    lowered = lower(load(proto), without=["kernels"], threads=2)
+    device = Device("cpu", threads=2, native=False)
+    return Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
 
 
 def test_scaled_products_stay():

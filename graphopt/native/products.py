@@ -31,15 +31,18 @@ def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, 
     axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
     axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))
     axes_y = list(range(rank))
-    a, axes_a = _before_transpose(a, axes_a)
-    b, axes_b = _before_transpose(b, axes_b)
-    if bias is None:
-        then = only_reader(y)
-        if then is not None and (perm := permutation(then, rank)) and perm[-1] == rank - 1:
-            replaced.append(then)
-            y, axes_y = then.outputs[0], perm
-    elif not 0 <= rank_of(bias) <= 2:
+    then = only_reader(y)
+    perm = None if then is None or bias is not None else permutation(then, rank)
+    if then is not None and perm is not None and rank - 1 - perm[-1] in (0, 1):
+        replaced.append(then)
+        y, axes_y = then.outputs[0], perm
+        if perm[-1] == rank - 2:  # columns of C lie together if it is C^T = B^T A^T
+            a, axes_a, b, axes_b = b, _turned(axes_b), a, _turned(axes_a)
+            axes_y = [_turned(list(range(rank)))[axis] for axis in perm]
+    if bias is not None and not 0 <= rank_of(bias) <= 2:
         return None
+    a, axes_a = _before_transposes(a, axes_a)
+    b, axes_b = _before_transposes(b, axes_b)
     form: list[int | Sequence[int]] = [
         len(axes_a),
         len(axes_b),
@@ -72,14 +75,23 @@ def braced(items: Sequence[int | Sequence[int]]) -> str:
     return f"{{{', '.join(str(x) if isinstance(x, int) else braced(x) for x in items)}}}"
 
 
-def _before_transpose(x: ir.Value, axes: list[int]) -> tuple[ir.Value, list[int]]:
-    """Return what an operand was before it was transposed, if rows or columns lie together there, and its axes."""
-    node = x.producer()
-    perm = None if node is None else permutation(node, len(axes))
-    if node is None or perm is None or node.inputs[0] is None:
-        return x, axes
-    before = [perm[axis] for axis in axes]
-    return (node.inputs[0], before) if len(perm) - 1 in before[-2:] else (x, axes)
+def _turned(axes: list[int]) -> list[int]:
+    """Return axes with rows and columns exchanged."""
+    return [*axes[:-2], axes[-1], axes[-2]]
+
+
+def _before_transposes(x: ir.Value, axes: list[int]) -> tuple[ir.Value, list[int]]:
+    """Return what an operand was before as many transposes as leave rows or columns together there, and its axes."""
+    found = x, axes
+    while (node := x.producer()) is not None and node.domain == "" and node.inputs:
+        perm = list(range(len(axes))) if node.op_type == "Identity" else permutation(node, len(axes))
+        before = node.inputs[0]
+        if perm is None or before is None:
+            break
+        x, axes = before, [perm[axis] for axis in axes]
+        if len(axes) - 1 in axes[-2:]:
+            found = x, axes
+    return found
 
 
 def permutation(node: ir.Node, rank: int) -> list[int] | None:
@@ -91,6 +103,8 @@ def permutation(node: ir.Node, rank: int) -> list[int] | None:
 
 
 def only_reader(y: ir.Value) -> ir.Node | None:
-    """Return the node that reads a value, if it is the only one."""
-    uses = list(y.uses())
-    return uses[0].node if len(uses) == 1 and not y.is_graph_output() else None
+    """Return the node that reads a value, if it is the only one and in the graph of the node that computes it."""
+    uses, producer = list(y.uses()), y.producer()
+    if len(uses) != 1 or y.is_graph_output() or producer is None or uses[0].node.graph is not producer.graph:
+        return None
+    return uses[0].node
