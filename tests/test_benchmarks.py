@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -203,3 +204,13 @@ def test_denormals_are_timed(monkeypatch):
     found = benchmark("denormals", monkeypatch).main(steps=450)
     assert len(found) == 6
     assert all(time > 0 for times in found.values() for time in times)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+def test_networks_of_other_shapes_are_timed():
+    pytest.importorskip("torch")
+    command = [sys.executable, str(FOLDER / "shapes.py"), "--only", "regression, tanh", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| regression, tanh | 46,601 |" in done.stdout
