@@ -84,12 +84,68 @@ GRAPHS = {
     "bias of rows": ("y = Gemm(a, b, c)", (5, 7), (7, 3), (5, 1)),
     "bias of one": ("y = Gemm(a, b, c)", (5, 7), (7, 3), ()),
     "bias of all": ("y = Gemm<transB=1>(a, b, c)", (5, 7), (3, 7), (5, 3)),
+    "added columns": ("p = MatMul(a, b) y = Add(p, c)", (50, 7), (7, 40), (40,)),
+    "added columns, first": ("p = MatMul(a, b) y = Add(c, p)", (3, 5, 7), (7, 4), (1, 1, 4)),
+    "added columns, large": ("p = MatMul(a, b) y = Add(c, p)", (2, 80, 300), (300, 77), (77,)),
+    "added columns, batches": ("p = MatMul(a, b) y = Add(p, c)", (2, 3, 5, 7), (2, 3, 7, 40), (1, 40)),
+    "added columns, broadcast": ("p = MatMul(a, b) y = Add(p, c)", (2, 1, 5, 7), (3, 7, 4), (4,)),
+    "added columns, nothing inside": ("p = MatMul(a, b) y = Add(p, c)", (2, 5, 0), (2, 0, 3), (3,)),
+    "added columns, one": ("p = MatMul(a, b) y = Add(p, c)", (2, 5, 7), (7, 1), (1,)),
+    "added columns, gemm": ("p = Gemm<transB=1>(a, b) y = Add(p, c)", (5, 7), (3, 7), (1, 3)),
+    "added columns, chains": (
+        """s = Transpose<perm=[0,2,1,3]>(a) t = Transpose<perm=[0,1,3,2]>(s) p = MatMul(t, b)
+        q = Add(c, p) y = Transpose<perm=[0,2,1,3]>(q)""",
+        (2, 6, 3, 5),
+        (2, 3, 6, 7),
+        (7,),
+    ),
+    "added columns, rows last": (
+        "p = MatMul(a, b) q = Add(p, c) y = Transpose<perm=[0,3,1,2]>(q)",
+        (2, 3, 5, 7),
+        (2, 3, 7, 40),
+        (40,),
+    ),
+    "added columns, rows last, one left": (
+        "p = MatMul(a, b) q = Add(p, c) y = Transpose<perm=[2,0,1]>(q)",
+        (50, 7),
+        (3, 7, 40),
+        (40,),
+    ),
+    "bias of columns, rows last": ("p = Gemm(a, b, c) y = Transpose(p)", (50, 7), (7, 30), (30,)),
+    "bias of rows, rows last": ("p = Gemm(a, b, c) y = Transpose(p)", (50, 7), (7, 30), (50, 1)),
+    "added rows": ("p = MatMul(a, b) y = Add(p, c)", (5, 7), (7, 4), (5, 1)),
+    "added number": ("p = MatMul(a, b) y = Add(p, c)", (5, 7), (7, 4), ()),
+    "added one": ("p = MatMul(a, b) y = Add(p, c)", (5, 7), (7, 4), (1,)),
+    "added wide": ("p = MatMul(a, b) y = Add(p, c)", (5, 7), (7, 1), (6,)),
+    "added batches": ("p = MatMul(a, b) y = Add(p, c)", (5, 7), (7, 4), (2, 1, 4)),
+    "added after a transpose": (
+        "p = MatMul(a, b) t = Transpose<perm=[1,0]>(p) y = Add(t, c)",
+        (5, 7),
+        (7, 4),
+        (5,),
+    ),
+    "added, read twice": ("p = MatMul(a, b) q = Add(p, c) y = Mul(q, p)", (5, 7), (7, 4), (4,)),
+    "added, in reach of a cluster": ("p = MatMul(a, b) q = Add(p, c) y = Tanh(q)", (5, 7), (7, 4), (4,)),
+    "added, viewed in reach of a cluster": (
+        "p = MatMul(a, b) q = Add(p, c) z = Constant<value = int64[1] {0}>() r = Unsqueeze(q, z) y = Tanh(r)",
+        (5, 7),
+        (7, 4),
+        (4,),
+    ),
     "nothing inside": ("y = MatMul(a, b)", (5, 0), (0, 3)),
     "no rows": ("y = Gemm(a, b, c)", (0, 7), (7, 3), (3,)),
 }
 
 
-ALONE = ("chain", "heads", "joined", "last axis moves", "rows last")  # only products are left of these
+ALONE = (
+    "added columns",
+    "bias of columns",
+    "chain",
+    "heads",
+    "joined",
+    "last axis moves",
+    "rows last",
+)  # only products are left of these
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
@@ -104,9 +160,25 @@ def test_a_product_takes_in_what_is_around_it(name):
     assert left(graph_of(name)) == []
 
 
-def test_a_transpose_stays_where_neither_rows_nor_columns_lie_together():
-    assert left(graph_of("to a batch")) == ["Transpose"]
-    assert left(graph_of("batch last")) == ["Transpose"]
+STAY = {
+    "to a batch": ["Transpose"],
+    "batch last": ["Transpose"],
+    "bias of rows, rows last": ["Transpose"],
+    "added rows": ["Add"],
+    "added number": ["Add"],
+    "added one": ["Add"],
+    "added wide": ["Add"],
+    "added batches": ["Add"],
+    "added after a transpose": ["Add"],
+    "added, read twice": ["Add", "Mul"],
+    "added, in reach of a cluster": ["Add", "Tanh"],
+    "added, viewed in reach of a cluster": ["Add", "Constant", "Unsqueeze", "Tanh"],
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_a_product_cannot_take_in_stays(name):
+    assert left(graph_of(name)) == STAY[name]
 
 
 def graph_of(name, symbolic=False):
@@ -152,15 +224,28 @@ def test_sizes_may_be_dynamic():
         compare(proto, {"a": a, "b": b})
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (150, 700, 77), (33, 256, 1)])
-def test_a_transposed_result_has_the_bits_of_the_result(m, k, n):
-    proto = model(f"""g (float[2,{m},{k}] a, float[2,{k},{n}] b) => (float[2,{m},{n}] y, float[2,{n},{m}] z) {{
-        y = MatMul(a, b) p = MatMul(a, b) z = Transpose<perm=[0,2,1]>(p) }}""")
-    a = RNG.standard_normal((2, m, k)).astype(np.float32)
-    b = RNG.standard_normal((2, k, n)).astype(np.float32)
+def test_sizes_of_an_added_vector_may_be_dynamic():
+    proto = model("""g (float[B,M,K] a, float[B,K,N] b, float[N] c) => (float[B,M,N] y) {
+        p = MatMul(a, b) y = Add(c, p) }""")
     assert left(proto) == []
-    y, z = native(proto, {"a": a, "b": b}).values()
-    np.testing.assert_array_equal(z, y.transpose(0, 2, 1))
+    for batch, m, k, n in [(1, 1, 1, 1), (2, 5, 4, 7), (3, 40, 300, 33)]:
+        shapes = {"a": (batch, m, k), "b": (batch, k, n), "c": (n,)}
+        compare(proto, {x: RNG.standard_normal(shape).astype(np.float32) for x, shape in shapes.items()})
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (150, 700, 77), (33, 256, 1)])
+def test_a_product_has_the_same_bits_with_what_it_takes_in(m, k, n):
+    proto = model(f"""g (float[2,{m},{k}] a, float[2,{k},{n}] b, float[{n}] c)
+        => (float[2,{m},{n}] x, float[2,{n},{m}] y, float[2,{m},{n}] z, float[2,{n},{m}] u) {{
+        x = MatMul(a, b) p = MatMul(a, b) y = Transpose<perm=[0,2,1]>(p) q = MatMul(a, b) z = Add(q, c)
+        r = MatMul(a, b) s = Add(r, c) u = Transpose<perm=[0,2,1]>(s) }}""")
+    assert left(proto) == []
+    shapes = {"a": (2, m, k), "b": (2, k, n), "c": (n,)}
+    feeds = {x: RNG.standard_normal(shape).astype(np.float32) for x, shape in shapes.items()}
+    x, y, z, u = native(proto, feeds).values()
+    np.testing.assert_array_equal(y, x.transpose(0, 2, 1))
+    np.testing.assert_array_equal(z, x + feeds["c"])
+    np.testing.assert_array_equal(u, z.transpose(0, 2, 1))
 
 
 def test_a_transpose_in_a_branch_stays_there():

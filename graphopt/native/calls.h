@@ -8,7 +8,8 @@
 typedef struct {
     int rank_a, rank_b, rank_c;
     unsigned char a[MOST_AXES], b[MOST_AXES], c[MOST_AXES];
-    int rank_bias; /* -1 without a bias */
+    int rank_bias;      /* -1 without a bias */
+    int is_bias_turned; /* the last axis of the bias, a vector, is the rows of C */
 } ProductForm;
 
 /* What the graph says of a convolution. Axes are: images, channels, space; of the kernel: filters, channels, space. */

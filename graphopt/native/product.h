@@ -7,8 +7,8 @@
 
 typedef struct {
     const float *bias;
-    int64_t bias_row, bias_column, c_row;
-    float *c;
+    int64_t row, column; /* strides */
+    const gemm_product *to;
 } Bias;
 
 static int64_t thread_count;
@@ -35,11 +35,12 @@ static void *aligned(void *data) { return (void *)(((uintptr_t)data + 63) / 64 *
 
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     const Bias *x = user;
-    (void)batch;
+    const gemm_strides *strides = &x->to->c_strides;
+    float *all = (float *)x->to->c + batch[0] * strides->batch[0] + batch[1] * strides->batch[1];
     for (int64_t i = row0; i < row1; i++) {
-        float *restrict c = x->c + i * x->c_row;
-        const float *restrict bias = x->bias + i * x->bias_row;
-        if (x->bias_column)
+        float *restrict c = all + i * strides->row;
+        const float *restrict bias = x->bias + i * x->row;
+        if (x->column)
             for (int64_t j = column0; j < column1; j++) c[j] += bias[j];
         else
             for (int64_t j = column0; j < column1; j++) c[j] += bias[0];
@@ -82,24 +83,24 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     g.a_strides.row = sa[rank - 2], g.a_strides.column = sa[rank - 1];
     g.b_strides.row = sb[rank - 2], g.b_strides.column = sb[rank - 1];
     g.c_strides.row = sc[rank - 2], g.c_strides.column = 1;
+    Bias bias = {.to = &g};
+    if (form->rank_bias >= 0) {
+        int64_t d[MOST_AXES];
+        CHECK(input(context, 2, &bias.bias, d, form->rank_bias));
+        int64_t columns = form->rank_bias > 0 ? d[form->rank_bias - 1] : 1, rows = form->rank_bias > 1 ? d[form->rank_bias - 2] : 1;
+        if (form->is_bias_turned) rows = columns, columns = 1;
+        if ((columns != 1 && columns != g.n) || (rows != 1 && rows != g.m)) return unlike();
+        bias.row = rows == 1 ? 0 : columns, bias.column = columns != 1;
+        g.epilogue = add_bias, g.user = &bias;
+    }
     int outer = rank - 2;
-    while (outer > 0 && (logical[outer - 1] == 1 || (sb[outer - 1] == 0 && sa[outer - 1] == g.m * g.a_strides.row && sc[outer - 1] == g.m * g.c_strides.row)))
+    while (outer > 0 && !bias.row && (logical[outer - 1] == 1 || (sb[outer - 1] == 0 && sa[outer - 1] == g.m * g.a_strides.row && sc[outer - 1] == g.m * g.c_strides.row)))
         g.m *= logical[--outer]; /* these are rows of one product */
     g.batch[0] = g.batch[1] = 1;
     for (int i = 0; i < outer; i++) {
         const int at = i + 2 - outer;
         g.batch[at] = logical[i];
         g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
-    }
-    Bias bias = {0};
-    if (form->rank_bias >= 0) {
-        int64_t d[MOST_AXES];
-        CHECK(input(context, 2, &bias.bias, d, form->rank_bias));
-        const int64_t columns = form->rank_bias > 0 ? d[form->rank_bias - 1] : 1, rows = form->rank_bias > 1 ? d[0] : 1;
-        if ((columns != 1 && columns != g.n) || (rows != 1 && rows != g.m)) return unlike();
-        bias.bias_row = rows == 1 ? 0 : columns, bias.bias_column = columns != 1;
-        bias.c = g.c, bias.c_row = g.c_strides.row;
-        g.epilogue = add_bias, g.user = &bias;
     }
     /* B is packed once if it is the same in all calls, or is stored transposed and the same in all products of a call. */
     const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];

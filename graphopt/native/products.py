@@ -1,4 +1,4 @@
-"""Lower matrix products: one operator computes a product with the transposes around it."""
+"""Lower matrix products: one operator computes a product with the transposes and the bias around it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.schemas import attributes_of
+from graphopt.native.forms import form_of
 from graphopt.native.kernels import Kernel
 
 MOST_AXES = 4  # as in calls.h
@@ -31,16 +32,21 @@ def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, 
     axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
     axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))
     axes_y = list(range(rank))
-    then = only_reader(y)
-    perm = None if then is None or bias is not None else permutation(then, rank)
-    if then is not None and perm is not None and rank - 1 - perm[-1] in (0, 1):
-        replaced.append(then)
-        y, axes_y = then.outputs[0], perm
-        if perm[-1] == rank - 2:  # columns of C lie together if it is C^T = B^T A^T
-            a, axes_a, b, axes_b = b, _turned(axes_b), a, _turned(axes_a)
-            axes_y = [_turned(list(range(rank)))[axis] for axis in perm]
     if bias is not None and not 0 <= rank_of(bias) <= 2:
         return None
+    then = only_reader(y)
+    if bias is None and then is not None and (bias := _added_vector(y, then, versions)):
+        replaced.append(then)
+        y = then.outputs[0]
+        then = only_reader(y)
+    perm = None if then is None else permutation(then, rank)
+    is_turned = perm is not None and perm[-1] == rank - 2 and (bias is None or _is_vector(bias))
+    if then is not None and perm is not None and (is_turned or perm[-1] == rank - 1):
+        replaced.append(then)
+        y, axes_y = then.outputs[0], perm
+    if is_turned:  # columns of C lie together if it is C^T = B^T A^T
+        a, axes_a, b, axes_b = b, _turned(axes_b), a, _turned(axes_a)
+        axes_y = [_turned(list(range(rank)))[axis] for axis in axes_y]
     a, axes_a = _before_transposes(a, axes_a)
     b, axes_b = _before_transposes(b, axes_b)
     form: list[int | Sequence[int]] = [
@@ -51,6 +57,7 @@ def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, 
         axes_b,
         axes_y,
         -1 if bias is None else rank_of(bias),
+        int(is_turned),
     ]
     inputs = (a, b) if bias is None else (a, b, bias)
     types = [ir.DataType.FLOAT.value] * (len(inputs) + 1)
@@ -73,6 +80,34 @@ def rank_of(x: ir.Value) -> int:
 def braced(items: Sequence[int | Sequence[int]]) -> str:
     """Return numbers, and lists of numbers, as C's initializer."""
     return f"{{{', '.join(str(x) if isinstance(x, int) else braced(x) for x in items)}}}"
+
+
+def _added_vector(y: ir.Value, node: ir.Node, versions: Mapping[str, int]) -> ir.Value | None:
+    """Return the vector that an Add adds to each row of a product; None for any other node.
+
+    None, too, for an Add that a cluster computes without reading or writing more.
+    """
+    if node.op_type != "Add" or node.domain != "" or _is_in_reach(node.outputs[0], versions):
+        return None
+    bias = node.inputs[1] if node.inputs[0] is y else node.inputs[0]
+    if bias is None or bias.shape is None or y.shape is None or not 1 <= len(bias.shape) <= len(y.shape):
+        return None
+    length = bias.shape[-1] if isinstance(bias.shape[-1], int) else bias.shape[-1].value
+    return bias if length is not None and y.shape[-1] == length and _is_vector(bias) else None
+
+
+def _is_in_reach(y: ir.Value, versions: Mapping[str, int]) -> bool:
+    """Return whether a node that reads a value, or a view of it, can be in a cluster with the node that computes it."""
+    forms = {use.node: form_of(use.node, versions) for use in y.uses()}
+    return any(
+        form is not None and (form.kind != "view" or _is_in_reach(node.outputs[0], versions))
+        for node, form in forms.items()
+    )
+
+
+def _is_vector(x: ir.Value) -> bool:
+    """Return whether only the last axis of a value may have more than one element."""
+    return x.shape is not None and all(size == 1 for size in x.shape[:-1])
 
 
 def _turned(axes: list[int]) -> list[int]:
