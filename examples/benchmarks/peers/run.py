@@ -54,7 +54,7 @@ TABLE = (
 )
 SCALING = {
     "batch": [f"mlp-{batch}x256x2" for batch in (1, 4, 16, 64, 256, 1024)],
-    "width": [f"mlp-32x{width}x2" for width in (16, 32, 64, 128, 256, 512, 1024)],
+    "width": [f"mlp-32x{width}x2" for width in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 7168)],
     "depth": [f"mlp-32x64x{depth}" for depth in (1, 2, 4, 8, 16, 32)],
 }
 SWEPT = list(dict.fromkeys(name for swept in SCALING.values() for name in swept))
