@@ -101,6 +101,17 @@ def test_a_state_that_something_else_returns_keeps_two_buffers():
     assert "fc0.weight" not in names and "fc1.weight" in names
 
 
+VIEWED = """g (float[N,1] x) => (float[N,64] y) { r = Reshape(w, s) a = Mul(x, r) y = Tanh(a) }"""
+
+
+def test_a_kernel_that_reads_a_view_of_the_state_is_no_exception():
+    """Each number of the state is read for each row."""
+    executors = pair(step_of(model(VIEWED, w=np.ones((8, 8)), s=np.array([1, 64], np.int64))))
+    for batch in batches(shape=(1,), out=(64,)):
+        assert_same(*(executor.step(batch) for executor in executors))
+    assert_same_state(executors)
+
+
 def test_runs_checkpoints_and_evaluation_in_place(tmp_path):
     executors = pair(step_of())
     data = batches(8)

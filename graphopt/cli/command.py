@@ -219,10 +219,14 @@ def _artifacts(recipe: Recipe, folder: Path) -> None:
 def _report(recipe: Recipe, folder: Path) -> None:
     found = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     on_cuda = str(recipe.fields["executor"]["device"]).startswith("cuda")
-    step = found.step
-    if step is not None and not on_cuda and recipe.fields["executor"].get("native") is not False:
+    step, fields = found.step, recipe.fields["executor"]
+    if step is not None and not on_cuda and fields.get("native") is not False:
         found.step_time = saved_by_kernels(
-            step, lambda native: recipe.executor(step, native=native), found.batch or 1
+            step,
+            lambda native: recipe.executor(
+                step, native=native, in_place=native and fields.get("in_place", False)
+            ),
+            found.batch or 1,
         )
     summary = found.summary()
     if on_cuda:

@@ -73,9 +73,15 @@ def _readers(x: ir.Value, graph: ir.Graph) -> set[ir.Node] | None:
 
 def _replaces(node: ir.Node, kernel: Kernel, x: ir.Value, y: ir.Value) -> bool:
     """Return whether a kernel reads each element of a value before it writes the next one in its place."""
-    places = [i for i, value in enumerate(node.inputs) if value is x]
+    places = [i for i, value in enumerate(node.inputs) if _viewed(value) is x]
     pairs = [(i, node.outputs.index(y)) for i in places]
     return len(pairs) <= 1 and all(pair in kernel.aligned for pair in pairs)
+
+
+def _viewed(x: ir.Value | None) -> ir.Value | None:
+    """Return the value that a value is a view of, or itself."""
+    node = None if x is None else x.producer()
+    return _viewed(node.inputs[0]) if node is not None and node.op_type in VIEWS and node.domain == "" else x
 
 
 def _waiting(kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel:
