@@ -1,0 +1,123 @@
+"""Declare what a callback of `fit` sees and what it can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphopt.runtime.executor import Executor
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Control:
+    """Hold what callbacks ask of `fit`; it looks after each step and after each epoch, and resets what it has done.
+
+    Args:
+        should_stop: end the training.
+        should_evaluate: validate now. The callbacks get the measures in `on_evaluate_end`.
+        should_save: write a checkpoint now, if `fit` has a folder for checkpoints.
+    """
+
+    should_stop: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
+
+
+@dataclass
+class Run:
+    """Hold what callbacks see of a training run.
+
+    Args:
+        executor: the executor that trains.
+        epochs: the number of epochs to train.
+        steps: the number of steps of an epoch; None if the data does not tell.
+        rows: the number of rows of an epoch; None if the data does not tell.
+        validation_rows: the number of held-out rows.
+        epoch: the current epoch, from 1.
+        step: the number of steps so far, in all epochs; those of this epoch are `step_in_epoch`.
+        records: the records of the epochs so far, the last one latest.
+        control: what callbacks ask for.
+        stopped: why the training ended before its last epoch, in words; a callback that stops it says so here.
+        resumed: the checkpoint that the run continues, or None.
+    """
+
+    executor: Executor
+    epochs: int
+    steps: int | None
+    rows: int | None
+    validation_rows: int
+    epoch: int = 0
+    step: int = 0
+    step_in_epoch: int = 0
+    records: list[Record] = field(default_factory=list)
+    control: Control = field(default_factory=Control)
+    stopped: str | None = None
+    resumed: Path | None = None
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the training, and say why."""
+        self.control.should_stop = True
+        self.stopped = self.stopped or reason
+
+
+class Callback:
+    """Watch a training run and steer it: override the events that matter, all others do nothing.
+
+    Events come in this order: `on_fit_begin`, then for each epoch `on_epoch_begin`, for each step `on_step_begin` and
+    `on_step_end`, and `on_epoch_end`; last `on_fit_end`, also after an error or a signal. `on_evaluate_begin`,
+    `on_evaluate_end`, `on_save_begin` and `on_save_end` come in between; the validation of an epoch is before its
+    `on_epoch_end`, whose record has its measures.
+
+    During each event, the executor has the state after exactly the steps that have ended. A callback whose step
+    events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
+    in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
+
+    >>> class Print(graphopt.Callback):
+    ...     def on_epoch_end(self, run, record):
+    ...         print(run.epoch, record["loss"] < 1)
+    ...         if record["loss"] < 0.1:
+    ...             run.stop("the loss is below 0.1")
+    """
+
+    reads_state = True
+
+    def on_fit_begin(self, run: Run) -> None:
+        """See a run that has been checked and is about to begin or to continue."""
+
+    def on_epoch_begin(self, run: Run) -> None:
+        """See an epoch begin; a resumed one does not begin again."""
+
+    def on_step_begin(self, run: Run) -> None:
+        """See a step begin."""
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        """See what a step reports: `epoch`, `step`, `rows`, the losses, metrics, diagnostics and `learning_rate`."""
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        """See a validation begin."""
+
+    def on_evaluate_end(self, run: Run, record: Record) -> None:
+        """See the measures of a validation, `validation_loss` first."""
+
+    def on_save_begin(self, run: Run) -> None:
+        """See a checkpoint begin."""
+
+    def on_save_end(self, run: Run, path: Path) -> None:
+        """See the folder of a checkpoint; it is complete when the next event comes."""
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        """See the record of an epoch: means over its rows, the measures of its validation, and times."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """See the end of a run, whatever ended it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
