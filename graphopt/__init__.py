@@ -15,10 +15,14 @@ from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.training.callbacks import Callback
+from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.fit import evaluate, fit
 
 __all__ = [
+    "Callback",
+    "Checkpoints",
     "Device",
     "Executor",
     "ForwardBackward",

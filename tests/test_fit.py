@@ -1,4 +1,4 @@
-"""Training on a data set: every row counts, validation, metrics, observers."""
+"""Training on a data set: every row counts, validation, metrics, callbacks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import graphopt
 import passes
 from graphopt.data import npy
 from graphopt.graph.metadata import TargetSpec
+from graphopt.training.callbacks import Run
 from graphopt.training.fit import evaluate, fit
 from graphopt.training.metrics import Accuracy, Regression
 
@@ -30,19 +31,19 @@ def executor(model: Any = None, **steps: Any) -> graphopt.Executor:
     return graphopt.Executor(graphopt.compile(model or linear(), **steps), threads=1)
 
 
-class Seen:
+class Seen(graphopt.Callback):
     def __init__(self) -> None:
         self.started: dict[str, int] = {}
         self.steps: list[dict[str, Any]] = []
         self.epochs: list[dict[str, Any]] = []
 
-    def start(self, **sizes: int) -> None:
-        self.started = sizes
+    def on_fit_begin(self, run: Run) -> None:
+        self.started = {name: getattr(run, name) for name in ("epochs", "steps", "rows", "validation_rows")}
 
-    def step(self, record: dict[str, Any]) -> None:
+    def on_step_end(self, run: Run, record: dict[str, Any]) -> None:
         self.steps.append(record)
 
-    def epoch(self, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: Run, record: dict[str, Any]) -> None:
         self.epochs.append(record)
 
 
@@ -58,8 +59,8 @@ def test_learns_and_says_how() -> None:
 
 def test_every_row_is_trained_on_the_last_too() -> None:
     seen = Seen()
-    fit(executor(), DATA, epochs=2, batch_size=16, validation=None, observers=[seen])
-    assert seen.started == {"epochs": 2, "steps": 8, "rows": 50, "validation_rows": 0}
+    fit(executor(), DATA, epochs=2, batch_size=16, validation=None, callbacks=[seen])
+    assert seen.started == {"epochs": 2, "steps": 4, "rows": 50, "validation_rows": 0}
     assert [record["rows"] for record in seen.steps] == [16, 16, 16, 2] * 2
     assert [record["step"] for record in seen.epochs] == [4, 8]
 
@@ -158,29 +159,29 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("reads_state", [None, True, False])
-def test_an_observer_sees_the_state_of_its_step(tmp_path: Path, reads_state: bool | None) -> None:
+def test_a_callback_sees_the_state_of_its_step(tmp_path: Path, reads_state: bool | None) -> None:
     """A checkpoint taken at step 7 is that of seven steps; who says not to look may see later ones."""
 
     class Checkpoints(Seen):
-        def step(self, record: dict[str, Any]) -> None:
-            super().step(record)
+        def on_step_end(self, run: Run, record: dict[str, Any]) -> None:
+            super().on_step_end(run, record)
             runner.save(tmp_path / f"{record['step']}")
             ahead.append(runner.steps - record["step"])
 
     runner, twin, ahead = executor(), executor(), []
     runner.steps_per_call = 4
-    observer = Checkpoints()
+    callback = Checkpoints()
     if reads_state is not None:
-        observer.reads_state = reads_state  # type: ignore[attr-defined]
-    fit(runner, DATA, epochs=2, batch_size=5, shuffle=False, validation=None, observers=[observer])
-    assert [record["step"] for record in observer.steps] == list(range(1, 21))
+        callback.reads_state = reads_state
+    fit(runner, DATA, epochs=2, batch_size=5, shuffle=False, validation=None, callbacks=[callback])
+    assert [record["step"] for record in callback.steps] == list(range(1, 21))
     if reads_state is False:
         assert max(ahead) == 3
         return
     assert not any(ahead)
     for step in range(20):
         rows = slice(step % 10 * 5, step % 10 * 5 + 5)
-        assert twin.step(x=X[rows], target=TARGET[rows])["loss"] == observer.steps[step]["loss"]
+        assert twin.step(x=X[rows], target=TARGET[rows])["loss"] == callback.steps[step]["loss"]
         again = executor()
         again.load(tmp_path / f"{step + 1}")
         assert all((again.state[name] == array).all() for name, array in twin.state.items())

@@ -248,7 +248,7 @@ def test_the_adaptive_schedule_as_an_observer() -> None:
     trained = graphopt.Executor(step, threads=1)
     noisy = Dataset({"x": FEEDS["x"], "target": np.sign(FEEDS["target"])})
     adaptive = Adaptive(trained, patience=2, tolerance=1e-4)
-    records = fit(trained, noisy, epochs=40, batch_size=4, validation=None, observers=[adaptive])
+    records = fit(trained, noisy, epochs=40, batch_size=4, validation=None, callbacks=[adaptive])
     rates = [record["learning_rate"] for record in records]
     assert rates[0] == pytest.approx(0.5) and rates == sorted(rates, reverse=True)
     least, waited = np.inf, 0

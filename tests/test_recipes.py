@@ -190,9 +190,12 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
         }
     expected = defaults(pkgutil.resolve_name("graphopt.training.fit:fit"))
     expected = {
-        name: value for name, value in expected.items() if name not in ("executor", "data", "observers")
+        name: value
+        for name, value in expected.items()
+        if name not in ("executor", "data", "callbacks", "checkpoint", "resume")
     }
-    assert config["fit"] == {**expected, "log_steps": False}
+    every = {name: x for name, x in defaults(graphopt.Checkpoints).items() if name != "folder"}
+    assert config["fit"] == {**expected, "checkpoint": every, "log_steps": False}
 
 
 def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -> None:

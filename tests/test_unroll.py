@@ -130,7 +130,7 @@ def test_fit_is_the_same_with_calls_of_several_steps():
             compiled(optimizer=passes.AdamW(0.01)), steps_per_call=count, report=["loss"]
         )
         seen: list[int] = []
-        records.append(fit(executor, data, epochs=2, batch_size=30, validation=None, observers=[Rows(seen)]))
+        records.append(fit(executor, data, epochs=2, batch_size=30, validation=None, callbacks=[Rows(seen)]))
         assert sum(seen) == 800
     for one, other in zip(*records, strict=True):
         assert one["loss"] == other["loss"]
@@ -146,7 +146,7 @@ def test_hyperparameters_in_batches_are_fed_step_by_step():
     equal(single, several)
 
 
-class Rows:
+class Rows(graphopt.Callback):
     """Notes how many rows each step had."""
 
     reads_state = False
@@ -154,14 +154,8 @@ class Rows:
     def __init__(self, seen):
         self.seen = seen
 
-    def start(self, **_):
-        pass
-
-    def step(self, record):
+    def on_step_end(self, run, record):
         self.seen.append(record["rows"])
-
-    def epoch(self, record):
-        pass
 
 
 def test_what_is_wrong_is_said():

@@ -27,7 +27,7 @@ from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import RunFolder
+from graphopt.cli.run_folder import RunFolder, check_new, held, resumed
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -39,14 +39,19 @@ from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.fit import fit
+from graphopt.training.signals import deferred, ending
 
 INTERRUPTED = 130
+NOT_FINITE = 3
 RUNS = ("train", "compile", "hosts", "artifacts", "report")
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 after an error, 130 after Ctrl-C.
+    """Run the command and return its exit code.
+
+    0; 1 after an error; 3 after a loss or a state that is not finite; 130 after Ctrl-C, 143 after SIGTERM, 129 after
+    SIGHUP.
 
     Args:
         arguments: the command line after `graphopt`; sys.argv by default.
@@ -54,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            _run(_parser().parse_intermixed_args(arguments))
+            with ending():
+                _run(_parser().parse_intermixed_args(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as exit:
@@ -156,7 +162,9 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         _complain(error)
-        raise SystemExit(1) from error  # Hydra passes it on without a message of its own
+        raise SystemExit(
+            NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
+        ) from error  # Hydra passes it on without a message of its own
 
 
 def _train(recipe: Recipe, folder: Path) -> float:
@@ -166,23 +174,41 @@ def _train(recipe: Recipe, folder: Path) -> float:
     options = recipe.fit
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
-    trained = folder / "trained.onnx"
-    files = RunFolder(folder, step, recipe.text(), log_steps=bool(recipe.fields["fit"]["log_steps"]))
-    title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
-    model = f"{recipe.fields['model']}, {_parameters(step)}"
-    header = Header(console, title, model=model, data=recipe.choices["data"])
-    try:
-        with Display(console, epochs=not sweep) as display:
-            records = fit(executor, recipe.data, **options, observers=[files, header, display])
-    except (KeyboardInterrupt, NonFiniteLoss) as error:
-        if executor.batches:
+    text = recipe.text()
+    named = sweep or any(one.startswith(("folder=", "hydra.run.dir=")) for one in recipe.overrides)
+    folder, resume = resumed(recipe.fields.get("resume", False), folder, text, beside=not named)
+    with held(folder):
+        if not resume:
+            check_new(folder)
+        trained = folder / "trained.onnx"
+        files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
+        title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
+        model = f"{recipe.fields['model']}, {_parameters(step)}"
+        header = Header(console, title, model=model, data=recipe.choices["data"])
+        checkpoint = recipe.checkpoint(folder / "checkpoints")
+        try:
+            with Display(console, epochs=not sweep) as display:
+                callbacks = [files, header, display]
+                records = fit(
+                    executor,
+                    recipe.data,
+                    **options,
+                    callbacks=callbacks,
+                    checkpoint=checkpoint,
+                    resume=resume,
+                )
+        except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
+            spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
+            if executor.batches and not spoiled:
+                with deferred():
+                    save(executor.trained(), trained)
+                    say(console, "stopped", f"after step {executor.batches}: {trained}")
+            if isinstance(error, NonFiniteLoss) and sweep:
+                _complain(error)
+                return math.inf
+            raise
+        with deferred():
             save(executor.trained(), trained)
-            say(console, "stopped", f"after step {executor.batches}: {trained}")
-        if isinstance(error, NonFiniteLoss) and sweep:
-            _complain(error)
-            return math.inf
-        raise
-    save(executor.trained(), trained)
     last = records[-1]
     seconds = sum(record["seconds"] for record in records)
     say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
@@ -190,7 +216,8 @@ def _train(recipe: Recipe, folder: Path) -> float:
         names = list(last)
         held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
         say(console, "held out", measures(held_out))
-    say(console, "written", f"{folder}: step.onnx, trained.onnx, metrics.jsonl, config.yaml")
+    written = "step.onnx, trained.onnx, metrics.jsonl, config.yaml" + (", checkpoints" if checkpoint else "")
+    say(console, "written", f"{folder}: {written}")
     return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
 
 

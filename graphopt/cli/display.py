@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from graphopt.training.fit import Record
+from graphopt.training.callbacks import Callback, Record, Run
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
 SHOWN_BESIDE = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
 
 
-class Display:
-    """Display training as an observer of `fit`, in a `with` block.
+class Display(Callback):
+    """Display training as a callback of `fit`, in a `with` block.
 
     Args:
         console: the console to print on.
@@ -42,9 +42,9 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
 
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
-        self._epochs, self._steps = epochs, steps
-        self._done = self._rows = 0
+    def on_fit_begin(self, run: Run) -> None:
+        self._epochs, self._steps = run.epochs, _steps(run)
+        self._done, self._rows, self._first = run.step, 0, run.step
         self._start = self._shown = time.perf_counter()
         if self._console.is_terminal:
             self._progress = Progress(
@@ -56,10 +56,16 @@ class Display:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._progress.add_task("", total=steps, epoch=f"1/{epochs}", text="")
+            self._task = self._progress.add_task(
+                "",
+                total=self._steps,
+                completed=self._done,
+                epoch=f"{max(run.epoch, 1)}/{run.epochs}",
+                text="",
+            )
             self._progress.start()
 
-    def step(self, record: Record) -> None:
+    def on_step_end(self, run: Run, record: Record) -> None:
         self._done += 1
         self._rows += record["rows"]
         now = time.perf_counter()
@@ -71,12 +77,12 @@ class Display:
             epoch = f"{record['epoch']}/{self._epochs}"
             self._progress.update(self._task, completed=self._done, epoch=epoch, text=text)
         else:
-            left = (now - self._start) * (self._steps - self._done) / self._done
+            left = (now - self._start) * (self._steps - self._done) / (self._done - self._first)
             self._print(
                 f"epoch {self._epoch(record)}  step {self._done}/{self._steps}  {text}  {left:.0f} s left"
             )
 
-    def epoch(self, record: Record) -> None:
+    def on_epoch_end(self, run: Run, record: Record) -> None:
         self._shown = time.perf_counter()
         if self._lines:
             self._print(f"epoch {self._epoch(record)}  {_text(record)}")
@@ -88,8 +94,8 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class Header:
-    """Print the model, the data and the length of the run, as an observer of `fit`."""
+class Header(Callback):
+    """Print the model, the data and the length of the run, as a callback of `fit`."""
 
     reads_state = False
 
@@ -99,17 +105,20 @@ class Header:
         self._model = model
         self._data = data
 
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
+    def on_fit_begin(self, run: Run) -> None:
         if self._title is not None:
             self._console.print(self._title, markup=False, highlight=False, soft_wrap=True, style="bold")
-        held_out = f", {validation_rows:,} held out" if validation_rows else ""
+        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
         say(self._console, "model", self._model)
-        say(self._console, "data", f"{self._data}, {rows:,} rows to train on{held_out}")
-        say(self._console, "run", f"{counted(epochs, 'epoch')}, {counted(steps, 'step')}")
+        say(self._console, "data", f"{self._data}, {run.rows:,} rows to train on{held_out}")
+        say(self._console, "run", f"{counted(run.epochs, 'epoch')}, {counted(_steps(run), 'step')}")
+        if run.resumed is not None:
+            say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
 
-    def step(self, record: Record) -> None: ...
 
-    def epoch(self, record: Record) -> None: ...
+def _steps(run: Run) -> int:
+    assert run.steps is not None
+    return run.epochs * run.steps
 
 
 def say(console: Console, what: str, text: str) -> None:

@@ -21,6 +21,7 @@ from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
+from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import held_out_rows, reported
 
 
@@ -46,6 +47,11 @@ class Recipe:
         if self._resolve(config, steps=1):
             self._resolve(config, steps=self.steps)
 
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return the arguments of the command line."""
+        return self._command_line.overrides
+
     @functools.cached_property
     def data(self) -> Dataset:
         data: Dataset = self._build("data")
@@ -59,7 +65,8 @@ class Recipe:
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
         """Return the arguments of `fit`. If `fit.validation` is a file, load it."""
-        fields = {name: value for name, value in self.fields["fit"].items() if name != "log_steps"}
+        left = ("log_steps", "checkpoint")
+        fields = {name: value for name, value in self.fields["fit"].items() if name not in left}
         validation = fields.pop("validation", None)
         if isinstance(validation, str):
             if "path" not in self.fields["data"]:
@@ -73,6 +80,11 @@ class Recipe:
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
             )
         return {**fields, "validation": validation}
+
+    def checkpoint(self, folder: Path) -> Checkpoints | None:
+        """Return when to write checkpoints to a folder; None if the recipe asks for none."""
+        fields = self.fields["fit"].get("checkpoint")
+        return None if fields is None else Checkpoints(folder, **fields)
 
     @property
     def steps(self) -> int:

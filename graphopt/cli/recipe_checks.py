@@ -13,6 +13,7 @@ from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
+from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 
 FILES = ("path",)  # names of fields whose values are files
@@ -44,10 +45,23 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
                 check(node, f"models.{name}", command_line.trust, ("features", "outputs"))
         else:
             check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
-    training = {name: value for name, value in fields["fit"].items() if name != "log_steps"}
+    left = ("log_steps", "checkpoint")
+    training = {name: value for name, value in fields["fit"].items() if name not in left}
+    checkpoint = fields["fit"].get("checkpoint")
+    if checkpoint is not None:
+        if not isinstance(checkpoint, dict):
+            raise GraphoptError(f"fit.checkpoint: expected a mapping of fields or null, found {checkpoint!r}")
+        check_fields(Checkpoints, checkpoint, "fit.checkpoint", ("folder",))
+    if not isinstance(fields.get("resume", False), bool | str):
+        raise GraphoptError(f"resume: expected true, false or a path, found {fields['resume']!r}")
     check_fields(Limits, fields["limits"], "limits")
     check_fields(export_hosts, fields["hosts"], "hosts", ("step", "folder"))
-    check_fields(fit, {**training, "validation": None}, "fit", ("executor", "data", "observers"))
+    check_fields(
+        fit,
+        {**training, "validation": None},
+        "fit",
+        ("executor", "data", "callbacks", "checkpoint", "resume"),
+    )
     if command_line.folders:
         _check_files(fields, command_line)
         _check_host(fields, command_line)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import yaml  # type: ignore[import-untyped]
+from filelock import FileLock, Timeout
 from rich.table import Table
 
+from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import save
-from graphopt.training.fit import Record
+from graphopt.training.callbacks import Callback, Record, Run
+from graphopt.training.checkpoints import find
 
+METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.yaml", "checkpoints"
 LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
 
 
-class RunFolder:
-    """Write the files of a training run as an observer of `fit`, once the data has been checked.
+class RunFolder(Callback):
+    """Write the files of a training run as a callback of `fit`, once the data has been checked.
 
     Args:
         path: the folder.
@@ -36,19 +44,115 @@ class RunFolder:
         self._model = step
         self._config = config
         self._log_steps = log_steps
+        self._failed = False
 
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None:
+    def on_fit_begin(self, run: Run) -> None:
         save(self._model, self._path / "step.onnx")
-        write(self._path / "config.yaml", self._config)
-        write(self._path / "metrics.jsonl", "")
+        write(self._path / CONFIG, self._config)
+        lines = "" if run.resumed is None else _until(self._path / METRICS, run)
+        write(self._path / METRICS, lines)
 
-    def step(self, record: Record) -> None:
+    def on_step_end(self, run: Run, record: Record) -> None:
         if self._log_steps:
-            self.epoch({name: value for name, value in record.items() if isinstance(value, int | float)})
+            self._log({name: value for name, value in record.items() if isinstance(value, int | float)})
 
-    def epoch(self, record: Record) -> None:
-        with open(self._path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        self._log(record)
+
+    def _log(self, record: Record) -> None:
+        try:
+            with open(self._path / METRICS, "a", encoding="utf-8") as file:
+                file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        except OSError as error:
+            if not self._failed:
+                warnings.warn(f"{self._path / METRICS}: {error.strerror}; training goes on", stacklevel=2)
+            self._failed = True
+
+
+def _until(path: Path, run: Run) -> str:
+    """Return the lines of a log that a resumed run has behind it."""
+    kept = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # a line that was being written
+                record = json.loads(line)
+                done = (
+                    record["epoch"] <= len(run.records) if "seconds" in record else record["step"] <= run.step
+                )
+                kept += [f"{line}\n"] if done else []
+    return "".join(kept)
+
+
+def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> tuple[Path, Path | bool]:
+    """Return the folder of a run, and the checkpoint that it continues, or False.
+
+    Args:
+        resume: True for the newest run of the same recipe; the path of a run or of a checkpoint; False for a new run.
+        folder: the folder that Hydra has made for the run.
+        config: the recipe.
+        beside: look for the newest run in the folders beside this one, too, because its name is the time.
+
+    Raises:
+        GraphoptError: the path has no checkpoint.
+    """
+    if not resume:
+        return folder, False
+    if isinstance(resume, str):
+        checkpoint = find(resume)
+        run = checkpoint.parents[1]
+        return (run if (run / CONFIG).is_file() else folder), checkpoint
+    wanted = _identity(config)
+    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if beside else ()
+    places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
+    places = [
+        path for path in dict.fromkeys(places) if (path / CHECKPOINTS).is_dir() and (path / CONFIG).is_file()
+    ]
+    for place in sorted(places, key=lambda path: (path != folder, -(path / CHECKPOINTS).stat().st_mtime)):
+        if _identity((place / CONFIG).read_text(encoding="utf-8")) == wanted:
+            with contextlib.suppress(GraphoptError):
+                checkpoint = find(place)
+                if place != folder:
+                    shutil.rmtree(folder)  # Hydra has made it for this run, which goes on elsewhere
+                return place, checkpoint
+    return folder, False
+
+
+def check_new(folder: Path) -> None:
+    """Raise an error if a folder holds the files of a run."""
+    if any((folder / name).exists() for name in (METRICS, CHECKPOINTS)):
+        raise GraphoptError(
+            f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose another "
+            "with folder=..."
+        )
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes from running in a folder in a `with` block.
+
+    Raises:
+        GraphoptError: another process does so, or the folder cannot be written to.
+    """
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise GraphoptError(
+            f"{folder}: expected a folder of its own, found a run that is in progress there"
+        ) from error
+    except OSError as error:
+        raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _identity(config: str) -> dict[str, Any]:
+    """Return what makes two recipes the same."""
+    fields = yaml.safe_load(config) or {}
+    return {name: value for name, value in fields.items() if name not in ("folder", "resume", "run")}
 
 
 def sweep_table(folder: str | os.PathLike[str]) -> Table:
@@ -71,7 +175,7 @@ def _read(folder: Path) -> tuple[dict[str, str], Record]:
     """Return a run's overrides and the record of its last epoch, each empty if missing."""
     overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
     options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     records = [record for record in map(json.loads, lines) if "seconds" in record]
     return options, records[-1] if records else {}

@@ -15,21 +15,24 @@ from graphopt.errors import GraphoptError
 Shuffle = bool | Literal["consecutive"]
 
 
-def draw(rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Generator) -> Iterator[Rows]:
+def draw(
+    rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Generator, start: int = 0
+) -> Iterator[Rows]:
     """Yield the rows of each batch of an epoch.
 
     Args:
         shuffle: True for rows in random order; `consecutive` for runs of neighbouring rows in random order, cut at
             new places in each epoch, which can be read in one piece; False for the order of the data.
+        start: the number of rows of the epoch to leave out, because they have been drawn before.
     """
-    if shuffle is True:
-        yield from Batches.split(random.permutation(rows), batch_size)
-    elif shuffle == "consecutive":
+    if shuffle == "consecutive":
         batches = list(Batches.split(np.roll(rows, -random.integers(len(rows))), batch_size))
         for i in random.permutation(len(batches)):
-            yield batches[i]
+            if start < len(batches[i]):
+                yield batches[i][start:]
+            start = max(start - len(batches[i]), 0)
     else:
-        yield from Batches.split(rows, batch_size)
+        yield from Batches.split((random.permutation(rows) if shuffle else rows)[start:], batch_size)
 
 
 class Loader:

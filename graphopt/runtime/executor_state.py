@@ -89,6 +89,15 @@ class ExecutorState(ExecutorOptions):
         """
         return self._batches
 
+    def set_batches(self, count: int) -> None:
+        """Set the number of batches so far, as a checkpoint has it."""
+        self._batches = count
+
+    @property
+    def device_options(self) -> Device:
+        """Return the device with its options."""
+        return self._device
+
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""

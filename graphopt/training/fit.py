@@ -1,13 +1,19 @@
-"""Train on a data set: epochs of batches, and validation."""
+"""Train on a data set: epochs of batches, validation, callbacks and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import math
+import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,28 +26,16 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
+from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
 from graphopt.training.metrics import metrics
+from graphopt.training.signals import Signals, deferred
 
 AHEAD = 2  # batches that are prefetched
 SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 
-Record = dict[str, Any]
 Data = Dataset | Mapping[str, np.ndarray]
-
-
-class Observer(Protocol):
-    """Watch a training run: `start` is called once, `step` after each step and `epoch` after each epoch.
-
-    During `step`, the executor has the state after exactly this step, and can save it. An observer that does not read
-    the state sets its attribute `reads_state` to False. If all observers do so, several steps may run in one call
-    before the first one is observed.
-    """
-
-    def start(self, *, epochs: int, steps: int, rows: int, validation_rows: int) -> None: ...
-
-    def step(self, record: Record) -> None: ...
-
-    def epoch(self, record: Record) -> None: ...
+Path = str | os.PathLike[str]
 
 
 def fit(
@@ -56,7 +50,9 @@ def fit(
     validation_every: int = 1,
     allow_nan: bool = False,
     prefetch: int | None = None,
-    observers: Sequence[Observer] = (),
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Checkpoints | Path | None = None,
+    resume: bool | Path = False,
 ) -> list[Record]:
     """Train on all batches of a data set, and return a record per epoch.
 
@@ -64,7 +60,10 @@ def fit(
     `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
 
     The order of rows in an epoch depends only on the seed and on the number of epochs so far. Two epochs, followed by
-    `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs.
+    `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs. With `resume`, an
+    interrupted run continues from a checkpoint, in the middle of an epoch too, to the same bits.
+
+    Ctrl-C, SIGTERM and SIGHUP take effect between two steps. With `checkpoint`, the state is written before.
 
     Args:
         executor: the executor of a training graph.
@@ -79,10 +78,14 @@ def fit(
         allow_nan: train on data that contains NaN or infinities.
         prefetch: the number of batches that a thread prepares while steps run; None for 2 with memory-mapped data or
             on a GPU, and 0 otherwise.
-        observers: objects that watch the run, such as a display; see `graphopt.training.fit.Observer`.
+        callbacks: objects that watch the run and steer it; see `graphopt.Callback`.
+        checkpoint: when and where to write checkpoints, or only the folder; None to write none.
+        resume: True to continue from the newest checkpoint of `checkpoint`, if there is one; or the path of a
+            checkpoint, or of a folder of checkpoints. `epochs` then counts those before the interruption, too.
 
     Raises:
-        GraphoptError: the data does not fit the model, or an option is wrong.
+        GraphoptError: the data does not fit the model, an option is wrong, or a checkpoint cannot be written or is
+            another graph's.
         NonFiniteLoss: the loss is infinite or not a number.
 
     >>> import numpy
@@ -121,34 +124,333 @@ def fit(
     elif prefetch < 0:
         raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
     _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
-    for observer in observers:
-        observer.start(
-            epochs=epochs,
-            steps=epochs * math.ceil(len(rows) / batch_size),
-            rows=len(rows),
-            validation_rows=len(held_out.rows) if held_out else 0,
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(checkpoint)
+    if resume is True and checkpoint is None:
+        raise GraphoptError(
+            "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
         )
-    records = []
-    before = round(executor.batches / math.ceil(len(rows) / batch_size))  # epochs in previous calls
-    for epoch in range(1, epochs + 1):
+    if checkpoint is not None:
+        checkpoint.prepare()
+    steps = math.ceil(len(rows) / batch_size)
+    run = Run(
+        executor, epochs, steps, len(rows), len(held_out.rows) if held_out else 0, step=executor.batches
+    )
+    drawn = _Order(rows, batch_size, shuffle, seed, round(executor.batches / steps))
+    loop = _Loop(run, batches, drawn, held_out, validation_every, prefetch, callbacks, checkpoint)
+    if resume is True and checkpoint is not None:
+        loop.load(checkpoint.newest())
+    elif not isinstance(resume, bool):
+        loop.load(read(find(resume)))
+    loop.train()
+    return run.records
+
+
+@dataclass
+class _Order:
+    """Hold what the order of rows depends on: the seed, the epoch, and the rows themselves."""
+
+    rows: Rows
+    batch_size: int
+    shuffle: Shuffle
+    seed: int
+    before: int  # epochs in previous calls of `fit`
+
+    def draw(self, epoch: int, start: int) -> Iterator[Rows]:
+        """Yield the rows of each batch of an epoch, from a position on."""
+        random = np.random.default_rng([self.seed, self.before + epoch])
+        return draw(self.rows, self.batch_size, self.shuffle, random, start)
+
+
+@dataclass
+class _Mean:
+    """Sum numbers up over rows, and keep the last learning rate."""
+
+    rows: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    rate: float | None = None
+
+    def add(self, rows: int, values: Mapping[str, Any]) -> None:
+        self.rows += rows
+        for name, value in values.items():
+            if isinstance(value, float):
+                self.sums[name] = self.sums.get(name, 0.0) + rows * value
+        self.rate = values.get("learning_rate")
+
+    def result(self) -> Record:
+        """Return the mean of each number, weighted by rows, and the last learning rate."""
+        means: Record = {name: value / self.rows for name, value in self.sums.items()}
+        if "learning_rate" in means:
+            means["learning_rate"] = self.rate
+        return means
+
+
+class _Loop:
+    """Run the epochs of a training, call callbacks, and write checkpoints."""
+
+    def __init__(
+        self,
+        run: Run,
+        batches: Batches,
+        order: _Order,
+        held_out: _HeldOut | None,
+        validation_every: int,
+        prefetch: int,
+        callbacks: Sequence[Callback],
+        checkpoint: Checkpoints | None,
+    ) -> None:
+        self._run, self._batches, self._order, self._held_out = run, batches, order, held_out
+        self._validation_every, self._prefetch = validation_every, prefetch
+        self._callbacks, self._checkpoint = callbacks, checkpoint
+        self._mean = _Mean()
+        self._seconds = 0.0  # of this epoch before an interruption
+        self._is_cut = False  # whether a callback has stopped the last epoch before its end
+        self._one_by_one = any(callback.reads_state for callback in callbacks)
+
+    def train(self) -> None:
+        """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
+        run = self._run
+        with deferred() as signals:
+            try:
+                self._tell("on_fit_begin")
+                while len(run.records) < run.epochs and not (run.control.should_stop or signals.received):
+                    self._epoch(signals)
+                if not self._is_cut:
+                    self._save(last=True)
+            except Exception:
+                if run.executor.batches == run.step and not run.executor.in_place:
+                    with contextlib.suppress(GraphoptError):
+                        self._save(last=True)
+                raise
+            finally:
+                self._tell("on_fit_end")
+
+    def load(self, checkpoint: Checkpoint | None) -> None:
+        """Continue from a checkpoint, if there is one.
+
+        Raises:
+            GraphoptError: it is that of another graph, or of other data.
+        """
+        if checkpoint is None:
+            return
+        run, progress, order = self._run, checkpoint.progress, self._order
+        expected = {**self._identity(), "graph": graph_digest(run.executor)}
+        for name, value in expected.items():
+            if progress.get(name) != value:
+                what = (
+                    "the checkpoint of another training graph"
+                    if name == "graph"
+                    else f"{name} {progress.get(name)}"
+                )
+                raise GraphoptError(
+                    f"{checkpoint.path}: expected {name} {value} as in this run, found {what}"
+                )
+        for name, value in self._environment().items():
+            if progress["environment"].get(name) != value:
+                found = progress["environment"].get(name)
+                warnings.warn(
+                    f"{checkpoint.path}: written with {name} {found}, continues with {value}: results may differ in "
+                    "their last bits",
+                    stacklevel=3,
+                )
+        run.executor.update_state(checkpoint.state)
+        run.executor.set_batches(progress["step"])
+        run.executor.set_hyperparameters(**progress["hyperparameters"])
+        run.resumed, run.step, run.records = checkpoint.path, progress["step"], list(progress["records"])
+        run.epoch, run.row = progress["epoch"], progress["row"]
+        order.before = progress["before"]
+        self._mean, self._seconds = _Mean(**progress["mean"]), progress["seconds"]
+        for name, callback in self._named_callbacks():
+            kept = dict(progress["callbacks"].get(name, {}))
+            start = f"{name}/"
+            kept |= {
+                key.removeprefix(start): x for key, x in checkpoint.arrays.items() if key.startswith(start)
+            }
+            if kept:
+                callback.load_state_dict(kept)
+        if self._checkpoint is not None:
+            self._checkpoint.load_values(progress["best_values"])
+
+    def _epoch(self, signals: Signals) -> None:
+        run, order = self._run, self._order
+        if run.row == 0:
+            run.epoch = len(run.records) + 1
+            self._tell("on_epoch_begin")
         start = time.perf_counter()
-        drawn = draw(rows, batch_size, shuffle, np.random.default_rng([seed, before + epoch]))
-        record = _mean(_steps(executor, batches, drawn, prefetch, observers, epoch))
-        seconds = time.perf_counter() - start
-        record = {"epoch": epoch, "step": executor.batches, **record}
-        if held_out is not None and (epoch % validation_every == 0 or epoch == epochs):
-            measured = held_out.measure(executor, batch_size)
-            record |= {"validation_loss": measured.pop("data_loss", measured["loss"])}
+        self._steps(signals)
+        seconds = self._seconds + time.perf_counter() - start
+        if signals.received:
+            self._seconds = seconds
+            run.stopped = run.stopped or signals.received.name
+            return
+        if run.control.should_stop and run.row < len(order.rows):
+            self._save(last=True)  # a run that continues from here has the rest of the epoch before it
+        record = {"epoch": run.epoch, "step": run.step, **self._mean.result()}
+        if self._held_out is not None and (
+            run.epoch % self._validation_every == 0 or run.epoch == run.epochs or run.control.should_stop
+        ):
+            measured = self._evaluate()
             record |= {name: value for name, value in measured.items() if name not in record}
-        record |= {"seconds": seconds, "samples_per_second": len(rows) / seconds}
-        records.append(record)
-        for observer in observers:
-            observer.epoch(record)
-    return records
+        record |= {"seconds": seconds, "samples_per_second": run.row / seconds}
+        self._is_cut = run.control.should_stop and run.row < len(order.rows)
+        self._tell("on_epoch_end", record)
+        run.records.append(record)
+        if self._is_cut:
+            return
+        run.row, self._mean, self._seconds = 0, _Mean(), 0.0
+        checkpoint = self._checkpoint
+        if checkpoint is not None:
+            best = checkpoint.is_best(record)
+            if best or checkpoint.is_due_after(run.epoch) or run.control.should_save:
+                self._save(best=record[checkpoint.best] if best and checkpoint.best else None)
+
+    def _steps(self, signals: Signals) -> None:
+        """Run the steps of an epoch from its current row on, until its end or what callbacks or a signal ask for."""
+        run, executor = self._run, self._run.executor
+        drawn: deque[int] = deque()  # the sizes of batches whose results are pending
+
+        def feeds() -> Iterator[dict[str, Tensor]]:
+            for rows in self._order.draw(run.epoch, run.row):
+                if isinstance(rows, np.ndarray):
+                    rows.sort()  # read memory-mapped rows in the file's order
+                drawn.append(len(rows))
+                yield executor.on_device(self._batches.take(rows))
+
+        with contextlib.closing(prefetched(feeds(), self._prefetch)) as ahead:
+            for values in self._reported(ahead):
+                rows = drawn.popleft()
+                run.step += 1
+                run.row += rows
+                values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
+                self._mean.add(rows, values)
+                self._tell("on_step_end", {"epoch": run.epoch, "step": run.step, "rows": rows, **values})
+                if run.step == executor.batches and self._is_to_stop(signals):
+                    return
+
+    def _reported(self, batches: Generator[dict[str, Tensor], None, None]) -> Iterator[Record]:
+        """Yield what each step reports; end a call of several steps where a checkpoint is due."""
+        run, executor = self._run, self._run.executor
+        if self._one_by_one:
+            for batch in batches:
+                self._tell("on_step_begin")
+                yield executor.step(batch)
+            return
+        while True:
+            before = run.step
+            due = self._checkpoint.next_step(before) if self._checkpoint else math.inf
+            part: Iterable[dict[str, Tensor]] = batches
+            if math.isfinite(due):
+                part = itertools.islice(batches, int(due) - before)
+            for values in executor.iterate(part):
+                self._tell("on_step_begin")
+                yield values
+            if run.step == before or not math.isfinite(due):
+                return
+
+    def _is_to_stop(self, signals: Signals) -> bool:
+        """Do what callbacks asked for, write a checkpoint that is due, and return whether to stop."""
+        control, checkpoint = self._run.control, self._checkpoint
+        if control.should_evaluate:
+            control.should_evaluate = False
+            self._evaluate()
+        if checkpoint is not None:
+            written = checkpoint.finished()
+            if written is not None:
+                self._tell("on_save_end", written)
+            if control.should_save or checkpoint.is_due(self._run.step):
+                self._save()
+        control.should_save = False
+        return control.should_stop or signals.received is not None
+
+    def _evaluate(self) -> Record:
+        """Return the measures on held-out rows, `validation_loss` first."""
+        if self._held_out is None:
+            return {}
+        self._tell("on_evaluate_begin")
+        measured = self._held_out.measure(self._run.executor, self._order.batch_size)
+        record = {"validation_loss": measured.pop("data_loss", measured["loss"]), **measured}
+        self._tell("on_evaluate_end", record)
+        return record
+
+    def _save(self, *, last: bool = False, best: float | None = None) -> None:
+        """Start to write a checkpoint; write the last one before this returns."""
+        run, checkpoint = self._run, self._checkpoint
+        run.control.should_save = False
+        if checkpoint is None:
+            return
+        position = (run.step, len(run.records), run.row)
+        if not (last and checkpoint.saved == position):
+            self._tell("on_save_begin")
+            states = {name: callback.state_dict() for name, callback in self._named_callbacks()}
+            progress = {
+                **self._identity(),
+                "graph": graph_digest(run.executor),
+                "step": run.step,
+                "epoch": run.epoch,
+                "row": run.row,
+                "before": self._order.before,
+                "mean": {"rows": self._mean.rows, "sums": dict(self._mean.sums), "rate": self._mean.rate},
+                "seconds": self._seconds,
+                "records": list(run.records),
+                "hyperparameters": {
+                    name: value.tolist() if isinstance(value, np.ndarray) else value
+                    for name, value in run.executor.hyperparameters.items()
+                },
+                "environment": self._environment(),
+                "callbacks": {
+                    name: {key: x for key, x in state.items() if not isinstance(x, np.ndarray)}
+                    for name, state in states.items()
+                },
+            }
+            arrays = {
+                f"{name}/{key}": np.array(x)
+                for name, state in states.items()
+                for key, x in state.items()
+                if isinstance(x, np.ndarray)
+            }
+            checkpoint.save(position, run.executor.state, arrays, progress, best)
+        if last:
+            written = checkpoint.wait()
+            if written is not None:
+                self._tell("on_save_end", written)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the run that continues it have in common, besides the graph."""
+        order = self._order
+        return {"seed": order.seed, "shuffle": order.shuffle, "rows": len(order.rows)}
+
+    def _environment(self) -> dict[str, Any]:
+        """Return what the last bits of results depend on."""
+        device = self._run.executor.device_options
+        packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
+        return {
+            **packages,
+            "onnxruntime": device.ort.__version__,
+            "device": device.name,
+            "threads": device.threads,
+        }
+
+    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Yield each callback with the name of its class, which is numbered from the second one on."""
+        found: dict[str, int] = {}
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            found[name] = found.get(name, 0) + 1
+            yield name if found[name] == 1 else f"{name}.{found[name]}", callback
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self._run, *arguments)
 
 
-class Adaptive:
-    """Divide the learning rate by 5 if the loss has not fallen for several epochs. This is an observer for `fit`.
+def graph_digest(executor: Executor) -> str:
+    """Return the SHA-256 sum of an executor's training graph, without the initial state."""
+    proto = ir.to_proto(executor.model)
+    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+
+
+class Adaptive(Callback):
+    """Divide the learning rate by 5 if the loss has not fallen for several epochs. This is a callback of `fit`.
 
     scikit-learn's schedule `adaptive` ends training once the rate falls below 1e-6. This one keeps the rate instead.
 
@@ -164,17 +466,21 @@ class Adaptive:
         self._executor, self._patience, self._tolerance = executor, patience, tolerance
         self._least, self._waited = math.inf, 0
 
-    def start(self, **_: int) -> None: ...
-
-    def step(self, record: Record) -> None: ...
-
-    def epoch(self, record: Record) -> None:
+    def on_epoch_end(self, run: Run, record: Record) -> None:
         """Compare the loss of an epoch with the least loss so far."""
         self._waited = self._waited + 1 if record["loss"] > self._least - self._tolerance else 0
         self._least = min(self._least, record["loss"])
         if self._waited >= self._patience and self._executor.learning_rate > SLOWEST:
             self._executor.learning_rate /= 5
             self._waited = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the least loss so far, and the number of epochs since."""
+        return {"least": self._least, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._least, self._waited = state["least"], state["waited"]
 
 
 def evaluate(
@@ -236,65 +542,18 @@ class _HeldOut:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics(executor.inputs)
 
-        def losses() -> Iterator[tuple[int, Record]]:
-            for rows in Batches.split(self.rows, batch_size):
-                feeds = self._batches.take(rows)
-                values = executor.evaluate(feeds)
-                for target, (output, metric) in chosen.items():
-                    metric.add(values[output], feeds[target])
-                yield len(rows), {name: value for name, value in values.items() if isinstance(value, float)}
-
-        measured = _mean(losses())
+        mean = _Mean()
+        for rows in Batches.split(self.rows, batch_size):
+            feeds = self._batches.take(rows)
+            values = executor.evaluate(feeds)
+            for target, (output, metric) in chosen.items():
+                metric.add(values[output], feeds[target])
+            mean.add(len(rows), values)
+        measured = mean.result()
         for target, (_, metric) in chosen.items():
             prefix = "" if len(chosen) == 1 else f"{target}."
             measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}
         return measured
-
-
-def _steps(
-    executor: Executor,
-    batches: Batches,
-    order: Iterable[Rows],
-    prefetch: int,
-    observers: Sequence[Observer],
-    epoch: int,
-) -> Iterator[tuple[int, Record]]:
-    drawn: deque[int] = deque()  # the sizes of batches whose results are pending
-
-    def feeds() -> Iterator[dict[str, Tensor]]:
-        for rows in order:
-            if isinstance(rows, np.ndarray):
-                rows.sort()  # read memory-mapped rows in the file's order
-            drawn.append(len(rows))
-            yield executor.on_device(batches.take(rows))
-
-    step = executor.batches
-    one_by_one = any(getattr(observer, "reads_state", True) for observer in observers)
-    with contextlib.closing(prefetched(feeds(), prefetch)) as ahead:
-        for values in executor.iterate(ahead, steps_per_call=1 if one_by_one else None):
-            step += 1
-            rows = drawn.popleft()
-            values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
-            for observer in observers:
-                observer.step({"epoch": epoch, "step": step, "rows": rows, **values})
-            yield rows, values
-
-
-def _mean(measured: Iterator[tuple[int, Record]]) -> Record:
-    """Return the mean of each number, weighted by rows, and the last learning rate."""
-    total = 0
-    sums: dict[str, float] = {}
-    last: Record = {}
-    for rows, values in measured:
-        total += rows
-        last = values
-        for name, value in values.items():
-            if isinstance(value, float):
-                sums[name] = sums.get(name, 0.0) + rows * value
-    means: Record = {name: value / total for name, value in sums.items()}
-    if "learning_rate" in means:
-        means["learning_rate"] = last["learning_rate"]
-    return means
 
 
 def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> None:

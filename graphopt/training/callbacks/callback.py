@@ -38,7 +38,8 @@ class Run:
         rows: the number of rows of an epoch; None if the data does not tell.
         validation_rows: the number of held-out rows.
         epoch: the current epoch, from 1.
-        step: the number of steps so far, in all epochs; those of this epoch are `step_in_epoch`.
+        step: the number of steps so far, in all epochs.
+        row: the number of rows of this epoch so far.
         records: the records of the epochs so far, the last one latest.
         control: what callbacks ask for.
         stopped: why the training ended before its last epoch, in words; a callback that stops it says so here.
@@ -52,7 +53,7 @@ class Run:
     validation_rows: int
     epoch: int = 0
     step: int = 0
-    step_in_epoch: int = 0
+    row: int = 0
     records: list[Record] = field(default_factory=list)
     control: Control = field(default_factory=Control)
     stopped: str | None = None

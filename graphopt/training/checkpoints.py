@@ -1,0 +1,345 @@
+"""Write and read checkpoints: folders from which a training run continues bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from graphopt.errors import GraphoptError
+from graphopt.files import replacing
+from graphopt.runtime.checkpoint import state_bytes
+
+STATE, CALLBACKS, PROGRESS, MANIFEST = (
+    "state.safetensors",
+    "callbacks.safetensors",
+    "progress.json",
+    "manifest.json",
+)
+NEWEST, BEST = "newest", "best"  # files that name a checkpoint
+_FOLDER = re.compile(r"step-(\d+)")
+_EVERY = re.compile(r"([0-9.]+) *(steps?|epochs?|min|minutes?|s|seconds?|h|hours?)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "r2", "recall", "score")
+
+
+def larger_is_better(measure: str) -> bool:
+    """Return whether a larger value of a measure, such as `accuracy` or `r2`, is the better one; a loss is not one."""
+    return any(part in measure.lower() for part in _LARGER_IS_BETTER)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Hold the contents of a checkpoint: state by name, callbacks' arrays, and the progress of the run as JSON."""
+
+    path: Path
+    state: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray]
+    progress: Mapping[str, Any]
+
+
+@dataclass
+class Checkpoints:
+    """Say when `fit` writes checkpoints, where, and which of them stay.
+
+    A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
+    run in progress.json, and a manifest of their SHA-256 sums. It is written beside, flushed to disk, and renamed, by
+    a thread while steps run. The files `newest` and `best` name the newest checkpoint and the best one.
+
+    Args:
+        folder: the folder of all checkpoints of one run.
+        every: how often: `100 steps`, `1 epoch`, `5 min`; None for the end of the run only.
+        keep: the number of newest checkpoints that stay.
+        best: the measure that decides which checkpoints are the best; a record of an epoch has it. None for no best.
+        keep_best: the number of best checkpoints that stay.
+
+    Raises:
+        GraphoptError: an option is wrong.
+    """
+
+    folder: str | os.PathLike[str]
+    every: str | None = "1 min"
+    keep: int = 2
+    best: str | None = "validation_loss"
+    keep_best: int = 1
+    _values: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._folder = Path(self.folder)
+        self._steps = self._epochs = self._seconds = math.inf
+        if self.keep < 1:
+            raise GraphoptError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
+        if self.keep_best < 0:
+            raise GraphoptError(f"checkpoint.keep_best: expected 0 or more, found {self.keep_best}")
+        if self.every is not None:
+            found = _EVERY.fullmatch(str(self.every))
+            if not found or float(found[1]) <= 0 or (found[2][:2] in ("st", "ep") and float(found[1]) % 1):
+                raise GraphoptError(
+                    f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
+                )
+            number, unit = float(found[1]), found[2]
+            if unit.startswith("step"):
+                self._steps = number
+            elif unit.startswith("epoch"):
+                self._epochs = number
+            else:
+                self._seconds = number * _SECONDS[unit[0]]
+        self._thread = ThreadPoolExecutor(1, "graphopt-checkpoint")
+        self._writing: Future[Path] | None = None
+        self._saved_at = time.monotonic()
+        self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
+
+    def prepare(self) -> None:
+        """Make the folder, and remove what an interrupted process has left there.
+
+        Raises:
+            GraphoptError: the folder cannot be made or written to.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe = self._folder / f".probe-{uuid.uuid4().hex}"
+            probe.touch()
+            probe.unlink()
+            for left in self._folder.glob(".step-*"):
+                shutil.rmtree(left)
+        except OSError as error:
+            raise GraphoptError(f"{self._folder}: expected a folder to write to: {error.strerror}") from error
+        self._saved_at = time.monotonic()
+
+    def next_step(self, step: int) -> float:
+        """Return the next step after which a checkpoint is due by the number of steps."""
+        return (step // self._steps + 1) * self._steps if math.isfinite(self._steps) else math.inf
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step."""
+        if math.isfinite(self._steps):
+            return step % self._steps == 0
+        return time.monotonic() - self._saved_at >= self._seconds
+
+    def is_due_after(self, epoch: int) -> bool:
+        """Return whether a checkpoint is due after an epoch."""
+        return math.isfinite(self._epochs) and epoch % self._epochs == 0
+
+    def is_best(self, record: Mapping[str, Any]) -> bool:
+        """Return whether the measures of an epoch are among the best so far."""
+        value = record.get(self.best) if self.best else None
+        if value is None or not math.isfinite(value) or not self.keep_best:
+            return False
+        kept = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
+        return len(kept) < self.keep_best or (value > kept[-1] if self._larger else value < kept[-1])
+
+    @property
+    def _larger(self) -> bool:
+        return larger_is_better(self.best or "")
+
+    def save(
+        self,
+        position: tuple[int, ...],
+        state: Mapping[str, np.ndarray],
+        arrays: Mapping[str, np.ndarray],
+        progress: Mapping[str, Any],
+        best: float | None,
+    ) -> None:
+        """Start to write a checkpoint, once the one before is written.
+
+        Args:
+            position: the number of steps, with what else tells two positions of a run apart.
+            state, arrays: copies that nobody changes.
+            best: the value of the measure, if this checkpoint is among the best.
+        """
+        self.wait()
+        self._saved_at, self.saved = time.monotonic(), position
+        name = f"step-{position[0]:08d}"
+        values = dict(self._values)
+        if best is not None:
+            values[name] = best
+        self._writing = self._thread.submit(self._write, name, state, arrays, progress, values)
+
+    def finished(self) -> Path | None:
+        """Return the folder of a checkpoint that has been written since the last call; warn if it could not be."""
+        if self._writing is None or not self._writing.done():
+            return None
+        try:
+            return self.wait()
+        except GraphoptError as error:
+            warnings.warn(f"{error}; training goes on", stacklevel=2)
+            return None
+
+    def wait(self) -> Path | None:
+        """Wait until the checkpoint that is being written is complete, and return its folder.
+
+        Raises:
+            GraphoptError: it could not be written; checkpoints from before stay as they are.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        try:
+            return writing.result()
+        except OSError as error:
+            raise GraphoptError(
+                f"{self._folder}: checkpoint not written: {error.strerror or error}; those from before stay"
+            ) from error
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole, or None; warn of newer ones that are damaged."""
+        first = _pointer(self._folder / NEWEST)
+        names = sorted((path.name for path in self._folder.glob("step-*")), reverse=True)
+        for name in sorted(names, key=lambda name: name != first):  # stable: the pointer's, then the newest
+            try:
+                return read(self._folder / name)
+            except GraphoptError as error:
+                warnings.warn(f"{error}; an earlier checkpoint is tried", stacklevel=2)
+        return None
+
+    def load_values(self, values: Mapping[str, float]) -> None:
+        """Continue with the best values of a run so far."""
+        self._values = {name: value for name, value in values.items() if (self._folder / name).is_dir()}
+
+    def _write(
+        self,
+        name: str,
+        state: Mapping[str, np.ndarray],
+        arrays: Mapping[str, np.ndarray],
+        progress: Mapping[str, Any],
+        values: dict[str, float],
+    ) -> Path:
+        """Write a checkpoint and remove those that need not stay; this runs in the thread."""
+        target = self._folder / name
+        beside = self._folder / f".{name}-{uuid.uuid4().hex}"
+        ranked = sorted(values, key=lambda one: values[one], reverse=self._larger)[: self.keep_best]
+        values = {one: values[one] for one in ranked}
+        contents = {
+            STATE: state_bytes(state),
+            CALLBACKS: state_bytes(arrays),
+            PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
+        }
+        sums = {one: hashlib.sha256(content).hexdigest() for one, content in contents.items()}
+        contents[MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
+        try:
+            beside.mkdir(parents=True)
+            for one, content in contents.items():
+                with open(beside / one, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _flush(beside)
+            _rename(beside, target)
+            _flush(self._folder)
+            _point(self._folder / NEWEST, name)
+            if ranked:
+                _point(self._folder / BEST, ranked[0])
+            self._values = values
+            self._prune(name)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return target
+
+    def _prune(self, newest: str) -> None:
+        names = sorted(path.name for path in self._folder.glob("step-*") if _FOLDER.fullmatch(path.name))
+        names = [name for name in names if name <= newest] + [newest]
+        keep = {*names[-1 - self.keep :], *self._values}
+        for name in set(names) - keep:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Return the contents of a checkpoint.
+
+    Raises:
+        GraphoptError: it is missing, incomplete or damaged.
+    """
+    folder = Path(path)
+    try:
+        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        contents = {name: (folder / name).read_bytes() for name in (STATE, CALLBACKS, PROGRESS)}
+        for name, content in contents.items():
+            if hashlib.sha256(content).hexdigest() != sums[name]:
+                raise GraphoptError(
+                    f"{folder / name}: damaged: expected the checksum of the manifest, found another"
+                )
+        state, arrays = (safetensors.numpy.load(contents[name]) for name in (STATE, CALLBACKS))
+        return Checkpoint(folder, state, arrays, json.loads(contents[PROGRESS]))
+    except OSError as error:
+        raise GraphoptError(f"{error.filename}: expected a checkpoint of fit: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise GraphoptError(f"{folder}: expected a whole checkpoint, found a damaged one: {error}") from error
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one in it or in its folder `checkpoints`.
+
+    Raises:
+        GraphoptError: there is none.
+    """
+    folder = Path(path)
+    for one in (folder, folder / "checkpoints"):
+        if (one / MANIFEST).is_file():
+            return one
+        if one.is_dir() and any(one.glob("step-*")):
+            found = Checkpoints(one).newest()
+            if found is not None:
+                return found.path
+    raise GraphoptError(
+        f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none"
+    )
+
+
+def _pointer(path: Path) -> str | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return None
+
+
+def _point(path: Path, name: str) -> None:
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(f"{name}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename(beside: Path, target: Path) -> None:
+    """Rename a folder; one that is in its place goes only once the new one is there."""
+    with _moved(target):
+        os.rename(beside, target)
+
+
+@contextlib.contextmanager
+def _moved(target: Path) -> Iterator[None]:
+    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}") if target.exists() else None
+    if old:
+        os.rename(target, old)
+    try:
+        yield
+    except OSError:
+        if old:
+            os.rename(old, target)
+        raise
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Flush the names in a folder to disk, on systems that can."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,73 @@
+"""Let a training run end between two steps when the process is asked to end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+PATIENCE = 1.0  # seconds after which a second Ctrl-C interrupts at once
+
+
+class Signals:
+    """Hold the first signal that has asked the process to end, or None."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._at = 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal; a Ctrl-C a second after the first one raises KeyboardInterrupt."""
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._at = signal.Signals(number), now
+        elif number == signal.SIGINT and now - self._at > PATIENCE:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit with the usual exit code in a `with` block."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {one: signal.getsignal(one) for one in ENDING if one != signal.SIGINT}
+    before = {one: handler for one, handler in before.items() if handler is signal.SIG_DFL}
+    try:
+        for one in before:
+            signal.signal(one, end)
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Signals]:
+    """Note Ctrl-C, SIGTERM and SIGHUP in a `with` block, and deliver the first of them after it.
+
+    In a thread other than the main one, signals do what they did before. A signal that the process ignores stays
+    ignored.
+    """
+    signals = Signals()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {one: signal.getsignal(one) for one in ENDING}
+    try:
+        for one, handler in before.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(one, signals.handle)
+        yield signals
+    finally:
+        for one, handler in before.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(one, handler)
+        if signals.received is not None:
+            signal.raise_signal(signals.received)

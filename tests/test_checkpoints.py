@@ -1,0 +1,353 @@
+"""Checkpoints: a run that is interrupted anywhere continues bit for bit, and no good checkpoint is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import mlp
+
+import graphopt
+import passes
+from graphopt.training.callbacks import Record, Run
+from graphopt.training.checkpoints import find, read
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((203, 3)).astype(np.float32)
+DATA = {"x": X, "target": (X.sum(axis=1) > 0).astype(np.int64)}
+OPTIONS: dict[str, Any] = {"epochs": 4, "batch_size": 10}
+KILL = signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM
+
+
+def executor(**options: Any) -> graphopt.Executor:
+    step = graphopt.compile(
+        mlp((3, 8, 2)),
+        loss=passes.CrossEntropy(),
+        optimizer=passes.AdamW(),
+        schedule=passes.Cosine(steps=80),
+    )
+    return graphopt.Executor(step, threads=1, **options)
+
+
+class StopAt(graphopt.Callback):
+    """Stops after a step, and notes all steps that it sees."""
+
+    def __init__(self, step: int | None = None, *, reads_state: bool = True) -> None:
+        self.last, self.steps, self.reads_state = step, [], reads_state
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        self.steps.append(record["step"])
+        if record["step"] == self.last:
+            run.stop("test")
+
+
+def same(one: graphopt.Executor, other: graphopt.Executor) -> bool:
+    return all((one.state[name] == other.state[name]).all() for name in one.state)
+
+
+def alike(records: list[Record]) -> list[Record]:
+    return [{k: v for k, v in one.items() if "second" not in k} for one in records]
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[graphopt.Executor, list[Record]]:
+    runner = executor()
+    return runner, graphopt.fit(runner, DATA, **OPTIONS)
+
+
+@pytest.mark.parametrize("reads_state", [True, False])
+@pytest.mark.parametrize("step", [1, 16, 17, 18, 40])
+@pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+def test_a_stopped_run_continues_bit_for_bit(
+    tmp_path: Path, step: int, shuffle: Any, reads_state: bool
+) -> None:
+    twin = executor(steps_per_call=4)
+    expected = graphopt.fit(twin, DATA, **OPTIONS, shuffle=shuffle)
+    stop = StopAt(step, reads_state=reads_state)
+    options = {**OPTIONS, "shuffle": shuffle, "checkpoint": tmp_path}
+    graphopt.fit(executor(steps_per_call=4), DATA, **options, callbacks=[stop])
+    runner, seen = executor(), StopAt()
+    records = graphopt.fit(runner, DATA, **options, resume=True, callbacks=[seen])
+    assert same(runner, twin)
+    assert alike(records) == alike(expected)
+    assert seen.steps == list(range(stop.steps[-1] + 1, 69))
+    assert graphopt.fit(executor(), DATA, **options, resume=True) == records  # nothing is left to do
+
+
+def test_another_batch_size_continues_the_same_order_of_rows(tmp_path: Path) -> None:
+    graphopt.fit(executor(), DATA, epochs=1, batch_size=10, checkpoint=tmp_path, callbacks=[StopAt(3)])
+    runner, twin = executor(), executor()
+    graphopt.fit(runner, DATA, epochs=1, batch_size=7, checkpoint=tmp_path, resume=True)
+    held = np.sort(np.random.default_rng(0).permutation(203)[:41])
+    order = np.random.default_rng([0, 1]).permutation(np.delete(np.arange(203), held))
+    cuts = [*range(0, 30, 10), *range(30, len(order), 7), len(order)]
+    for start, end in itertools.pairwise(cuts):
+        rows = np.sort(order[start:end])
+        twin.step({name: array[rows] for name, array in DATA.items()})
+    assert same(runner, twin)
+
+
+def test_rates_and_callbacks_continue(tmp_path: Path) -> None:
+    def runner() -> graphopt.Executor:
+        step = graphopt.compile(mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.5))
+        return graphopt.Executor(step, threads=1)
+
+    class Halve(graphopt.Callback):
+        count = 0
+        kept = np.zeros(2)
+
+        def on_step_end(self, run: Run, record: Record) -> None:
+            self.count += 1
+            self.kept = self.kept + run.step
+            if self.count % 10 == 0:
+                run.executor.learning_rate *= 0.9
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count, "kept": self.kept}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count, self.kept = state["count"], state["kept"]
+
+    one, half, other = runner(), runner(), runner()
+    first, second = Halve(), Halve()
+    graphopt.fit(one, DATA, **OPTIONS, callbacks=[first])
+    graphopt.fit(half, DATA, **OPTIONS, callbacks=[Halve(), StopAt(25)], checkpoint=tmp_path)
+    graphopt.fit(other, DATA, **OPTIONS, callbacks=[second], checkpoint=tmp_path, resume=True)
+    assert same(one, other) and one.learning_rate == other.learning_rate
+    assert first.count == second.count and (first.kept == second.kept).all()
+
+
+def test_which_checkpoints_stay(tmp_path: Path, whole: tuple[graphopt.Executor, list[Record]]) -> None:
+    checkpoints = graphopt.Checkpoints(tmp_path, every="7 steps", keep=2, best="accuracy", keep_best=1)
+    runner = executor(steps_per_call=5)
+    records = graphopt.fit(runner, DATA, **OPTIONS, checkpoint=checkpoints)
+    assert same(runner, whole[0])
+    best = max(records, key=lambda record: record["accuracy"])["step"]  # the first of equal ones
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == sorted({f"step-{step:08d}" for step in (63, 68, best)})
+    assert (tmp_path / "best").read_text().strip() == f"step-{best:08d}"
+    assert (tmp_path / "newest").read_text().strip() == "step-00000068"
+    kept = read(tmp_path / f"step-{best:08d}")
+    again = executor()
+    again.load(kept.path / "state.safetensors")
+    measured = graphopt.evaluate(again, DATA)
+    assert measured["accuracy"] > 0.5
+    assert kept.progress["records"][-1]["step"] == best
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, whole: tuple[graphopt.Executor, list[Record]], name: str, how: str
+) -> None:
+    checkpoints = graphopt.Checkpoints(tmp_path, every="10 steps", best=None)
+    graphopt.fit(executor(), DATA, **OPTIONS, checkpoint=checkpoints, callbacks=[StopAt(35)])
+    damaged = find(tmp_path) / name
+    content = bytearray(damaged.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 4
+    damaged.write_bytes(content[: len(content) // 2] if how == "cut" else content)
+    if how == "gone":
+        damaged.unlink()
+    with pytest.raises(graphopt.GraphoptError, match=r"damaged|expected a checkpoint"):
+        read(damaged.parent)
+    runner, seen = executor(), StopAt()
+    with pytest.warns(UserWarning, match="an earlier checkpoint is tried"):
+        graphopt.fit(runner, DATA, **OPTIONS, checkpoint=tmp_path, resume=True, callbacks=[seen])
+    assert seen.steps[0] == 31
+    assert same(runner, whole[0])
+
+
+def test_another_graphs_checkpoint_is_refused(tmp_path: Path) -> None:
+    graphopt.fit(executor(), DATA, **OPTIONS, checkpoint=tmp_path, callbacks=[StopAt(5)])
+    step = graphopt.compile(mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.1))
+    other = graphopt.Executor(step, threads=1)
+    before = other.state
+    with pytest.raises(graphopt.GraphoptError, match="found the checkpoint of another training graph"):
+        graphopt.fit(other, DATA, **OPTIONS, checkpoint=tmp_path, resume=True)
+    assert all((other.state[name] == array).all() for name, array in before.items())
+    with pytest.raises(graphopt.GraphoptError, match="expected seed 1 as in this run, found seed 0"):
+        graphopt.fit(executor(), DATA, **OPTIONS, seed=1, checkpoint=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": "often"}, r"checkpoint.every: expected '100 steps'"),
+        ({"every": "0.5 steps"}, r"checkpoint.every"),
+        ({"keep": 0}, r"checkpoint.keep: expected 1 or more, found 0"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.Checkpoints(tmp_path, **options)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
+        graphopt.fit(executor(), DATA, **OPTIONS, checkpoint=tmp_path / "file")
+
+
+def test_a_removed_folder_comes_back(tmp_path: Path) -> None:
+    class Remove(graphopt.Callback):
+        def on_step_end(self, run: Run, record: Record) -> None:
+            if run.step == 30:
+                shutil.rmtree(tmp_path / "c", ignore_errors=True)
+
+    checkpoints = graphopt.Checkpoints(tmp_path / "c", every="10 steps")
+    graphopt.fit(executor(), DATA, **OPTIONS, checkpoint=checkpoints, callbacks=[Remove()])
+    assert find(tmp_path / "c").name == "step-00000068"
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on and says so; the checkpoint from before stays whole."""
+    checkpoints = graphopt.Checkpoints(tmp_path, every="10 steps", best=None)
+    flush = os.fsync
+
+    class Fill(graphopt.Callback):
+        def on_step_end(self, run: Run, record: Record) -> None:
+            def full(_: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            if run.step == 25:
+                monkeypatch.setattr(os, "fsync", full)
+
+    kept = "checkpoint not written: No space left on device; those from before stay"
+    with (
+        pytest.warns(UserWarning, match=kept),
+        pytest.raises(graphopt.GraphoptError, match="No space left"),
+    ):
+        graphopt.fit(executor(), DATA, **OPTIONS, checkpoint=checkpoints, callbacks=[Fill()])
+    monkeypatch.setattr(os, "fsync", flush)
+    assert find(tmp_path).name == "step-00000020"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step-00000010", "step-00000020"]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_state(tmp_path: Path) -> None:
+    x = X.copy()
+    x[0] = 1e38
+    runner = executor()
+    with pytest.raises(graphopt.NonFiniteLoss):
+        graphopt.fit(runner, {**DATA, "x": x}, **OPTIONS, checkpoint=tmp_path, shuffle=False, validation=None)
+    assert runner.batches == 0
+    runner = executor()
+    x[:] = X
+    x[57] = 1e38
+    with pytest.raises(graphopt.NonFiniteLoss):
+        graphopt.fit(runner, {**DATA, "x": x}, **OPTIONS, checkpoint=tmp_path, shuffle=False, validation=None)
+    assert find(tmp_path).name == "step-00000005"
+    assert all(np.isfinite(array).all() for array in read(find(tmp_path)).state.values())
+
+
+# --- Processes that are ended from outside ---
+
+RECIPE = [
+    "data=digits",
+    "model=mlp",
+    "fit.epochs=6",
+    "fit.batch_size=16",
+    "fit.checkpoint.every=20 steps",
+    "executor.threads=1",
+    "executor.native=false",
+]
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "graphopt", *RECIPE, f"folder={folder}", "resume=true", *more]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+        preexec_fn=_listen if os.name == "posix" else None,
+    )
+
+
+def _listen() -> None:
+    """Heed SIGHUP, even if these tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def weights(folder: Path) -> list[bytes]:
+    model = onnx.load(folder / "trained.onnx")
+    return [one.raw_data for one in model.graph.initializer]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], float]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    begun = time.perf_counter()
+    process = start(folder)
+    assert process.wait() == 0, process.communicate()
+    return weights(folder), time.perf_counter() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(5, id="5"), pytest.param(50, id="50", marks=pytest.mark.exhaustive)],
+)
+def test_killed_at_random_moments(
+    tmp_path: Path, uninterrupted: tuple[list[bytes], float], kills: int
+) -> None:
+    """Each run is killed, on average, twice before it ends."""
+    expected, seconds = uninterrupted
+    moments = random.Random(kills)
+    done = number = 0
+    steps: list[str] = []
+    while done < kills:
+        folder = tmp_path / f"run{number}"
+        number += 1
+        while True:
+            process = start(folder)
+            try:
+                process.wait(moments.uniform(0.3, 1.2) * seconds if done < kills else 120)
+            except subprocess.TimeoutExpired:
+                process.send_signal(KILL)
+                process.communicate()
+                done += 1
+                newest = [find(folder).name] if (folder / "checkpoints" / "newest").exists() else ["none yet"]
+                steps += newest
+                continue
+            output, error = process.communicate()
+            assert process.returncode == 0, (output, error)
+            break
+        assert weights(folder) == expected, folder
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    print(f"{done} kills in {number} runs; newest checkpoint at each: {', '.join(steps)}")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("number", "times"), [("SIGTERM", 1), ("SIGHUP", 1), ("SIGINT", 1), ("SIGINT", 2)])
+def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: str, times: int) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "fit.epochs=100000", "fit.validation=null")
+    while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").stat().st_size == 0:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    for _ in range(times):
+        process.send_signal(getattr(signal, number))
+        time.sleep(0.02)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + getattr(signal, number), (output, error)
+    assert "stopped" in output
+    newest = read(find(folder))
+    step = newest.progress["step"]
+    assert f"after step {step}" in output
+    assert weights(folder)
+    assert not error
