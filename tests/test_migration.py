@@ -243,7 +243,7 @@ def test_ort_values_come_out_where_they_are_asked_for() -> None:
     assert values.step(x=FEEDS["x"], target=predicted)["loss"] == 0.0
 
 
-def test_the_adaptive_schedule_as_an_observer() -> None:
+def test_the_adaptive_schedule_as_a_callback() -> None:
     step = graphopt.compile(linear(4, 3), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.5))
     trained = graphopt.Executor(step, threads=1)
     noisy = Dataset({"x": FEEDS["x"], "target": np.sign(FEEDS["target"])})

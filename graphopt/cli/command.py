@@ -27,7 +27,7 @@ from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import RunFolder, check_new, held, resumed
+from graphopt.cli.run_folder import RunFolder, check_new, held, resumed, write_hydra
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -159,7 +159,10 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         run = recipe.fields.get("run")
         if run not in RUNS:
             raise GraphoptError(unknown("run", str(run), runs))
-        return runs[run](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        folder = Path(os.path.relpath(hydra.runtime.output_dir))
+        if run != "train":
+            write_hydra(folder, recipe.composed)
+        return runs[run](recipe, folder)
     except USER_ERRORS as error:
         _complain(error)
         raise SystemExit(
@@ -169,9 +172,6 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 def _train(recipe: Recipe, folder: Path) -> float:
     console = Console()
-    step = recipe.compile()
-    executor = recipe.executor(step)
-    options = recipe.fit
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     text = recipe.text()
@@ -180,6 +180,9 @@ def _train(recipe: Recipe, folder: Path) -> float:
     with held(folder):
         if not resume:
             check_new(folder)
+        write_hydra(folder, recipe.composed)
+        step = recipe.compile()
+        executor = recipe.executor(step)
         trained = folder / "trained.onnx"
         files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
         title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
@@ -188,12 +191,11 @@ def _train(recipe: Recipe, folder: Path) -> float:
         checkpoint = recipe.checkpoint(folder / "checkpoints")
         try:
             with Display(console, epochs=not sweep) as display:
-                callbacks = [files, header, display]
                 records = fit(
                     executor,
                     recipe.data,
-                    **options,
-                    callbacks=callbacks,
+                    **recipe.fit,
+                    callbacks=[files, header, display],
                     checkpoint=checkpoint,
                     resume=resume,
                 )

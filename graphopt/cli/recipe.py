@@ -38,6 +38,7 @@ class Recipe:
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
+        self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
         self._command_line = command_line
         OmegaConf.set_struct(config, False)

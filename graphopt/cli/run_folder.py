@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import Any
 import onnx_ir as ir
 import yaml  # type: ignore[import-untyped]
 from filelock import FileLock, Timeout
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from graphopt.errors import GraphoptError
-from graphopt.files import write
+from graphopt.files import write, write_folder
 from graphopt.graph.loading import save
 from graphopt.training.callbacks import Callback, Record, Run
 from graphopt.training.checkpoints import find
@@ -112,9 +114,25 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
                 if place != folder:
-                    shutil.rmtree(folder)  # Hydra has made it for this run, which goes on elsewhere
+                    _log_to(place)
+                    folder.rmdir()  # Hydra has made it for this run, which goes on elsewhere
                 return place, checkpoint
     return folder, False
+
+
+def _log_to(folder: Path) -> None:
+    """Write the log files of Hydra, which opens them with their first line, in a folder."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler) and handler.stream is None:
+            handler.baseFilename = os.path.abspath(folder / Path(handler.baseFilename).name)
+
+
+def write_hydra(folder: Path, config: DictConfig) -> None:
+    """Write `.hydra` as Hydra does: the recipe, Hydra's own options, and the overrides."""
+    hydra: Any = HydraConfig.instance().cfg
+    parts = {"config": config, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    texts = {f"{name}.yaml": OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
+    write_folder(folder / ".hydra", texts)
 
 
 def check_new(folder: Path) -> None:

@@ -14,7 +14,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,17 @@ class Checkpoints:
 
     Raises:
         GraphoptError: an option is wrong.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> data = {"x": X, "target": 2 * X + 1}
+    >>> checkpoints = graphopt.Checkpoints("run", every="1 epoch")
+    >>> records = graphopt.fit(graphopt.Executor(step), data, epochs=2, checkpoint=checkpoints)
+    >>> records = graphopt.fit(graphopt.Executor(step), data, epochs=3, checkpoint="run", resume=True)
+    >>> [record["epoch"] for record in records]
+    [1, 2, 3]
     """
 
     folder: str | os.PathLike[str]
@@ -78,10 +89,10 @@ class Checkpoints:
     keep: int = 2
     best: str | None = "validation_loss"
     keep_best: int = 1
-    _values: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._folder = Path(self.folder)
+        self._values: dict[str, float] = {}  # of the best checkpoints
         self._steps = self._epochs = self._seconds = math.inf
         if self.keep < 1:
             raise GraphoptError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
@@ -156,14 +167,13 @@ class Checkpoints:
         progress: Mapping[str, Any],
         best: float | None,
     ) -> None:
-        """Start to write a checkpoint, once the one before is written.
+        """Start to write a checkpoint; the one before is complete.
 
         Args:
             position: the number of steps, with what else tells two positions of a run apart.
             state, arrays: copies that nobody changes.
             best: the value of the measure, if this checkpoint is among the best.
         """
-        self.wait()
         self._saved_at, self.saved = time.monotonic(), position
         name = f"step-{position[0]:08d}"
         values = dict(self._values)
@@ -171,14 +181,18 @@ class Checkpoints:
             values[name] = best
         self._writing = self._thread.submit(self._write, name, state, arrays, progress, values)
 
-    def finished(self) -> Path | None:
-        """Return the folder of a checkpoint that has been written since the last call; warn if it could not be."""
-        if self._writing is None or not self._writing.done():
+    def finished(self, *, wait: bool = False) -> Path | None:
+        """Return the folder of a checkpoint that has been written since the last call; warn if it could not be.
+
+        Args:
+            wait: wait for one that is being written.
+        """
+        if self._writing is None or not (wait or self._writing.done()):
             return None
         try:
             return self.wait()
         except GraphoptError as error:
-            warnings.warn(f"{error}; training goes on", stacklevel=2)
+            warnings.warn(f"{error}; training goes on", stacklevel=3)
             return None
 
     def wait(self) -> Path | None:

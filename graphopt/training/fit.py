@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 import os
+import pathlib
 import time
 import warnings
 from collections import deque
@@ -354,9 +355,7 @@ class _Loop:
             control.should_evaluate = False
             self._evaluate()
         if checkpoint is not None:
-            written = checkpoint.finished()
-            if written is not None:
-                self._tell("on_save_end", written)
+            self._tell_saved(checkpoint.finished())
             if control.should_save or checkpoint.is_due(self._run.step):
                 self._save()
         control.should_save = False
@@ -380,6 +379,7 @@ class _Loop:
             return
         position = (run.step, len(run.records), run.row)
         if not (last and checkpoint.saved == position):
+            self._tell_saved(checkpoint.finished(wait=True))
             self._tell("on_save_begin")
             states = {name: callback.state_dict() for name, callback in self._named_callbacks()}
             progress = {
@@ -410,9 +410,11 @@ class _Loop:
             }
             checkpoint.save(position, run.executor.state, arrays, progress, best)
         if last:
-            written = checkpoint.wait()
-            if written is not None:
-                self._tell("on_save_end", written)
+            self._tell_saved(checkpoint.wait())
+
+    def _tell_saved(self, path: pathlib.Path | None) -> None:
+        if path is not None:
+            self._tell("on_save_end", path)
 
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it have in common, besides the graph."""
