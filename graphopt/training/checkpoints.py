@@ -60,7 +60,8 @@ class Checkpoints:
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
     run in progress.json, and a manifest of their SHA-256 sums. It is written beside, flushed to disk, and renamed, by
-    a thread while steps run. The files `newest` and `best` name the newest checkpoint and the best one.
+    a thread while steps run. A checkpoint that is due while another is being written is left out. The files `newest`
+    and `best` name the newest checkpoint and the best one.
 
     Args:
         folder: the folder of all checkpoints of one run.
@@ -136,6 +137,11 @@ class Checkpoints:
     def next_step(self, step: int) -> float:
         """Return the next step after which a checkpoint is due by the number of steps."""
         return (step // self._steps + 1) * self._steps if math.isfinite(self._steps) else math.inf
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -235,7 +236,7 @@ class _Loop:
         if checkpoint is None:
             return
         run, progress, order = self._run, checkpoint.progress, self._order
-        expected = {**self._identity(), "graph": graph_digest(run.executor)}
+        expected = self._identity
         for name, value in expected.items():
             if progress.get(name) != value:
                 what = (
@@ -246,7 +247,7 @@ class _Loop:
                 raise GraphoptError(
                     f"{checkpoint.path}: expected {name} {value} as in this run, found {what}"
                 )
-        for name, value in self._environment().items():
+        for name, value in self._environment.items():
             if progress["environment"].get(name) != value:
                 found = progress["environment"].get(name)
                 warnings.warn(
@@ -356,7 +357,7 @@ class _Loop:
             self._evaluate()
         if checkpoint is not None:
             self._tell_saved(checkpoint.finished())
-            if control.should_save or checkpoint.is_due(self._run.step):
+            if control.should_save or (checkpoint.is_due(self._run.step) and not checkpoint.is_writing):
                 self._save()
         control.should_save = False
         return control.should_stop or signals.received is not None
@@ -383,8 +384,7 @@ class _Loop:
             self._tell("on_save_begin")
             states = {name: callback.state_dict() for name, callback in self._named_callbacks()}
             progress = {
-                **self._identity(),
-                "graph": graph_digest(run.executor),
+                **self._identity,
                 "step": run.step,
                 "epoch": run.epoch,
                 "row": run.row,
@@ -396,7 +396,7 @@ class _Loop:
                     name: value.tolist() if isinstance(value, np.ndarray) else value
                     for name, value in run.executor.hyperparameters.items()
                 },
-                "environment": self._environment(),
+                "environment": self._environment,
                 "callbacks": {
                     name: {key: x for key, x in state.items() if not isinstance(x, np.ndarray)}
                     for name, state in states.items()
@@ -416,11 +416,13 @@ class _Loop:
         if path is not None:
             self._tell("on_save_end", path)
 
+    @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that continues it have in common, besides the graph."""
-        order = self._order
-        return {"seed": order.seed, "shuffle": order.shuffle, "rows": len(order.rows)}
+        """Return what a checkpoint and the run that continues it have in common."""
+        order, graph = self._order, graph_digest(self._run.executor)
+        return {"seed": order.seed, "shuffle": order.shuffle, "rows": len(order.rows), "graph": graph}
 
+    @functools.cached_property
     def _environment(self) -> dict[str, Any]:
         """Return what the last bits of results depend on."""
         device = self._run.executor.device_options

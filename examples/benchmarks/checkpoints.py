@@ -1,0 +1,75 @@
+"""Measure how much longer training takes with a checkpoint every 100 steps than without one.
+
+Run it: python examples/benchmarks/checkpoints.py [--rounds 5] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+import graphopt
+import passes
+from graphopt import models
+
+MODELS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {  # model, shape of x, batch, rows
+    "MLP 64-256-256-10, 0.08 M parameters": (models.mlp((64,), 10, hidden=(256, 256)), (64,), 32, 128_000),
+    "MLP 784-1024-1024-10, 1.9 M parameters": (
+        models.mlp((784,), 10, hidden=(1024, 1024)),
+        (784,),
+        128,
+        64_000,
+    ),
+    "CNN 28x28, 0.4 M parameters": (
+        models.cnn((1, 28, 28), 10, channels=(32, 64), hidden=128),
+        (1, 28, 28),
+        64,
+        25_600,
+    ),
+}
+
+
+def seconds(executor: graphopt.Executor, data: dict[str, np.ndarray], batch: int, every: str | None) -> float:
+    """Return the seconds of an epoch, which ends with a whole checkpoint if there are any."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        checkpoint = graphopt.Checkpoints(folder, every=every) if every else None
+        start = time.perf_counter()
+        graphopt.fit(
+            executor, data, epochs=1, batch_size=batch, validation=None, shuffle=False, checkpoint=checkpoint
+        )
+        return time.perf_counter() - start
+
+
+def main(rounds: int = 5, threads: int = 1) -> dict[str, float]:
+    """Print a line per model; return the median ratios."""
+    print("| model | steps | s, no checkpoints | s, every 100 steps | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    found = {}
+    random = np.random.default_rng(0)
+    for name, (model, shape, batch, rows) in MODELS.items():
+        step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.AdamW())
+        executor = graphopt.Executor(step, threads=threads)
+        x = random.standard_normal((rows, *shape), np.float32)
+        data = {"x": x, "target": random.integers(0, 10, rows)}
+        pairs = [
+            (seconds(executor, data, batch, None), seconds(executor, data, batch, "100 steps"))
+            for _ in range(rounds)
+        ]
+        found[name] = statistics.median(with_ / without for without, with_ in pairs)
+        without, with_ = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(f"| {name} | {rows // batch:,} | {without:.2f} | {with_:.2f} | {found[name]:.3f} |")
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    main(**vars(parser.parse_args()))
