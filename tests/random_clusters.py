@@ -25,6 +25,9 @@ Size = int | str
 UNARY = {
     **dict.fromkeys(("Abs", "Neg", "Sign", "Identity"), ({}, {})),
     **dict.fromkeys(("Ceil", "Floor", "Round", "Reciprocal", "Relu", "Softsign", "Sqrt"), ({},)),
+    **dict.fromkeys(
+        ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan"), ({},)
+    ),
     **dict.fromkeys(("Erf", "Exp", "HardSwish", "Log", "Mish", "Sigmoid", "Softplus", "Tanh"), ({},)),
     "Celu": ({"alpha": 1.0}, {"alpha": 0.7}),
     "Elu": ({"alpha": 1.0}, {"alpha": 0.7}),
@@ -32,16 +35,27 @@ UNARY = {
     "Selu": ({"alpha": 1.6732632, "gamma": 1.0507010}, {"alpha": 1.5, "gamma": 0.9}),
     "HardSigmoid": ({}, {"alpha": 0.3, "beta": 0.4}),
     "LeakyRelu": ({}, {"alpha": 0.3}),
+    "Shrink": ({}, {"lambd": 0.4, "bias": 0.25}),
+    "Swish": ({}, {"alpha": 1.7}),
     "ThresholdedRelu": ({}, {"alpha": 0.25}),
 }
-BINARY = ("Add", "Sub", "Mul", "Div")
+BINARY = {"Add": {}, "Sub": {}, "Mul": {}, "Div": {}, "Mod": {"fmod": 1}}
+BITWISE = ("BitwiseAnd", "BitwiseOr", "BitwiseXor")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 LOGIC = ("And", "Or", "Xor")
 VARIADIC = ("Mean", "Max", "Min", "Sum")
 WHOLE_NUMBERS = {"Abs", "Neg", "Sign", "Identity"}
 FLOAT_ALONE = {
     *(
+        "Acos",
+        "Acosh",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atanh",
         "Celu",
+        "Cos",  # version 1.19
+        "Cosh",
         "Elu",
         "Erf",
         "Gelu",
@@ -50,8 +64,11 @@ FLOAT_ALONE = {
         "LeakyRelu",
         "Mish",
         "Selu",
+        "Shrink",
+        "Sinh",
         "Softplus",
         "Softsign",
+        "Tan",
     ),
     "ThresholdedRelu",
 }
@@ -212,7 +229,7 @@ class Part:
     # --- Nodes ---
 
     def unary(self) -> None:
-        op_type = self.one_of(list(UNARY))
+        op_type = self.one_of([name for name in UNARY if name != "Swish" or self.opset >= 24])
         types = [FLOAT] if op_type in FLOAT_ALONE else [self.floating]
         if op_type in WHOLE_NUMBERS and self.chance(0.2):
             types = [INT64]
@@ -221,16 +238,23 @@ class Part:
 
     def binary(self) -> None:
         x = self.pick(self.floating, *([INT64] if self.chance(0.2) else []))
-        op_type = self.one_of(BINARY[:3] if x.dtype == INT64 else BINARY)
+        op_type = self.one_of(list(BINARY)[: 3 if x.dtype == INT64 else None])
         y = self.partner(x, x.dtype)
-        self.pair(op_type, x, y, x.dtype)
+        self.pair(op_type, x, y, x.dtype, **BINARY[op_type])
 
-    def pair(self, op_type: str, x: Value, y: Value, dtype: int) -> None:
+    def bitwise(self) -> None:
+        x = self.pick(INT64, INT32)
+        if self.chance(0.3):
+            self.add("BitwiseNot", [x.name], (x.dtype, x.dims))
+        else:
+            self.pair(self.one_of(BITWISE), x, self.partner(x, x.dtype), x.dtype)
+
+    def pair(self, op_type: str, x: Value, y: Value, dtype: int, **attributes: Any) -> None:
         if self.chance(0.3):
             x, y = y, x
         dims = self.broadcast(x.dims, y.dims)
         assert dims is not None
-        self.add(op_type, [x.name, y.name], (dtype, dims))
+        self.add(op_type, [x.name, y.name], (dtype, dims), **attributes)
 
     def variadic(self) -> None:
         x = self.pick(self.floating)
@@ -300,10 +324,16 @@ class Part:
         self.add("Clip", [x.name, *self.one_of([[low], [low, high], ["", high], []])], (x.dtype, x.dims))
 
     def power(self) -> None:
-        x = self.pick(FLOAT)
-        number = self.one_of([0.0, 0.5, 1.0, 2.0, 3.0, -1.0, -0.5, 1.5])
-        exponent = self.constant(np.asarray(number, np.float32))
-        self.add("Pow", [x.name, exponent], (FLOAT, x.dims))
+        x = self.pick(self.floating)
+        dims: tuple[Size, ...] | None = x.dims
+        if self.chance():
+            number = self.one_of([0.0, 0.5, 1.0, 2.0, 3.0, -1.0, -0.5, 1.5])
+            exponent = self.constant(np.asarray(number, np.float32))
+        else:
+            y = self.partner(x, self.one_of([FLOAT, DOUBLE, INT64, INT32]))
+            exponent, dims = y.name, self.broadcast(x.dims, y.dims)
+            assert dims is not None
+        self.add("Pow", [x.name, exponent], (x.dtype, dims))
 
     def reduction(self) -> None:
         x = self.pick(self.floating, where=lambda x: len(x.dims) > 0)
@@ -373,7 +403,7 @@ class Part:
             *[self.unary, self.binary] * 4,
             *[self.reduction, self.rows] * 2,
             *(self.variadic, self.comparison, self.logic, self.is_nan, self.where, self.cast, self.clip),
-            *(self.power, self.view, self.is_inf, self.p_relu),
+            *(self.power, self.view, self.is_inf, self.p_relu, self.bitwise),
         ]
         wanted = int(self.r.integers(2, 11))
         while len(self.nodes) < wanted:

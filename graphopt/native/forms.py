@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.graph.schemas import attributes_of
 from graphopt.graph.values import constant_of
-from graphopt.native.operators import CTYPES, FLOATING, REDUCING, ROWS, expression, power
+from graphopt.native.operators import CTYPES, FLOATING, REDUCING, ROWS, expression
 
 Size = int | str
 
@@ -103,9 +103,7 @@ def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
     if node.op_type == "Cast":
         return True
     if node.op_type == "Pow":
-        exponent = exponent_of(node)
-        known = exponent is not None and power(exponent, ctype) is not None
-        return ctype == source and (known or (ctype == "float" and is_scalar(y)))
+        return ctype == source and ctype in FLOATING
     return expression(node.op_type, ctype, source, attributes, len(node.inputs)) is not None
 
 

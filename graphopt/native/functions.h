@@ -1,4 +1,5 @@
-/* Functions of float32, without branches, so that compilers vectorize the loops that call them. */
+/* Functions of float32, without branches, so that compilers vectorize the loops that call them. Some compute in double,
+   with polynomials that are minimax fits to at most 2^-33 of the result, and round once. */
 #pragma once
 #include <float.h>
 #include <math.h>
@@ -192,3 +193,248 @@ INLINE float gelu_tanh_float(float x) {
 }
 
 INLINE double sigmoid(double x) { return x >= 0 ? 1 / (1 + exp(-x)) : exp(x) / (1 + exp(x)); }
+
+INLINE double swish(double x, double alpha) { return x * sigmoid(alpha * x); }
+
+/* --- Functions that are computed in double --- */
+
+INLINE double as_double(int64_t bits) {
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
+INLINE int64_t as_bits_double(double x) {
+    int64_t bits;
+    memcpy(&bits, &x, 8);
+    return bits;
+}
+
+#define TO_INTEGER_DOUBLE 6755399441055744.0 /* 1.5 2^52 */
+
+/* 2^x, for -1022 <= x <= 1023 */
+INLINE double exp2_double(double x) {
+    double n = x + TO_INTEGER_DOUBLE;
+    double r = x - (n - TO_INTEGER_DOUBLE);
+    double p = 1.5303700711365694e-5;
+    p = fma(p, r, 1.5469729214118297e-4);
+    p = fma(p, r, 1.3333478473685415e-3);
+    p = fma(p, r, 9.6180256133180342e-3);
+    p = fma(p, r, 5.5504109063258666e-2);
+    p = fma(p, r, 2.4022651213498093e-1);
+    p = fma(p, r, 6.9314718055683241e-1);
+    p = fma(p, r, 9.9999999995956175e-1);
+    return p * as_double((int64_t)((uint64_t)(as_bits_double(n) + 1023) << 52));
+}
+
+#define PER_LOG_2 1.4426950408889634
+
+/* log(x) for normal x > 0; 0 is -infinity, and infinity and NaN stay. */
+INLINE double log_double(double x) {
+    int64_t bits = as_bits_double(x) + 0x3ff0000000000000 - 0x3fe6a09e667f3bcd; /* 1 and sqrt(1/2) */
+    double n = as_double((int64_t)((uint64_t)bits >> 52) | 0x4330000000000000) - 4503599627371519.0; /* 2^52 + 1023 */
+    double f = as_double((bits & 0x000fffffffffffff) + 0x3fe6a09e667f3bcd) - 1;
+    double p = -4.7177590533593856e-2;
+    p = fma(p, f, 9.0897545094535187e-2);
+    p = fma(p, f, -9.3428814519668432e-2);
+    p = fma(p, f, 9.0545055509250049e-2);
+    p = fma(p, f, -9.8789698109920537e-2);
+    p = fma(p, f, 1.1102988279786334e-1);
+    p = fma(p, f, -1.2506640703431108e-1);
+    p = fma(p, f, 1.4286366102434627e-1);
+    p = fma(p, f, -1.6666490142581625e-1);
+    p = fma(p, f, 1.999998295912731e-1);
+    p = fma(p, f, -2.5000002048164391e-1);
+    p = fma(p, f, 3.3333333479574099e-1);
+    p = fma(p, f, -4.9999999992971808e-1);
+    p = fma(p, f, 9.9999999999808685e-1);
+    double y = fma(n, 0.69314718055994531, p * f);
+    y = x <= DBL_MAX ? y : x;
+    return x == 0 ? -INFINITY : y;
+}
+
+INLINE float pow_float(float x, double y) {
+    double a = fabsf(x), t = y * log_double(a) * PER_LOG_2;
+    t = t > 300 ? 300 : t;
+    t = t < -300 ? -300 : t;
+    double power = exp2_double(t), half = 0.5 * y;
+    int is_whole = rint(y) == y, is_odd = is_whole & (rint(half) != half);
+    power = is_odd ? copysign(power, x) : power;
+    power = (x < 0) & (a <= DBL_MAX) & !is_whole ? NAN : power;
+    return (x == 1) | (y == 0) | ((a == 1) & (fabs(y) == INFINITY)) ? 1 : power;
+}
+
+INLINE float swish_float(float x, float alpha) {
+    double t = (double)x * -alpha * PER_LOG_2;
+    double power = exp2_double(t < -1000 ? -1000 : t > 1000 ? 1000 : t);
+    return x * (1 / (1 + (t > 1000 ? INFINITY : power)));
+}
+
+/* 2 / pi as sums of numbers of 28, 28 and 53 bits. The i-th sum lacks the bits that make, with x >= 2^(16 i + 25),
+   multiples of 4. */
+static const double TURNS[3][7] __attribute__((unused)) = {
+    {0x1.45f306c000000p-1, 0x1.06dc9c8000000p-17, 0x1.3910548000000p-34, 0x1.529fc20000000p-52,
+     0x1.f84eafa000000p-65, 0x1.5f47d4c000000p-82, 0x1.ea69bb8000000p-97},
+    {0x1.c9c882a000000p-29, 0x1.054a7f0000000p-46, 0x1.3f84eae000000p-61, 0x1.d5f47d4000000p-78,
+     0x1.f534dd0000000p-96, 0x1.377036c000000p-110, 0x1.b6c52a0000000p-129},
+    {0x1.4fe13abe8fa9ap-59, 0x1.3abe8fa9a6ee0p-75, 0x1.a3ea69bb81b6cp-89, 0x1.a6ee06db14acdp-107,
+     0x1.81b6c52b32788p-121, 0x1.8a5664f10e410p-138, 0x1.3278872083fcap-153},
+};
+
+/* Payne and Hanek's reduction: x = (n + r) pi / 2 for x >= 0; return r, |r| <= 1/2, and n modulo 4. The products with the
+   numbers of 28 bits are exact. */
+INLINE double turned(float x, int64_t *n) {
+    int32_t i = (as_bits(x) >> 23) - 152;
+    i = (i < 0 ? 0 : i) >> 4;
+    double first = x * TURNS[0][i], whole = rint(first);
+    double second = (first - whole) + x * TURNS[1][i], more = rint(second);
+    *n = as_bits_double(whole + more + TO_INTEGER_DOUBLE);
+    return (second - more) + x * TURNS[2][i];
+}
+
+/* sin(r pi / 2) */
+INLINE double sin_turned(double r) {
+    double z = r * r, p = 1.5820630355647733e-4;
+    p = fma(p, z, -4.6812662567262455e-3);
+    p = fma(p, z, 7.969258272563062e-2);
+    p = fma(p, z, -6.4596409614679535e-1);
+    p = fma(p, z, 1.5707963267880999);
+    return p * r;
+}
+
+/* cos(r pi / 2) */
+INLINE double cos_turned(double r) {
+    double z = r * r, p = -2.4850963357813637e-5;
+    p = fma(p, z, 9.1916173695395725e-4);
+    p = fma(p, z, -2.0863468002244644e-2);
+    p = fma(p, z, 2.5366950715370432e-1);
+    p = fma(p, z, -1.2337005501201592);
+    return fma(p, z, 9.9999999999994441e-1);
+}
+
+/* x, or -x if the sign bit of `bits` is set */
+INLINE float signed_as(float x, int32_t bits) { return as_float(as_bits(x) ^ (bits & INT32_MIN)); }
+
+INLINE float sin_float(float x) {
+    int64_t n;
+    double r = turned(fabsf(x), &n);
+    float y = n & 1 ? cos_turned(r) : sin_turned(r);
+    return signed_as(y, (int32_t)((uint32_t)n << 30) ^ as_bits(x));
+}
+
+INLINE float cos_float(float x) {
+    int64_t n;
+    double r = turned(fabsf(x), &n);
+    float y = n & 1 ? sin_turned(r) : cos_turned(r);
+    return signed_as(y, (int32_t)((uint32_t)(n + 1) << 30));
+}
+
+INLINE float tan_float(float x) {
+    int64_t n;
+    double r = turned(fabsf(x), &n), s = sin_turned(r), c = cos_turned(r);
+    float y = (n & 1 ? -c : s) / (n & 1 ? s : c);
+    return signed_as(y, as_bits(x));
+}
+
+/* asin(x), for 0 <= x <= 1/2 and z = x^2 */
+INLINE double asin_half(double x, double z) {
+    double p = 3.4748424808083896e-2;
+    p = fma(p, z, 7.4010072390753794e-3);
+    p = fma(p, z, 2.4650862660604088e-2);
+    p = fma(p, z, 3.0102506899661488e-2);
+    p = fma(p, z, 4.4661139308668963e-2);
+    p = fma(p, z, 7.4999419087547185e-2);
+    p = fma(p, z, 1.6666667364186447e-1);
+    p = fma(p, z, 9.9999999998635368e-1);
+    return p * x;
+}
+
+#define PI 3.14159265358979324
+
+/* From 1/2, asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2)). */
+INLINE float asin_float(float x) {
+    double a = fabsf(x), z = a > 0.5 ? 0.5 * (1 - a) : a * a;
+    double y = asin_half(a > 0.5 ? sqrt(z) : a, z);
+    return copysign(a > 0.5 ? PI / 2 - 2 * y : y, x);
+}
+
+INLINE float acos_float(float x) {
+    double a = fabsf(x), z = a > 0.5 ? 0.5 * (1 - a) : a * a;
+    double y = asin_half(a > 0.5 ? sqrt(z) : a, z);
+    double below = x > 0 ? PI / 2 - y : PI / 2 + y, above = x > 0 ? 2 * y : PI - 2 * y;
+    return a > 0.5 ? above : below;
+}
+
+INLINE float atan_float(float x) {
+    double a = fabsf(x), r = a > 1 ? 1 / a : a, z = r * r;
+    double p = -6.6339545711047872e-4;
+    p = fma(p, z, 4.7324841934219207e-3);
+    p = fma(p, z, -1.5828322749149416e-2);
+    p = fma(p, z, 3.3826218952786872e-2);
+    p = fma(p, z, -5.3956680571371718e-2);
+    p = fma(p, z, 7.2282783453772522e-2);
+    p = fma(p, z, -8.9741719583638811e-2);
+    p = fma(p, z, 1.1091922963683302e-1);
+    p = fma(p, z, -1.4283813255743194e-1);
+    p = fma(p, z, 1.9999901102171554e-1);
+    p = fma(p, z, -3.3333331290889988e-1);
+    p = fma(p, z, 9.9999999992930368e-1);
+    return copysign(a > 1 ? PI / 2 - p * r : p * r, x);
+}
+
+INLINE float sinh_float(float x) {
+    double a = fabsf(x), z = a * a, p = 2.7714303304728886e-6;
+    p = fma(p, z, 1.9840926153673171e-4);
+    p = fma(p, z, 8.3333336403113427e-3);
+    p = fma(p, z, 1.6666666665707199e-1);
+    p = fma(p, z, 1.000000000000048);
+    double power = exp2_double((a > 200 ? 200 : a) * PER_LOG_2);
+    return copysign(a < 0.5 ? p * a : 0.5 * (power - 1 / power), x);
+}
+
+INLINE float cosh_float(float x) {
+    double a = fabsf(x), power = exp2_double((a > 200 ? 200 : a) * PER_LOG_2);
+    return 0.5 * (power + 1 / power);
+}
+
+INLINE float asinh_float(float x) {
+    double a = fabsf(x), z = a * a;
+    double y = log_double(a + sqrt(z + 1));
+    return copysign(a < 0x1p-12 ? a - a * z * (1.0 / 6) : y, x);
+}
+
+INLINE float acosh_float(float x) {
+    double a = x, y = log_double(a + sqrt(a * a - 1));
+    return x < 1 ? NAN : y;
+}
+
+INLINE float atanh_float(float x) {
+    double a = fabsf(x);
+    double y = a < 0x1p-12 ? a + a * a * a * (1.0 / 3) : 0.5 * log_double((1 + a) / (1 - a));
+    return a > 1 ? NAN : copysign(y, x);
+}
+
+/* The remainder of x / (y 2^k), where the quotient is below 2^29. */
+INLINE double remainder_of(double x, double y, double inverse, double scale) {
+    double divisor = y * scale;
+    double r = fma(-trunc(x * (inverse * (1 / scale))), divisor, x);
+    r = r < 0 ? r + divisor : r;
+    return r >= divisor ? r - divisor : r;
+}
+
+/* C's fmod, 28 bits of the quotient at a time: it has up to 277. */
+INLINE float fmod_float(float x, float y) {
+    double divisor = fabsf(y), inverse = 1 / divisor, r = fabsf(x);
+    r = remainder_of(r, divisor, inverse, 0x1p252);
+    r = remainder_of(r, divisor, inverse, 0x1p224);
+    r = remainder_of(r, divisor, inverse, 0x1p196);
+    r = remainder_of(r, divisor, inverse, 0x1p168);
+    r = remainder_of(r, divisor, inverse, 0x1p140);
+    r = remainder_of(r, divisor, inverse, 0x1p112);
+    r = remainder_of(r, divisor, inverse, 0x1p84);
+    r = remainder_of(r, divisor, inverse, 0x1p56);
+    r = remainder_of(r, divisor, inverse, 0x1p28);
+    r = remainder_of(r, divisor, inverse, 1);
+    r = (divisor == INFINITY) & (fabsf(x) <= FLT_MAX) ? fabsf(x) : r;
+    return copysign(r, x);
+}

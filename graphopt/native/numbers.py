@@ -186,9 +186,7 @@ class Numbers:
             assert y.dtype is not None
             return cast(y.dtype, xs[0].ctype)
         if node.op_type == "Pow":
-            exponent = exponent_of(node)
-            known = None if exponent is None else power(exponent, ctype)
-            return known or "powf({0}, {1})"
+            return power(exponent_of(node), ctype)
         code = expression(node.op_type, ctype, xs[0].ctype, form.attributes, len(xs))
         assert code is not None
         return code

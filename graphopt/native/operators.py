@@ -30,6 +30,10 @@ OF_ANY = {
     "Abs": "{0} < 0 ? -{0} : {0}",
     "Add": "{0} + {1}",
     "And": "{0} & {1}",
+    "BitwiseAnd": "{0} & {1}",
+    "BitwiseNot": "~{0}",
+    "BitwiseOr": "{0} | {1}",
+    "BitwiseXor": "{0} ^ {1}",
     "Equal": "{0} == {1}",
     "Greater": "{0} > {1}",
     "GreaterOrEqual": "{0} >= {1}",
@@ -49,7 +53,15 @@ OF_ANY = {
 # Operators of floating numbers.
 OF_FLOATING = {
     "Abs": "fabs{F}({0})",
+    "Acos": "acos{T}({0})",
+    "Acosh": "acosh{T}({0})",
+    "Asin": "asin{T}({0})",
+    "Asinh": "asinh{T}({0})",
+    "Atan": "atan{T}({0})",
+    "Atanh": "atanh{T}({0})",
     "Ceil": "ceil{F}({0})",
+    "Cos": "cos{T}({0})",
+    "Cosh": "cosh{T}({0})",
     "Div": "{0} / {1}",
     "Erf": "erf{T}({0})",
     "Exp": "exp{T}({0})",
@@ -63,9 +75,12 @@ OF_FLOATING = {
     "Round": "rint{F}({0})",
     "Sigmoid": "sigmoid{T}({0})",
     "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} + 0",
+    "Sin": "sin{T}({0})",
+    "Sinh": "sinh{T}({0})",
     "Softplus": "softplus{T}({0})",
     "Softsign": "{0} / (1 + fabs{F}({0}))",
     "Sqrt": "sqrt{F}({0})",
+    "Tan": "tan{T}({0})",
     "Tanh": "tanh{T}({0})",
 }
 
@@ -76,15 +91,19 @@ WITH_ATTRIBUTES: Mapping[str, Callable[[Callable[[str], str]], str]] = {
     "HardSigmoid": lambda of: f"CLAMP({of('alpha')} * {{0}} + {of('beta')}, 0, 1)",
     "LeakyRelu": lambda of: f"{{0}} >= 0 ? {{0}} : {of('alpha')} * {{0}}",
     "Selu": lambda of: f"{of('gamma')} * ({{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}}))",
+    "Shrink": lambda of: (
+        f"{{0}} < -{of('lambd')} ? {{0}} + {of('bias')} : {{0}} > {of('lambd')} ? {{0}} - {of('bias')} : 0"
+    ),
+    "Swish": lambda of: f"swish{{T}}({{0}}, {of('alpha')})",
     "ThresholdedRelu": lambda of: f"{{0}} > {of('alpha')} ? {{0}} : 0",
 }
 
-# Operators that the runtime has in float32 alone.
-OF_FLOAT = {"Gelu", "Mish", "Softplus"}
+# Operators that the runtime has, or computes, in float32 alone.
+OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
 
 GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
 
-# Powers with these exponents alone; others are C's slow `powf`, one element at a time.
+# Powers with these exponents, as the runtime computes them.
 POWERS = {
     -1.0: "1 / {0}",
     -0.5: "1 / ROOT({0}, sqrt{F})",
@@ -177,15 +196,16 @@ def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs
         return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
     if op_type in VARIADIC:
         return VARIADIC[op_type](inputs)
+    if op_type == "Mod":  # the runtime has no other of floating numbers
+        return "fmod{T}({0}, {1})" if attributes["fmod"] else None
     if op_type == "Gelu":
         return GELU.get(attributes["approximate"])
     return OF_FLOATING.get(op_type, OF_ANY.get(op_type))
 
 
-def power(exponent: float, ctype: str) -> str | None:
-    """Return the C expression of a power; None if kernels do not compute it."""
-    template = POWERS.get(exponent) if ctype in FLOATING else None
-    return None if template is None else in_type(template, ctype)
+def power(exponent: float | None, ctype: str) -> str:
+    """Return the C expression of a power; the exponent is None if it may change."""
+    return in_type(POWERS.get(exponent, "pow{T}({0}, {1})"), ctype)
 
 
 def cast(to: ir.DataType, source: str) -> str:
