@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import graphopt
 from graphopt import cli
-from graphopt.cli.sweep import SweepTable
+from graphopt.cli.comparison import SweepTable
 from graphopt.native import toolchain
 from passes.gradients.registry import RULES
 
@@ -64,7 +64,7 @@ def test_a_run_s_folder() -> None:
     assert cli.main([*MINE, "optimizer.learning_rate=3e-4", "fit.batch_size=16", "fit.shuffle=false"]) == 0
     assert sorted(os.listdir("out")) == [
         *(".hydra", ".lock", "checkpoints", "config.yaml", "graphopt.log", "metrics.jsonl"),
-        *("step.onnx", "trained.onnx"),
+        *("report.html", "step.onnx", "trained.onnx"),
     ]
     assert [record["step"] for record in lines("out/metrics.jsonl")] == [3, 6]
     config = yaml.safe_load(Path("out/config.yaml").read_text())
@@ -251,10 +251,10 @@ REFUSED = {
     ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
-    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compile, hosts, report, train"),
+    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compare, compile, hosts, report, train"),
     "a word": (
         ["fly"],
-        "fly: expected train, compile, hosts, artifacts, report, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, compile, hosts, artifacts, report, compare, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

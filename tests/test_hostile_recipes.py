@@ -255,7 +255,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     # Hydra's own config
     "a callback": (experiment(f"hydra: {{callbacks: {{x: {MKDIR}}}}}"), NAMED, "hydra.callbacks.x"),
     "a callback of ours": (
-        experiment("hydra: {callbacks: {x: {_target_: graphopt.cli.sweep.SweepTable}}}"),
+        experiment("hydra: {callbacks: {x: {_target_: graphopt.cli.comparison.SweepTable}}}"),
         NAMED,
         f"hydra.callbacks.x._target_: {TRUST}",
     ),

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from graphopt.cli.comparison import Comparison
 from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
@@ -38,12 +39,13 @@ from graphopt.inspection.report import report
 from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.training.callbacks.page import Page
 from graphopt.training.fit import fit
 from graphopt.training.signals import deferred, ending
 
 INTERRUPTED = 130
 NOT_FINITE = 3
-RUNS = ("train", "compile", "hosts", "artifacts", "report")
+RUNS = ("train", "compile", "hosts", "artifacts", "report", "compare")
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -155,12 +157,12 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     try:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
-        runs = dict(zip(RUNS, (_train, _compile, _hosts, _artifacts, _report), strict=True))
+        runs = dict(zip(RUNS, (_train, _compile, _hosts, _artifacts, _report, _compare), strict=True))
         run = recipe.fields.get("run")
         if run not in RUNS:
             raise GraphoptError(unknown("run", str(run), runs))
         folder = Path(os.path.relpath(hydra.runtime.output_dir))
-        if run != "train":
+        if run not in ("train", "compare"):
             write_hydra(folder, recipe.composed)
         return runs[run](recipe, folder)
     except USER_ERRORS as error:
@@ -175,7 +177,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     text = recipe.text()
-    named = sweep or any(one.startswith(("folder=", "hydra.run.dir=")) for one in recipe.overrides)
+    named = sweep or recipe.names_folder
     folder, resume = resumed(recipe.fields.get("resume", False), folder, text, beside=not named)
     with held(folder):
         if not resume:
@@ -188,6 +190,13 @@ def _train(recipe: Recipe, folder: Path) -> float:
         title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
         model = f"{recipe.fields['model']}, {_parameters(step)}"
         header = Header(console, title, model=model, data=recipe.choices["data"])
+        page = Page(
+            folder / "report.html",
+            f"{recipe.fields['model']} on {recipe.choices['data']}",
+            model=recipe.model(),
+            recipe=text,
+            batch_size=recipe.fields["fit"]["batch_size"],
+        )
         checkpoint = recipe.checkpoint(folder / "checkpoints")
         try:
             with Display(console, epochs=not sweep) as display:
@@ -195,7 +204,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
                     executor,
                     recipe.data,
                     **recipe.fit,
-                    callbacks=[files, header, display],
+                    callbacks=[files, header, display, page],
                     checkpoint=checkpoint,
                     resume=resume,
                 )
@@ -205,12 +214,14 @@ def _train(recipe: Recipe, folder: Path) -> float:
                 with deferred():
                     save(executor.trained(), trained)
                     say(console, "stopped", f"after step {executor.batches}: {trained}")
+                    page.write()
             if isinstance(error, NonFiniteLoss) and sweep:
                 _complain(error)
                 return math.inf
             raise
         with deferred():
             save(executor.trained(), trained)
+            page.write()
     last = records[-1]
     seconds = sum(record["seconds"] for record in records)
     say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
@@ -218,7 +229,9 @@ def _train(recipe: Recipe, folder: Path) -> float:
         names = list(last)
         held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
         say(console, "held out", measures(held_out))
-    written = "step.onnx, trained.onnx, metrics.jsonl, config.yaml" + (", checkpoints" if checkpoint else "")
+    written = "report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml" + (
+        ", checkpoints" if checkpoint else ""
+    )
     say(console, "written", f"{folder}: {written}")
     return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
 
@@ -268,6 +281,15 @@ def _report(recipe: Recipe, folder: Path) -> None:
     if found.picture(folder / "graph.svg"):
         files += "; graph.svg, before the first pass and after the last"
     say(console, "written", f"{folder}/{files}")
+
+
+def _compare(recipe: Recipe, folder: Path) -> None:
+    if not recipe.names_folder:
+        folder.rmdir()  # Hydra has made it
+        folder = folder.parents[1]
+    comparison = Comparison(folder)
+    comparison.print()
+    say(Console(), "written", str(comparison.write()))
 
 
 def _parameters(step: ir.Model) -> str:

@@ -49,9 +49,9 @@ class Recipe:
             self._resolve(config, steps=self.steps)
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        """Return the arguments of the command line."""
-        return self._command_line.overrides
+    def names_folder(self) -> bool:
+        """Return whether the command line names the folder of the run."""
+        return any(one.startswith(("folder=", "hydra.run.dir=")) for one in self._command_line.overrides)
 
     @functools.cached_property
     def data(self) -> Dataset:

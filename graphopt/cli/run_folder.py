@@ -1,4 +1,4 @@
-"""Write the folder of a run, and compare the runs of a sweep in a table."""
+"""Write the folder of a run, and find the one that a run continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import yaml  # type: ignore[import-untyped]
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.table import Table
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
@@ -26,7 +25,6 @@ from graphopt.training.callbacks import Callback, Record, Run
 from graphopt.training.checkpoints import find
 
 METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.yaml", "checkpoints"
-LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
 
 
 class RunFolder(Callback):
@@ -171,32 +169,6 @@ def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
     fields = yaml.safe_load(config) or {}
     return {name: value for name, value in fields.items() if name not in ("folder", "resume", "run")}
-
-
-def sweep_table(folder: str | os.PathLike[str]) -> Table:
-    """Return a table of the runs in a sweep's folder: the overrides that differ, and the last epoch of each."""
-    folders = [path for path in Path(folder).iterdir() if path.name.isdigit()]
-    runs = [_read(path) for path in sorted(folders, key=lambda path: int(path.name))]
-    options = list(dict.fromkeys(name for overrides, _ in runs for name in overrides))
-    options = [name for name in options if len({overrides.get(name) for overrides, _ in runs}) > 1]
-    measures = list(dict.fromkeys(name for _, record in runs for name in record if name not in LEFT_OUT))
-    table = Table(title=str(folder), title_justify="left", title_style="")
-    for name in ("run", *options, *measures):
-        table.add_column(name, justify="left" if name in options else "right")
-    for i, (overrides, record) in enumerate(runs):
-        numbers = [f"{record[name]:.4g}" if record.get(name) is not None else "-" for name in measures]
-        table.add_row(str(i), *(overrides.get(name, "") for name in options), *numbers)
-    return table
-
-
-def _read(folder: Path) -> tuple[dict[str, str], Record]:
-    """Return a run's overrides and the record of its last epoch, each empty if missing."""
-    overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
-    options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-    metrics = folder / METRICS
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    records = [record for record in map(json.loads, lines) if "seconds" in record]
-    return options, records[-1] if records else {}
 
 
 def _finite(value: Any) -> Any:

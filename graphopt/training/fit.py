@@ -138,6 +138,8 @@ def fit(
     run = Run(
         executor, epochs, steps, len(rows), len(held_out.rows) if held_out else 0, step=executor.batches
     )
+    if held_out is not None:
+        run.evaluated = functools.partial(held_out.evaluated, executor, batch_size)
     drawn = _Order(rows, batch_size, shuffle, seed, round(executor.batches / steps))
     loop = _Loop(run, batches, drawn, held_out, validation_every, prefetch, callbacks, checkpoint)
     if resume is True and checkpoint is not None:
@@ -542,17 +544,23 @@ class _HeldOut:
         self.rows: Rows = range(len(batches)) if rows is None else rows
         self._batches = batches
 
+    def evaluated(
+        self, executor: Executor, batch_size: int
+    ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+        """Yield the data and the evaluation of each batch."""
+        for rows in Batches.split(self.rows, batch_size):
+            feeds = self._batches.take(rows)
+            yield feeds, executor.evaluate(feeds)
+
     def measure(self, executor: Executor, batch_size: int) -> dict[str, float]:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics(executor.inputs)
 
         mean = _Mean()
-        for rows in Batches.split(self.rows, batch_size):
-            feeds = self._batches.take(rows)
-            values = executor.evaluate(feeds)
+        for feeds, values in self.evaluated(executor, batch_size):
             for target, (output, metric) in chosen.items():
                 metric.add(values[output], feeds[target])
-            mean.add(len(rows), values)
+            mean.add(len(next(iter(feeds.values()))), values)
         measured = mean.result()
         for target, (_, metric) in chosen.items():
             prefix = "" if len(chosen) == 1 else f"{target}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Run:
         row: the number of rows of this epoch so far.
         records: the records of the epochs so far, the last one latest.
         control: what callbacks ask for.
+        evaluated: yields the data and the evaluation of each batch of held-out rows; None if no rows are held out.
         stopped: why the training ended before its last epoch, in words; a callback that stops it says so here.
         resumed: the checkpoint that the run continues, or None.
     """
@@ -56,6 +57,7 @@ class Run:
     row: int = 0
     records: list[Record] = field(default_factory=list)
     control: Control = field(default_factory=Control)
+    evaluated: Callable[[], Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]] | None = None
     stopped: str | None = None
     resumed: Path | None = None
 
