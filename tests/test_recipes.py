@@ -26,7 +26,9 @@ from graphopt.runtime.executor_options import ExecutorOptions
 
 FOLDER = Path(recipes.__file__).parent
 FILES = sorted(
-    path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "experiment" and path.stem != "base"
+    path
+    for path in FOLDER.glob("*/*.yaml")
+    if path.parent.name not in ("experiment", "sweep") and path.stem != "base"
 )
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 REQUIRED = {  # what a recipe leaves to be set, for the test to set

@@ -28,7 +28,7 @@ from graphopt.cli.display import Display, Header, counted, measures, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import RunFolder, check_new, held, resumed, write_hydra
+from graphopt.cli.run_folder import RunFolder, check_new, held, result, resumed, write_hydra, write_result
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -46,6 +46,7 @@ from graphopt.training.signals import deferred, ending
 INTERRUPTED = 130
 NOT_FINITE = 3
 RUNS = ("train", "compile", "hosts", "artifacts", "report", "compare")
+PLUGINS = {"joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}  # of recipes/sweep
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -177,9 +178,13 @@ def _train(recipe: Recipe, folder: Path) -> float:
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     text = recipe.text()
-    named = sweep or recipe.names_folder
-    folder, resume = resumed(recipe.fields.get("resume", False), folder, text, beside=not named)
+    title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
+    asked = recipe.fields.get("resume", False) or sweep  # a sweep that is run again continues its runs
+    folder, resume = resumed(asked, folder, text, beside=not sweep and not recipe.names_folder)
     with held(folder):
+        if sweep and (value := result(folder, text)) is not None:
+            say(console, "complete", f"{title}: {folder}")
+            return value
         if not resume:
             check_new(folder)
         write_hydra(folder, recipe.composed)
@@ -187,7 +192,6 @@ def _train(recipe: Recipe, folder: Path) -> float:
         executor = recipe.executor(step)
         trained = folder / "trained.onnx"
         files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
-        title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
         model = f"{recipe.fields['model']}, {_parameters(step)}"
         header = Header(console, title, model=model, data=recipe.choices["data"])
         page = Page(
@@ -217,12 +221,16 @@ def _train(recipe: Recipe, folder: Path) -> float:
                     page.write()
             if isinstance(error, NonFiniteLoss) and sweep:
                 _complain(error)
+                write_result(folder, math.inf)
                 return math.inf
             raise
         with deferred():
             save(executor.trained(), trained)
             page.write()
-    last = records[-1]
+        last = records[-1]
+        value = float(last["validation_loss"] if "validation_loss" in last else last["loss"])
+        if sweep:
+            write_result(folder, value)
     seconds = sum(record["seconds"] for record in records)
     say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
     if "validation_loss" in last:
@@ -233,7 +241,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
         ", checkpoints" if checkpoint else ""
     )
     say(console, "written", f"{folder}: {written}")
-    return float(last["validation_loss"] if "validation_loss" in last else last["loss"])
+    return value
 
 
 def _compile(recipe: Recipe, folder: Path) -> None:
@@ -358,6 +366,8 @@ def _line(error: BaseException) -> str:
         return f"out of memory: {text}: try a smaller fit.batch_size or model"
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        if name in PLUGINS:
+            return f"{group}={name}: expected the package {PLUGINS[name]}, which is not installed: pip install it"
         return (
             unknown(group, name, [one for one in error.options if one != BASE])
             if error.options

@@ -25,6 +25,7 @@ Train an ONNX model with a recipe.
   graphopt artifacts my.onnx                       write artifacts for onnxruntime-training
   graphopt experiment=text_transformer             run another recipe
   graphopt -m optimizer=sgd,adamw fit.epochs=5,10  run every combination, and print a table
+  graphopt compare folder=runs                     put runs side by side
   graphopt --config-dir my_recipes experiment=mine run your own recipe
   graphopt --cfg job                               show the whole recipe without running it
 """

@@ -24,7 +24,7 @@ from graphopt.graph.loading import save
 from graphopt.training.callbacks import Callback, Record, Run
 from graphopt.training.checkpoints import find
 
-METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.yaml", "checkpoints"
+METRICS, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
 
 
 class RunFolder(Callback):
@@ -116,6 +116,21 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
                     folder.rmdir()  # Hydra has made it for this run, which goes on elsewhere
                 return place, checkpoint
     return folder, False
+
+
+def write_result(folder: Path, value: float) -> None:
+    """Note that a run of a sweep is complete, and the number that the sweep minimizes."""
+    write(folder / RESULT, json.dumps({"value": _finite(value)}))
+
+
+def result(folder: Path, config: str) -> float | None:
+    """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
+    if not (folder / RESULT).is_file() or _identity(
+        (folder / CONFIG).read_text(encoding="utf-8")
+    ) != _identity(config):
+        return None
+    value = json.loads((folder / RESULT).read_text(encoding="utf-8"))["value"]
+    return math.inf if value is None else float(value)
 
 
 def _log_to(folder: Path) -> None:

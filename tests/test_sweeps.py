@@ -1,0 +1,91 @@
+"""Sweeps: parallel jobs, searches, and what happens when a sweep is run again."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+import yaml
+
+from graphopt import cli
+from graphopt.training.checkpoints import find, read
+
+SWEEP = ["-m", "folder=out", "fit.epochs=3", "optimizer=sgd,adamw", "executor.threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def state(run: int) -> dict[str, np.ndarray]:
+    return dict(read(find(f"out/{run}")).state)
+
+
+def test_jobs_in_processes_equal_jobs_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2"]) == 0
+    said = capfd.readouterr().out
+    assert said.count("written ") == 2 and len(re.findall("^│", said, re.MULTILINE)) == 2
+    parallel = [state(run) for run in range(2)]
+    assert cli.main(["-m", "folder=one_by_one", *SWEEP[2:]]) == 0
+    Path("out").rename("parallel")
+    Path("one_by_one").rename("out")
+    for run in range(2):
+        assert all((parallel[run][name] == array).all() for name, array in state(run).items())
+
+
+def test_a_sweep_that_is_run_again_does_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(SWEEP) == 0
+    whole = state(1)
+    trained = Path("out/0/trained.onnx").stat().st_mtime_ns
+    # Job 1 as an interruption after two epochs leaves it: no result, and the checkpoint from then.
+    Path("out/1").rename("gone")
+    two = [one.replace("epochs=3", "epochs=2") for one in SWEEP]
+    assert cli.main(["-m", "folder=two", *two[2:]]) == 0
+    Path("two/1").rename("out/1")
+    Path("out/1/result.json").unlink()
+    config = Path("out/1/config.yaml")
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3"))
+    capsys.readouterr()
+    assert cli.main(SWEEP) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"complete +\[0\]", said) and re.search(r"resumed +after step 90", said)
+    assert Path("out/0/trained.onnx").stat().st_mtime_ns == trained
+    assert all((whole[name] == array).all() for name, array in state(1).items())
+    assert len(Path("out/1/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_another_sweep_needs_another_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(SWEEP) == 0
+    assert cli.main([*SWEEP, "seed.unknown=1"]) == 1
+    assert cli.main([*SWEEP, "fit.seed=1"]) == 1
+    assert "expected a folder without a run, found one" in capsys.readouterr().err
+
+
+def test_a_search_minimizes_the_validation_loss() -> None:
+    search = ["-m", "folder=out", "sweep=optuna", "fit.epochs=1", "hydra.sweeper.n_trials=3"]
+    rate = "optimizer.learning_rate=tag(log,interval(1e-4,1e-1))"
+    assert cli.main([*search, rate]) == 0
+    found = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
+    values = [json.loads(Path(f"out/{run}/result.json").read_text())["value"] for run in range(3)]
+    assert found["best_value"] == min(values)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+    first = study.ask().suggest_float("rate", 1e-4, 1e-1, log=True)
+    said = yaml.safe_load(Path("out/0/.hydra/overrides.yaml").read_text())
+    assert math.isclose(float(next(one for one in said if "rate" in one).split("=")[1]), first)
+    before = [Path(f"out/{run}/trained.onnx").stat().st_mtime_ns for run in range(3)]
+    assert cli.main([*search, rate]) == 0  # the same trials, which are complete
+    assert before == [Path(f"out/{run}/trained.onnx").stat().st_mtime_ns for run in range(3)]
+
+
+def test_a_job_that_diverges_is_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [*SWEEP[:3], "optimizer=sgd", "optimizer.learning_rate=1e38,1e-3"]
+    assert cli.main(rates) == 0
+    assert "expected a finite loss" in capsys.readouterr().err
+    assert cli.main(rates) == 0
+    assert capsys.readouterr().err == ""
