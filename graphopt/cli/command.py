@@ -24,7 +24,7 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.comparison import Comparison
-from graphopt.cli.display import Display, Header, counted, measures, say
+from graphopt.cli.header import Header, counted, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
@@ -40,6 +40,7 @@ from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.callbacks.page import Page
+from graphopt.training.callbacks.progress import ProgressBar, measures
 from graphopt.training.fit import fit
 from graphopt.training.signals import deferred, ending
 
@@ -174,7 +175,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 
 def _train(recipe: Recipe, folder: Path) -> float:
-    console = Console()
+    console = Console(quiet=recipe.fields["quiet"])
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     text = recipe.text()
@@ -203,15 +204,14 @@ def _train(recipe: Recipe, folder: Path) -> float:
         )
         checkpoint = recipe.checkpoint(folder / "checkpoints")
         try:
-            with Display(console, epochs=not sweep) as display:
-                records = fit(
-                    executor,
-                    recipe.data,
-                    **recipe.fit,
-                    callbacks=[files, header, display, page],
-                    checkpoint=checkpoint,
-                    resume=resume,
-                )
+            records = fit(
+                executor,
+                recipe.data,
+                **recipe.fit,
+                callbacks=[files, header, ProgressBar(console, epochs=not sweep), page],
+                checkpoint=checkpoint,
+                resume=resume,
+            )
         except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
             spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
             if executor.batches and not spoiled:

@@ -1,0 +1,41 @@
+"""Print what a run is about."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from graphopt.training.callbacks import Callback, Run
+
+
+class Header(Callback):
+    """Print the model, the data and the length of the run, as a callback of `fit`."""
+
+    reads_state = False
+
+    def __init__(self, console: Console, title: str | None = None, *, model: str, data: str) -> None:
+        self._console = console
+        self._title = title
+        self._model = model
+        self._data = data
+
+    def on_fit_begin(self, run: Run) -> None:
+        if self._title is not None:
+            self._console.print(self._title, markup=False, highlight=False, soft_wrap=True, style="bold")
+        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
+        rows = "rows" if run.rows is None else f"{run.rows:,} rows"
+        say(self._console, "model", self._model)
+        say(self._console, "data", f"{self._data}, {rows} to train on{held_out}")
+        steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
+        say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}")
+        if run.resumed is not None:
+            say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
+
+
+def say(console: Console, what: str, text: str) -> None:
+    """Print a line that starts with its topic."""
+    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,207 @@
+"""Show the progress of a run: bars in a terminal and in notebooks, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from graphopt.training.callbacks.callback import Callback, Record, Run
+
+LIVE_SECONDS = 0.1
+PLAIN_SECONDS = 30.0
+WINDOW = 50  # the number of last steps whose losses are averaged
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 12  # of the sparkline
+WIDE = 110  # columns of a terminal that has room for long bars
+SHOWN_BESIDE = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
+
+
+class ProgressBar(Callback):
+    """Show the progress of `fit`: epochs, steps, the loss, measures, the rate, samples per second and the time left.
+
+    In a terminal and in a notebook, bars show the epochs and the steps of the epoch, with a sparkline of the loss, the
+    mean of the last 50 losses and its standard error, and the least validation loss so far. Elsewhere, a line is
+    printed per epoch, and every 30 seconds. Notebooks need the package ipywidgets to update the bars in place.
+
+    Args:
+        console: the console to print on; that of the process by default.
+        epochs: print a line per epoch.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> data = {"x": X, "target": 2 * X + 1}
+    >>> bar = ProgressBar()
+    >>> records = graphopt.fit(graphopt.Executor(step), data, epochs=1, callbacks=[bar])  # doctest: +ELLIPSIS
+    epoch 1/1  loss ...
+    """
+
+    reads_state = False
+
+    def __init__(self, console: Console | None = None, *, epochs: bool = True) -> None:
+        self._console = console or Console()
+        self._lines = epochs
+        self._progress: Progress | None = None
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._rows, self._first = 0, run.step
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._spark = Sparkline()
+        self._best = _Best()
+        for record in run.records:
+            self._best.add(record)
+        self._start = self._shown = time.perf_counter()
+        if self._console.is_terminal or self._console.is_jupyter:
+            self._progress = Progress(
+                TextColumn("{task.description:<6} {task.fields[count]}"),
+                BarColumn(bar_width=20 if self._console.width >= WIDE else 8),
+                TextColumn("{task.fields[text]}"),
+                _Left(compact=True),
+                console=self._console,
+                transient=True,
+            )
+            total = None if run.steps is None else run.epochs * run.steps
+            self._epochs = self._progress.add_task(
+                "epoch", total=total, completed=run.step, count="", text=""
+            )
+            self._steps = self._progress.add_task("step", total=run.steps, count="", text="", is_inner=True)
+            self._progress.start()
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        self._rows += record["rows"]
+        self._recent.append(float(record["loss"]))
+        self._spark.add(float(record["loss"]))
+        now = time.perf_counter()
+        if now - self._shown < (LIVE_SECONDS if self._progress else PLAIN_SECONDS):
+            return
+        self._shown = now
+        speed = self._rows / (now - self._start)
+        loss = statistics.fmean(self._recent)
+        text = _text(
+            {**record, "loss": loss, "samples_per_second": speed},
+            shown=False,
+            error=_standard_error(self._recent),
+        )
+        if self._progress is not None:
+            done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
+            steps = "" if run.steps is None else f"/{run.steps}"
+            self._progress.update(
+                self._epochs, completed=record["step"], count=_epoch(run, record), text=str(self._best)
+            )
+            self._progress.update(
+                self._steps, completed=done, count=f"{done}{steps}", text=f"{self._spark} {text}"
+            )
+            return
+        left = ""
+        if run.steps is not None:
+            total = run.epochs * run.steps
+            seconds = (now - self._start) * (total - record["step"]) / (record["step"] - self._first)
+            left = f"/{total}  {text}  {seconds:.0f} s left"
+        self._print(f"epoch {_epoch(run, record)}  step {record['step']}{left or f'  {text}'}")
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        self._shown = time.perf_counter()
+        self._best.add(record)
+        if self._lines:
+            self._print(f"epoch {_epoch(run, record)}  {_text(record)}")
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Sparkline:
+    """Draw the course of a positive number in a few characters, each the mean of an equal number of values."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        self._width, self._each = width, 1
+        self._sums: list[float] = []
+        self._last = 0  # values in the last sum
+
+    def add(self, value: float) -> None:
+        """Add a value; merge pairs of sums when the line is full."""
+        if not self._sums or self._last == self._each:
+            if len(self._sums) == self._width:
+                self._sums = [sum(self._sums[i : i + 2]) for i in range(0, self._width, 2)]
+                self._each *= 2
+            self._sums.append(0.0)
+            self._last = 0
+        self._sums[-1] += value
+        self._last += 1
+
+    def __str__(self) -> str:
+        means = [total / self._each for total in self._sums[:-1]]
+        means += [total / self._last for total in self._sums[-1:]]
+        low, high = min(means, default=0.0), max(means, default=0.0)
+        if not math.isfinite(high - low):
+            return ""
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BARS[round((mean - low) * scale)] for mean in means).ljust(self._width)
+
+
+class _Best:
+    """Keep the least validation loss, and its epoch."""
+
+    def __init__(self) -> None:
+        self._loss, self._epoch = math.inf, 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if record.get("validation_loss", math.inf) < self._loss:
+            self._loss, self._epoch = record["validation_loss"], record["epoch"]
+
+    def __str__(self) -> str:
+        return f"best validation {_number(self._loss)} in epoch {self._epoch}" if self._epoch else ""
+
+
+class _Left(TimeRemainingColumn):
+    """Show the time left until the end of the run, but not until the end of its epoch."""
+
+    def render(self, task: Any) -> Any:
+        if task.fields.get("is_inner") or task.total is None:
+            return ""
+        return super().render(task) + " left"
+
+
+def measures(record: Mapping[str, Any]) -> str:
+    """Return a record's validation loss and metrics as text."""
+    numbers = {k: v for k, v in record.items() if k not in SHOWN_BESIDE and isinstance(v, float)}
+    return "  ".join(f"{_label(name)} {_number(value)}" for name, value in numbers.items())
+
+
+def _standard_error(values: deque[float]) -> float | None:
+    """Return the standard error of the mean of some values: their standard deviation over the root of their number."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _epoch(run: Run, record: Mapping[str, Any]) -> str:
+    return f"{record['epoch']:>{len(str(run.epochs))}}/{run.epochs}"
+
+
+def _text(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> str:
+    parts = [f"loss {_number(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
+    if shown and measures(record):
+        parts.append(measures(record))
+    if record.get("learning_rate") is not None:
+        parts.append(f"rate {record['learning_rate']:.2e}")
+    parts.append(f"{record['samples_per_second']:,.0f} samples/s")
+    return "  ".join(parts)
+
+
+def _label(name: str) -> str:
+    return {"validation_loss": "validation", "r2": "R2", "mae": "MAE"}.get(name, name.replace("_", " "))
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
