@@ -40,6 +40,7 @@ UNARY = {
     "ThresholdedRelu": ({}, {"alpha": 0.25}),
 }
 BINARY = {"Add": {}, "Sub": {}, "Mul": {}, "Div": {}, "Mod": {"fmod": 1}}
+GOLDEN = 0x9E3779B1 - 2**32  # products with it wrap
 BITWISE = ("BitwiseAnd", "BitwiseOr", "BitwiseXor")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 LOGIC = ("And", "Or", "Xor")
@@ -242,10 +243,15 @@ class Part:
         y = self.partner(x, x.dtype)
         self.pair(op_type, x, y, x.dtype, **BINARY[op_type])
 
-    def bitwise(self) -> None:
+    def whole(self) -> None:
         x = self.pick(INT64, INT32)
-        if self.chance(0.3):
+        kind = int(self.r.integers(0, 5))
+        if kind == 0:
             self.add("BitwiseNot", [x.name], (x.dtype, x.dims))
+        elif kind <= 2:
+            numbers = [GOLDEN, -3] if kind == 1 else [2, 1 << 16, 10, -7]
+            constant = np.asarray(self.one_of(numbers), np.int64 if x.dtype == INT64 else np.int32)
+            self.add("Mul" if kind == 1 else "Div", [x.name, self.constant(constant)], (x.dtype, x.dims))
         else:
             self.pair(self.one_of(BITWISE), x, self.partner(x, x.dtype), x.dtype)
 
@@ -403,7 +409,7 @@ class Part:
             *[self.unary, self.binary] * 4,
             *[self.reduction, self.rows] * 2,
             *(self.variadic, self.comparison, self.logic, self.is_nan, self.where, self.cast, self.clip),
-            *(self.power, self.view, self.is_inf, self.p_relu, self.bitwise),
+            *(self.power, self.view, self.is_inf, self.p_relu, self.whole, self.whole),
         ]
         wanted = int(self.r.integers(2, 11))
         while len(self.nodes) < wanted:

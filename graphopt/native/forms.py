@@ -104,7 +104,14 @@ def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
         return True
     if node.op_type == "Pow":
         return ctype == source and ctype in FLOATING
+    if node.op_type == "Div" and ctype not in FLOATING and not _divides(fixed(node.inputs[1])):
+        return False
     return expression(node.op_type, ctype, source, attributes, len(node.inputs)) is not None
+
+
+def _divides(divisor: np.ndarray | None) -> bool:
+    """Return whether a whole number divides all others without a trap."""
+    return divisor is not None and divisor.size == 1 and divisor.item() not in (0, -1)
 
 
 def _view(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:

@@ -28,7 +28,7 @@ from graphopt.native.in_place import write_in_place
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
-from graphopt.native.rewrites import undo_fusions
+from graphopt.native.rewrites import name_lengths, undo_fusions
 from graphopt.native.scans import DOMAIN, scan_kernel
 from graphopt.native.state_check import add_state_check
 from graphopt.native.toolchain import build, cache_folder, digest_of
@@ -151,6 +151,7 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     with contextlib.suppress(GraphoptError):  # operators of unknown types stay with ONNX Runtime
         ensure_typed(model)
     if "kernels" not in without:
+        name_lengths(model)
         undo_fusions(model)
     found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
     versions = dict(model.opset_imports)

@@ -50,6 +50,15 @@ OF_ANY = {
     "Xor": "{0} ^ {1}",
 }
 
+# Operators of whole numbers: arithmetic wraps, and a divisor is a constant.
+OF_WHOLE = {
+    "Add": "({C})((u{C}){0} + (u{C}){1})",
+    "Div": "{0} / {1}",
+    "Mul": "({C})((u{C}){0} * (u{C}){1})",
+    "Neg": "({C})-(u{C}){0}",
+    "Sub": "({C})((u{C}){0} - (u{C}){1})",
+}
+
 # Operators of floating numbers.
 OF_FLOATING = {
     "Abs": "fabs{F}({0})",
@@ -104,7 +113,7 @@ OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
 GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
 
 # Powers with these exponents, as the runtime computes them.
-POWERS = {
+POWERS: Mapping[float | None, str] = {
     -1.0: "1 / {0}",
     -0.5: "1 / ROOT({0}, sqrt{F})",
     0.5: "ROOT({0}, sqrt{F})",
@@ -182,9 +191,11 @@ def expression(
     template = None
     if op_type == "IsInf" and source in FLOATING:
         template = _is_infinite(bool(attributes["detect_negative"]), bool(attributes["detect_positive"]))
-    elif op_type in MIXED or (op_type in OF_ANY and ctype == source and ctype not in FLOATING):
+    elif op_type in MIXED:
         template = OF_ANY[op_type]
-    elif ctype in FLOATING and ctype == source:
+    elif ctype == source and ctype not in FLOATING:
+        template = OF_WHOLE.get(op_type, OF_ANY.get(op_type))
+    elif ctype == source:
         template = _of_floating(op_type, ctype, attributes, inputs)
     return None if template is None else in_type(template, ctype)
 
@@ -214,6 +225,10 @@ def cast(to: ir.DataType, source: str) -> str:
         return "{0} != 0"
     if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
         return "{0} ? 1 : 0"
+    if (
+        source not in FLOATING and CTYPES[to] in FLOATING
+    ):  # GCC takes casts there and back for trunc, which keeps -0
+        return f"{{0}} == 0 ? 0 : ({STORED[to]}){{0}}"
     rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
     return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
 

@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import copy
 from graphopt.graph.schemas import attributes_of
-from graphopt.native.forms import form_of, is_scalar
+from graphopt.native.forms import Size, form_of, is_scalar, sizes_of
 
 
 def undo_fusions(model: ir.Model) -> None:
-    """Sum rows by ReduceSum, and compute vectors apart that were joined end to end."""
+    """Sum rows by ReduceSum, compute vectors apart that were joined end to end, and read shapes early."""
+    _read_shapes_early(model)
     _sum_rows(model)
     _part_vectors(model)
     model.graph.sort()
+
+
+def name_lengths(model: ir.Model) -> None:
+    """Name the lengths of ranges and of what elementwise operators compute from them, such as the masks of Dropout."""
+    versions = dict(model.opset_imports)
+    for node in model.graph:
+        y = node.outputs[0]
+        if y.shape is None or len(y.shape) != 1 or not y.shape.has_unknown_dim():
+            continue
+        if node.op_type == "Range" and node.domain == "":
+            y.shape = ir.Shape([f"length of {y.name}"])
+            continue
+        unknown = y.shape
+        y.shape = next((x.shape for x in node.inputs if x is not None and _is_named(x)), unknown)
+        form = form_of(node, versions)
+        sizes: list[list[Size]] = [[], [1], sizes_of(y)]
+        if (
+            form is None
+            or form.kind != "map"
+            or any(x is not None and sizes_of(x) not in sizes for x in node.inputs)
+        ):
+            y.shape = unknown
+
+
+def _is_named(x: ir.Value) -> bool:
+    """Return whether a value is a vector whose length has a name."""
+    return (
+        x.shape is not None
+        and len(x.shape) == 1
+        and not x.shape.has_unknown_dim()
+        and not x.shape.is_static()
+    )
+
+
+def _read_shapes_early(model: ir.Model) -> None:
+    """Take the shape of what elementwise operators read in place of their result's, which may then stay in a kernel."""
+    versions = dict(model.opset_imports)
+    for node in model.graph:
+        if node.op_type == "Shape" and node.domain == "":
+            while (x := _of_same_shape(node.inputs[0], versions)) is not None:
+                node.replace_input_with(0, x)
+
+
+def _of_same_shape(y: ir.Value | None, versions: Mapping[str, int]) -> ir.Value | None:
+    """Return a value of the same shape from which an elementwise operator computes a value, or None."""
+    node = None if y is None else y.producer()
+    form = None if node is None else form_of(node, versions)
+    if y is None or node is None or form is None or form.kind != "map":
+        return None
+    return next((x for x in node.inputs if x is not None and sizes_of(x) == sizes_of(y)), None)
 
 
 def _sum_rows(model: ir.Model) -> None:
