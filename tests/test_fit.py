@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import linear, mlp
-from sklearn import metrics as sk
 
 import graphopt
 import passes
 from graphopt.data import npy
-from graphopt.graph.metadata import TargetSpec
 from graphopt.training.callbacks import Run
 from graphopt.training.fit import evaluate, fit
-from graphopt.training.metrics import Accuracy, Regression
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((50, 3)).astype(np.float32)
@@ -125,24 +122,6 @@ def test_a_fixed_batch_must_fit() -> None:
     fit(executor(model), DATA, epochs=1, batch_size=5)
     with pytest.raises(graphopt.GraphoptError, match="expected 5, the batch of the model"):
         fit(executor(model), DATA, epochs=1, batch_size=8)
-
-
-def test_metrics_agree_with_scikit_learn() -> None:
-    prediction, target = RNG.standard_normal((2, 40, 3))
-    regression = Regression()
-    for rows in (slice(0, 30), slice(30, 40)):
-        regression.add(prediction[rows], target[rows])
-    found = regression.result()
-    assert found["r2"] == pytest.approx(sk.r2_score(target, prediction))
-    assert found["mae"] == pytest.approx(sk.mean_absolute_error(target, prediction))
-    labels = RNG.integers(0, 3, 40)
-    accuracy = Accuracy(TargetSpec("y", "classification", axis=1, ignore_index=2))
-    accuracy.add(prediction, labels)
-    kept = labels != 2
-    assert accuracy.result()["accuracy"] == sk.accuracy_score(labels[kept], prediction.argmax(1)[kept])
-    binary = Accuracy(TargetSpec("y", "binary", labels=(-1, 1), threshold=0.0))
-    binary.add(prediction[:, :1], np.sign(target[:, :1]))
-    assert binary.result()["accuracy"] == np.mean((prediction[:, 0] > 0) == (target[:, 0] > 0))
 
 
 def test_accuracy_of_a_classifier() -> None:

@@ -73,7 +73,9 @@ class Comparison:
             for name in options
             if name not in ("folder", "resume") and len({run.overrides.get(name) for run in self._runs}) > 1
         ]
-        names = dict.fromkeys(name for run in self._runs for name in run.last)
+        names = dict.fromkeys(
+            name for run in self._runs for name, x in run.last.items() if not isinstance(x, list)
+        )
         self._measures = [name for name in names if name not in LEFT_OUT]
 
     def print(self) -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_recipe
-from graphopt.cli.validation import MISSING, build
+from graphopt.cli.validation import MISSING, build, metrics_of
 from graphopt.data import Dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
@@ -80,7 +80,8 @@ class Recipe:
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
             )
-        return {**fields, "validation": validation}
+        metrics = metrics_of(fields.pop("metrics", None), self._command_line.trust)
+        return {**fields, "validation": validation, "metrics": metrics}
 
     def checkpoint(self, folder: Path) -> Checkpoints | None:
         """Return when to write checkpoints to a folder; None if the recipe asks for none."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.validation import MISSING, check, check_fields, mappings
+from graphopt.cli.validation import MISSING, check, check_fields, mappings, metrics_of
 from graphopt.data.files import EXPANSION
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
@@ -62,6 +62,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         "fit",
         ("executor", "data", "callbacks", "checkpoint", "resume"),
     )
+    metrics_of(training.get("metrics"), command_line.trust)
     if command_line.folders:
         _check_files(fields, command_line)
         _check_host(fields, command_line)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.training.metrics import named
 
 MISSING = "???"
 TARGET = "_target_"
@@ -66,6 +67,22 @@ def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> A
         if isinstance(built.get(name), str) and _is_code(hint):
             built[name] = _trusted(built[name], f"{path}.{name}", trust)
     return target(**built, **given)
+
+
+def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> Any:
+    """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package.
+
+    Raises:
+        GraphoptError: a metric is unknown, or its code is not trusted.
+    """
+    if wanted is None:
+        return None
+    chosen = [
+        _trusted(one, "fit.metrics", trust) if isinstance(one, str) and "." in one else one for one in wanted
+    ]
+    for one in chosen:
+        named(one)
+    return chosen
 
 
 def check_fields(

@@ -188,6 +188,7 @@ class TargetSpec(Note):
         output: the name of the prediction.
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
+        from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -203,6 +204,7 @@ class TargetSpec(Note):
     classes: int | None = None
     ignore_index: int | None = None
     target_probabilities: bool = False
+    from_logits: bool = True
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 

@@ -156,7 +156,7 @@ class Checkpoints:
     def is_best(self, record: Mapping[str, Any]) -> bool:
         """Return whether the measures of an epoch are among the best so far."""
         value = record.get(self.best) if self.best else None
-        if value is None or not math.isfinite(value) or not self.keep_best:
+        if not isinstance(value, int | float) or not math.isfinite(value) or not self.keep_best:
             return False
         kept = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
         return len(kept) < self.keep_best or (value > kept[-1] if self._larger else value < kept[-1])

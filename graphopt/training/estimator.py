@@ -21,7 +21,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Record
 from graphopt.training.fit import Adaptive, fit, reported
-from graphopt.training.metrics import Metric, metrics, weighted_accuracy, weighted_r2
+from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.trainer_options import TrainerOptions
 
 Arrays = np.ndarray | Mapping[str, np.ndarray]
@@ -198,7 +198,7 @@ class Trainer(TrainerOptions):
             classifier_tags=None if regression else ClassifierTags(),
         )
 
-    def _predict(self, X: Arrays) -> tuple[np.ndarray, Metric | None]:
+    def _predict(self, X: Arrays) -> tuple[np.ndarray, Metrics | None]:
         """Return the model's output for the rows, and the metric that compares it with targets, if known."""
         executor = self._running()
         known = metrics(executor.inputs).get(TARGET)

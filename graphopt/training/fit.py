@@ -30,7 +30,8 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
-from graphopt.training.metrics import metrics
+from graphopt.training.metrics import Wanted
+from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.signals import Signals, deferred
 
 AHEAD = 2  # batches that are prefetched
@@ -50,6 +51,7 @@ def fit(
     seed: int = 0,
     validation: float | Data | None = 0.2,
     validation_every: int = 1,
+    metrics: Sequence[Wanted] | None = None,
     allow_nan: bool = False,
     prefetch: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -77,6 +79,9 @@ def fit(
         seed: the seed of what is drawn.
         validation: the share of rows to hold out, another data set, or None.
         validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
+        metrics: the metrics of held-out rows: names such as `accuracy`, names with options such as
+            `{"top_k": {"k": 3}}`, and functions of all targets and predictions. None for the accuracy of a
+            classification, and for R2 and the mean absolute error of a regression.
         allow_nan: train on data that contains NaN or infinities.
         prefetch: the number of batches that a thread prepares while steps run; None for 2 with memory-mapped data or
             on a GPU, and 0 otherwise.
@@ -110,16 +115,17 @@ def fit(
         raise GraphoptError(
             "report: expected an executor that reports its loss, found an empty report: leave it out"
         )
+    metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
     batches = Batches(data, executor.inputs, allow_nan=allow_nan)
     held_out = None
     rows: Rows = range(len(batches))
     if isinstance(validation, Mapping | Dataset):
-        held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan))
+        held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan), metrics)
     elif validation:
         count = held_out_rows(len(batches), validation)
         chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
         order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
-        held_out = _HeldOut(batches, order)
+        held_out = _HeldOut(batches, metrics, order)
         rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
     if prefetch is None:
         prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
@@ -490,27 +496,35 @@ class Adaptive(Callback):
 
 
 def evaluate(
-    executor: Executor, data: Data, *, batch_size: int = 256, allow_nan: bool = False
-) -> dict[str, float]:
-    """Return the loss and the metrics on a data set: the accuracy, or R2 and the mean absolute error.
+    executor: Executor,
+    data: Data,
+    *,
+    metrics: Sequence[Wanted] | None = None,
+    batch_size: int = 256,
+    allow_nan: bool = False,
+) -> dict[str, Any]:
+    """Return the loss and the metrics on a data set.
 
     Args:
         executor: the executor of a training graph.
         data: a data set, or arrays named like the model's inputs, and `target`.
+        metrics: the metrics, as in `fit`.
         batch_size: the number of rows per call.
         allow_nan: accept data that contains NaN or infinities.
 
     Raises:
-        GraphoptError: the data does not fit the model.
+        GraphoptError: the data does not fit the model, or a metric is wrong.
 
     >>> import numpy
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
-    >>> sorted(graphopt.evaluate(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}))
-    ['loss', 'mae', 'r2']
+    >>> sorted(graphopt.evaluate(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, metrics=["r2", "rmse"]))
+    ['loss', 'r2', 'rmse']
     """
-    return _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan)).measure(executor, batch_size)
+    metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
+    held_out = _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan), metrics)
+    return held_out.measure(executor, batch_size)
 
 
 def held_out_rows(rows: int, share: float) -> int:
@@ -540,9 +554,9 @@ def reported(step: ir.Model) -> list[str]:
 class _HeldOut:
     """Hold rows out of training and evaluate them."""
 
-    def __init__(self, batches: Batches, rows: Rows | None = None) -> None:
+    def __init__(self, batches: Batches, metrics: Sequence[Wanted] | None, rows: Rows | None = None) -> None:
         self.rows: Rows = range(len(batches)) if rows is None else rows
-        self._batches = batches
+        self._batches, self._metrics = batches, metrics
 
     def evaluated(
         self, executor: Executor, batch_size: int
@@ -552,10 +566,9 @@ class _HeldOut:
             feeds = self._batches.take(rows)
             yield feeds, executor.evaluate(feeds)
 
-    def measure(self, executor: Executor, batch_size: int) -> dict[str, float]:
+    def measure(self, executor: Executor, batch_size: int) -> Record:
         """Return the mean losses and the metrics over the rows."""
-        chosen = metrics(executor.inputs)
-
+        chosen = metrics_of(executor.inputs, self._metrics)
         mean = _Mean()
         for feeds, values in self.evaluated(executor, batch_size):
             for target, (output, metric) in chosen.items():

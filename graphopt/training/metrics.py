@@ -1,59 +1,383 @@
-"""Compute metrics of predictions batch by batch. The target's metadata determines the metric."""
+"""Compute metrics of predictions batch by batch, exactly as on all rows at once.
+
+`Reading` turns outputs and targets of any loss into labels, numbers and probabilities. A class per metric, which
+`METRICS` names, has its mathematics. scikit-learn's metrics of the same names define the values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import difflib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
 
+# A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions
+Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
-class Metric(Protocol):
-    """Accumulate batches and return metrics by name."""
-
-    def add(self, prediction: np.ndarray, target: np.ndarray) -> None: ...
-
-    def result(self) -> dict[str, float]: ...
-
-    def predicted(self, prediction: np.ndarray) -> np.ndarray: ...
+AVERAGES = ("macro", "micro", "weighted", "binary")
+TAKEN = ("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds", "samples_per_second")
 
 
-class Accuracy:
-    """Compute the share of predictions that equal the target.
+@dataclass(frozen=True)
+class Batch:
+    """Hold what metrics see of a batch, without ignored elements.
 
     Args:
-        spec: the specification of the target of a classification.
+        target: the labels, one for each element, or the numbers of each row.
+        predicted: what is predicted, in the same shape.
+        scores: the output that decides on each label: one for each element, and class if there are classes.
+        spec: the specification of the target.
+        expected: the probability of each class of each element, if the target has probabilities.
+    """
+
+    target: np.ndarray
+    predicted: np.ndarray
+    scores: np.ndarray
+    spec: TargetSpec
+    expected: np.ndarray | None = None
+
+    def log_probabilities(self) -> np.ndarray:
+        """Return the logarithm of the probability of each class of each element."""
+        scores = self.scores.astype(np.float64)
+        if not self.spec.from_logits:
+            return np.log(np.maximum(scores, np.finfo(self.scores.dtype).eps))
+        scores -= scores.max(axis=1, keepdims=True)
+        return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+
+
+class Reading:
+    """Read predictions and targets as the loss does.
+
+    Args:
+        spec: the specification of the target.
     """
 
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
-        self._right = self._count = 0
-
-    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
-        if self._spec.labels is not None:
-            low, high = self._spec.labels
-            target = np.where(target > (low + high) / 2, high, low)
-        elif self._spec.target_probabilities:
-            target = np.asarray(target.argmax(self._spec.axis))
-        right = self.predicted(prediction) == target
-        if self._spec.ignore_index is not None:
-            right = right[target != self._spec.ignore_index]
-        self._right += int(right.sum())
-        self._count += right.size
-
-    def result(self) -> dict[str, float]:
-        return {"accuracy": self._right / self._count} if self._count else {}
 
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
-        """Return the predicted labels or class numbers."""
+        """Return the predicted labels, class numbers or numbers."""
         if self._spec.labels is not None:
             low, high = self._spec.labels
             return np.where(prediction > self._spec.threshold, high, low)
-        return np.asarray(prediction.argmax(self._spec.axis))
+        return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
+
+    def expected(self, target: np.ndarray) -> np.ndarray:
+        """Return the labels, class numbers or numbers of a target."""
+        if self._spec.labels is not None:
+            low, high = self._spec.labels
+            return np.where(target > (low + high) / 2, high, low)
+        return np.asarray(target.argmax(self._spec.axis)) if self._spec.target_probabilities else target
+
+    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
+        """Return what metrics see of an output and its target."""
+        spec = self._spec
+        predicted, wanted = self.predicted(prediction), self.expected(target)
+        if spec.axis is None:
+            if spec.labels is None:
+                return Batch(wanted, predicted.reshape(wanted.shape), predicted, spec)
+            return Batch(wanted.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+        kept = np.full(wanted.size, True) if spec.ignore_index is None else wanted != spec.ignore_index
+        kept = kept.reshape(-1)
+        probabilities = _by_class(target, spec.axis)[kept] if spec.target_probabilities else None
+        scores = _by_class(prediction, spec.axis)[kept]
+        return Batch(wanted.reshape(-1)[kept], predicted.reshape(-1)[kept], scores, spec, probabilities)
+
+
+class Metric(ABC):
+    """Accumulate batches to a number. A subclass declares the tasks for which it is defined."""
+
+    tasks: ClassVar[Sequence[str]] = ("binary", "classification")
+
+    @abstractmethod
+    def update(self, batch: Batch) -> None:
+        """Accumulate a batch."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Return the value on all batches so far, of which at least one has elements."""
+
+    def name(self, known_as: str) -> str:
+        """Return the name in records.
+
+        Args:
+            known_as: the name in `METRICS`.
+        """
+        return known_as
+
+
+class OfCounts(Metric):
+    """Compute a number from the counts of each label."""
+
+    def __init__(self) -> None:
+        self._counts: dict[float, np.ndarray] = {}
+
+    def update(self, batch: Batch) -> None:
+        right = batch.target[batch.predicted == batch.target]
+        for place, labels in enumerate((right, batch.predicted, batch.target)):
+            for label, count in zip(*np.unique(labels, return_counts=True), strict=True):
+                self._counts.setdefault(label.item(), np.zeros(3, np.int64))[place] += count
+
+    def result(self) -> float:
+        return float(self.of(*np.array(list(self._counts.values())).T))
+
+    @abstractmethod
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+        """Return the number.
+
+        Args:
+            right: how often each label is predicted and right.
+            predicted: how often each label is predicted.
+            target: how often each label is in the target.
+        """
+
+
+class Accuracy(OfCounts):
+    """Compute the share of predictions that equal the target."""
+
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+        return right.sum() / target.sum()
+
+
+class BalancedAccuracy(OfCounts):
+    """Compute the mean of the recall of each class in the target."""
+
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+        return np.mean(right[target > 0] / target[target > 0])
+
+
+class OfClasses(OfCounts):
+    """Average a number of each class; a class without a denominator counts as 0.
+
+    Args:
+        average: `macro` for the mean over the classes in targets or predictions; `weighted` for the mean weighted by
+            their number in targets; `micro` for the number of all classes' counts together; `binary` for that of the
+            second label. None is `binary` for a binary loss, and `macro` for several classes.
+    """
+
+    def __init__(self, average: str | None = None) -> None:
+        super().__init__()
+        if average is not None and average not in AVERAGES:
+            raise GraphoptError(f"metrics: {_nearest('average', average, AVERAGES)}")
+        self._average = average
+        self._spec: TargetSpec | None = None
+
+    def name(self, known_as: str) -> str:
+        return known_as if self._average is None else f"{known_as}_{self._average}"
+
+    def update(self, batch: Batch) -> None:
+        self._spec = batch.spec
+        super().update(batch)
+
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+        assert self._spec is not None
+        average = self._average or ("binary" if self._spec.task == "binary" else "macro")
+        if average == "micro":
+            right, predicted, target = (np.atleast_1d(counts.sum()) for counts in (right, predicted, target))
+        weights = target if average == "weighted" else np.ones(len(target))
+        if average == "binary":
+            positive = 1 if self._spec.labels is None else self._spec.labels[1]
+            weights = np.array([label == positive for label in self._counts])
+            if self._spec.labels is None and not set(self._counts) <= {0, 1}:
+                raise GraphoptError(
+                    f"metrics: average=binary: expected classes 0 and 1, found {max(self._counts)}: use macro, micro "
+                    f"or weighted"
+                )
+            if not weights.any():
+                return 0.0
+        return np.average(self.of_class(right, predicted, target), weights=weights)
+
+    @abstractmethod
+    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the number of each class."""
+
+
+class Precision(OfClasses):
+    """Compute the share of right predictions among the predictions of a class."""
+
+    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+        return right / np.maximum(predicted, 1)
+
+
+class Recall(OfClasses):
+    """Compute the share of right predictions among the targets of a class."""
+
+    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+        return right / np.maximum(target, 1)
+
+
+class F1(OfClasses):
+    """Compute the harmonic mean of precision and recall."""
+
+    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+        return 2 * right / np.maximum(predicted + target, 1)
+
+
+class ConfusionMatrix(Metric):
+    """Count how often each label (row) is predicted as each label (column).
+
+    The labels are all class numbers if their number is known, otherwise those in targets or predictions.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[float, float], int] = {}
+        self._labels: Sequence[float] | None = None
+
+    def update(self, batch: Batch) -> None:
+        spec = batch.spec
+        self._labels = spec.labels or (None if spec.classes is None else range(spec.classes))
+        pairs = np.stack([batch.target, batch.predicted], axis=1)
+        for pair, count in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
+            place = (pair[0].item(), pair[1].item())
+            self._counts[place] = self._counts.get(place, 0) + int(count)
+
+    def result(self) -> list[list[int]]:
+        labels = self._labels or sorted({label for pair in self._counts for label in pair})
+        return [[self._counts.get((row, column), 0) for column in labels] for row in labels]
+
+
+class TopK(Metric):
+    """Compute the share of targets among the k classes with the highest scores.
+
+    Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
+
+    Args:
+        k: the number of classes.
+    """
+
+    tasks = ("classification",)
+
+    def __init__(self, k: int = 5) -> None:
+        if type(k) is not int or k < 1:
+            raise GraphoptError(f"metrics: top_k: expected k of 1 or more, found {k!r}")
+        self._k = k
+        self._right = self._count = 0
+
+    def name(self, known_as: str) -> str:
+        return f"top_{self._k}_accuracy"
+
+    def update(self, batch: Batch) -> None:
+        own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
+        later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
+        higher = (batch.scores > own) | ((batch.scores == own) & later)
+        self._right += int((higher.sum(axis=1) < self._k).sum())
+        self._count += len(batch.target)
+
+    def result(self) -> float:
+        return self._right / self._count
+
+
+class RocAuc(Metric):
+    """Compute the area under the ROC curve, from the ranks of the scores of all elements, which it keeps.
+
+    With several classes, it is the mean over the classes in the target of the area for each class against all others.
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[np.ndarray] = []
+        self._targets: list[np.ndarray] = []
+
+    def update(self, batch: Batch) -> None:
+        several = batch.spec.labels is None
+        self._scores.append(np.exp(batch.log_probabilities()) if several else batch.scores[:, None])
+        positive = np.arange(batch.scores.shape[1]) if batch.spec.labels is None else [batch.spec.labels[1]]
+        self._targets.append(batch.target[:, None] == positive)
+
+    def result(self) -> float:
+        scores, positive = np.concatenate(self._scores), np.concatenate(self._targets)
+        columns = range(scores.shape[1])
+        areas = [area(scores[:, i], positive[:, i]) for i in columns if positive[:, i].any()]
+        return float(np.mean(areas)) if areas else float("nan")
+
+
+def area(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Return the area under the ROC curve: the share of pairs in which the positive element has the higher score.
+
+    This is the statistic of Mann and Whitney (1947) as a share; pairs of equal scores count half.
+    """
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # equal scores share their mean rank
+    positives = int(positive.sum())
+    pairs = positives * (len(scores) - positives)
+    above = ranks[places.reshape(-1)][positive].sum() - positives * (positives + 1) / 2
+    return float(above / pairs) if pairs else float("nan")
+
+
+class Perplexity(Metric):
+    """Compute the exponential of the mean cross-entropy."""
+
+    tasks = ("classification",)
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def update(self, batch: Batch) -> None:
+        log_p = batch.log_probabilities()
+        if batch.expected is None:
+            entropy = -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
+        else:
+            entropy = -(batch.expected * log_p)
+        self._sum += float(entropy.sum())
+        self._count += len(batch.target)
+
+    def result(self) -> float:
+        return float(np.exp(self._sum / self._count))
+
+
+class OfErrors(Metric):
+    """Average a term of the error of each column, then over columns."""
+
+    tasks = ("regression",)
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._sum: Any = 0.0
+
+    def update(self, batch: Batch) -> None:
+        error = _columns(batch.predicted) - _columns(batch.target)
+        self._rows += len(error)
+        self._sum = self._sum + self.term(error).sum(axis=0)
+
+    def result(self) -> float:
+        return float(np.mean(self.of_mean(self._sum / self._rows)))
+
+    @abstractmethod
+    def term(self, error: np.ndarray) -> np.ndarray:
+        """Return the term of each error."""
+
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        """Return a column's value from the mean of its terms."""
+        return mean
+
+
+class MeanAbsoluteError(OfErrors):
+    """Compute the mean of |p - t|."""
+
+    def term(self, error: np.ndarray) -> np.ndarray:
+        return np.abs(error)
+
+
+class MeanSquaredError(OfErrors):
+    """Compute the mean of (p - t)^2."""
+
+    def term(self, error: np.ndarray) -> np.ndarray:
+        return error**2
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """Compute the root of each column's mean of (p - t)^2."""
+
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        return np.sqrt(mean)
 
 
 def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
@@ -67,6 +391,162 @@ def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         columns = np.where(spread > 0, 1 - squared_error / spread, np.where(squared_error > 0, 0.0, 1.0))
     return float(np.mean(columns))
+
+
+class R2(MeanSquaredError):
+    """Compute the coefficient of determination, as the mean over columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shift: np.ndarray | None = None
+        self._linear: Any = 0.0
+        self._square: Any = 0.0
+
+    def update(self, batch: Batch) -> None:
+        super().update(batch)
+        target = _columns(batch.target)
+        if self._shift is None:  # close to the mean, so that the difference of sums in `result` is accurate
+            self._shift = target.mean(axis=0)
+        self._linear = self._linear + (target - self._shift).sum(axis=0)
+        self._square = self._square + ((target - self._shift) ** 2).sum(axis=0)
+
+    def result(self) -> float:
+        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._rows, 0))
+
+
+class Own(Metric):
+    """Call a function with all targets and predictions.
+
+    Args:
+        function: the function.
+    """
+
+    tasks = ("binary", "classification", "regression")
+
+    def __init__(self, function: Callable[[np.ndarray, np.ndarray], float]) -> None:
+        self._function = function
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def update(self, batch: Batch) -> None:
+        self._parts.append((batch.target, batch.predicted))
+
+    def result(self) -> float:
+        return float(self._function(*(np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))))
+
+
+METRICS: dict[str, type[Metric]] = {
+    "accuracy": Accuracy,
+    "balanced_accuracy": BalancedAccuracy,
+    "confusion_matrix": ConfusionMatrix,
+    "f1": F1,
+    "mae": MeanAbsoluteError,
+    "mse": MeanSquaredError,
+    "perplexity": Perplexity,
+    "precision": Precision,
+    "r2": R2,
+    "recall": Recall,
+    "rmse": RootMeanSquaredError,
+    "roc_auc": RocAuc,
+    "top_k": TopK,
+}
+DEFAULTS = {"regression": ("r2", "mae"), "binary": ("accuracy",), "classification": ("accuracy",)}
+
+
+def named(wanted: Wanted) -> tuple[str, Metric]:
+    """Return a new metric with its name in records.
+
+    Raises:
+        GraphoptError: the metric or one of its options is unknown.
+    """
+    if callable(wanted):
+        name = getattr(wanted, "__name__", type(wanted).__name__)
+        if name in TAKEN:
+            raise GraphoptError(
+                f"metrics: expected a name that records do not have, found {name!r}: rename it"
+            )
+        return name, Own(wanted)
+    known_as: Any = wanted
+    options: Any = None
+    if isinstance(wanted, Mapping):
+        if len(wanted) != 1:
+            raise GraphoptError(f"metrics: expected one name with its options, found {dict(wanted)}")
+        ((known_as, options),) = wanted.items()
+    if known_as not in METRICS:
+        raise GraphoptError(_nearest("metric", str(known_as), METRICS))
+    kind, options = METRICS[known_as], {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise GraphoptError(f"metrics: {known_as}: expected a mapping of options, found {options!r}")
+    for option in options:
+        if option not in inspect.signature(kind).parameters:
+            known = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise GraphoptError(f"metrics: {known_as}: unknown option {option!r}; known: {known}")
+    metric = kind(**options)
+    return metric.name(known_as), metric
+
+
+class Metrics:
+    """Accumulate batches, and return the metrics of a target by name.
+
+    Args:
+        spec: the specification of the target.
+        wanted: the metrics; those that are not defined for the task of the target are left out. None for those that
+            suit the task.
+    """
+
+    def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
+        self._reading = Reading(spec)
+        self._empty = True
+        chosen = [named(one) for one in (DEFAULTS[spec.task] if wanted is None else wanted)]
+        for name, _ in chosen:
+            if [other for other, _ in chosen].count(name) > 1:
+                raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
+        self._metrics = {name: metric for name, metric in chosen if spec.task in metric.tasks}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the metrics."""
+        return list(self._metrics)
+
+    def predicted(self, prediction: np.ndarray) -> np.ndarray:
+        """Return the predicted labels, class numbers or numbers."""
+        return self._reading.predicted(prediction)
+
+    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+        """Accumulate a batch."""
+        batch = self._reading.batch(prediction, target)
+        if batch.target.size:
+            self._empty = False
+            for metric in self._metrics.values():
+                metric.update(batch)
+
+    def result(self) -> dict[str, Any]:
+        """Return the metrics by name; none if there was no row, or all were ignored."""
+        return {} if self._empty else {name: metric.result() for name, metric in self._metrics.items()}
+
+
+def metrics(
+    inputs: Mapping[str, ir.Value], wanted: Sequence[Wanted] | None = None
+) -> dict[str, tuple[str, Metrics]]:
+    """Return the output to compare and new metrics for each target among a training graph's inputs.
+
+    Args:
+        wanted: as in `Metrics`.
+
+    Raises:
+        GraphoptError: a metric is unknown, or is not defined for any target.
+    """
+    chosen: dict[str, tuple[str, Metrics]] = {}
+    tasks = []
+    for name, value in inputs.items():
+        spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
+        if spec is not None:
+            chosen[name] = spec.output, Metrics(spec, wanted)
+            tasks.append(spec.task)
+    for name, metric in map(named, wanted or ()):
+        if not any(task in metric.tasks for task in tasks):
+            found = " and ".join(dict.fromkeys(tasks)) or "no target that a loss compares"
+            raise GraphoptError(f"metrics: {name}: expected {' or '.join(metric.tasks)}, found {found}")
+    return chosen
 
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
@@ -86,43 +566,17 @@ def weighted_accuracy(predicted: np.ndarray, target: np.ndarray, weights: np.nda
     return float(np.average(right, weights=weights))
 
 
-class Regression:
-    """Compute R2 as the mean over columns, and the mean absolute error."""
-
-    def __init__(self) -> None:
-        self._rows = 0
-        self._shift: np.ndarray | None = None
-        self._absolute: Any = 0.0
-        self._squared: Any = 0.0
-        self._sum: Any = 0.0
-        self._square: Any = 0.0
-
-    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
-        prediction, target = (np.reshape(a, (len(a), -1)).astype(np.float64) for a in (prediction, target))
-        if self._shift is None:  # close to the mean, so that the difference of sums in `result` is accurate
-            self._shift = target.mean(axis=0)
-        self._rows += len(target)
-        self._absolute += np.abs(prediction - target).sum(axis=0)
-        self._squared += ((prediction - target) ** 2).sum(axis=0)
-        self._sum += (target - self._shift).sum(axis=0)
-        self._square += ((target - self._shift) ** 2).sum(axis=0)
-
-    def result(self) -> dict[str, float]:
-        if not self._rows:
-            return {}
-        spread = np.maximum(self._square - self._sum**2 / self._rows, 0)
-        return {"r2": r2(self._squared, spread), "mae": float(np.mean(self._absolute / self._rows))}
-
-    def predicted(self, prediction: np.ndarray) -> np.ndarray:
-        """Return the prediction itself."""
-        return prediction
+def _by_class(array: np.ndarray, axis: int) -> np.ndarray:
+    """Return a row for each element, and a column for each class."""
+    return np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
 
 
-def metrics(inputs: Mapping[str, ir.Value]) -> dict[str, tuple[str, Metric]]:
-    """Return the output to compare and a new metric for each target among a training graph's inputs."""
-    chosen: dict[str, tuple[str, Metric]] = {}
-    for name, value in inputs.items():
-        spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
-        if spec is not None:
-            chosen[name] = spec.output, Regression() if spec.task == "regression" else Accuracy(spec)
-    return chosen
+def _columns(array: np.ndarray) -> np.ndarray:
+    return np.reshape(array, (len(array), -1)).astype(np.float64)
+
+
+def _nearest(kind: str, name: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return an error message for an unknown name, with the nearest known one first."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    meant = f", nearest: {near[0]!r}" if near else ""
+    return f"unknown {kind} {name!r}{meant}; known: {', '.join(sorted(names))}"

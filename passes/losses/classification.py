@@ -156,6 +156,7 @@ class CrossEntropy(Loss):
             "classes": _classes(prediction, self.axis),
             "ignore_index": self.ignore_index,
             "target_probabilities": self.target_probabilities,
+            "from_logits": self.from_logits,
         }
 
     def _along_axis(self, prediction: ir.Value) -> list[int]:
@@ -215,7 +216,12 @@ class KLDivergence(Loss):
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
         classes = _classes(prediction, self.axis)
-        return {"axis": self.axis, "classes": classes, "ignore_index": None, "target_probabilities": True}
+        return {
+            "axis": self.axis,
+            "classes": classes,
+            "target_probabilities": True,
+            "from_logits": self.from_logits,
+        }
 
 
 def _classes(prediction: ir.Value, axis: int) -> int | None:

@@ -98,7 +98,8 @@ class Page(Callback):
     def _charts(self, run: Run) -> Iterator[str]:
         epochs = [record["epoch"] for record in run.records]
         lines: dict[str, dict[str, list[Any]]] = {}
-        for name in dict.fromkeys(name for record in run.records for name in record):
+        numbers = (name for record in run.records for name, x in record.items() if _number(x) is not None)
+        for name in dict.fromkeys(numbers):
             chart = "loss" if name in ("loss", "validation_loss") else name.replace("_", " ")
             label = {"loss": "training", "validation_loss": "held out"}.get(name, name)
             if name not in ("epoch", "step", "seconds", "learning_rate"):
