@@ -262,6 +262,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_state(tmp_path: Path) ->
 
 # --- Processes that are ended from outside ---
 
+EPOCHS = 60
 RECIPE = [
     "data=digits",
     "model=mlp",
@@ -296,13 +297,26 @@ def weights(folder: Path) -> list[bytes]:
     return [one.raw_data for one in model.graph.initializer]
 
 
+LONG = f"fit.epochs={EPOCHS}"  # seconds of training, and a checkpoint under way at most moments
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], float]:
+    """Return the trained weights of a whole run, and its seconds from the start to the first epoch's end."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     begun = time.perf_counter()
-    process = start(folder)
+    process = start(folder, LONG)
+    while epochs_logged(folder) == 0:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    seconds = time.perf_counter() - begun
     assert process.wait() == 0, process.communicate()
-    return weights(folder), time.perf_counter() - begun
+    return weights(folder), seconds
+
+
+def epochs_logged(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.slow
@@ -313,32 +327,36 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes]
 def test_killed_at_random_moments(
     tmp_path: Path, uninterrupted: tuple[list[bytes], float], kills: int
 ) -> None:
-    """Each run is killed, on average, twice before it ends."""
-    expected, seconds = uninterrupted
+    """Four of five kills hit training, the fifth a random moment of the start."""
+    expected, starting = uninterrupted
     moments = random.Random(kills)
     done = number = 0
-    steps: list[str] = []
+    log: list[str] = []
     while done < kills:
         folder = tmp_path / f"run{number}"
         number += 1
         while True:
-            process = start(folder)
-            try:
-                process.wait(moments.uniform(0.3, 1.2) * seconds if done < kills else 120)
-            except subprocess.TimeoutExpired:
+            before = epochs_logged(folder)
+            process = start(folder, LONG)
+            if done < kills:
+                if done % 5 == 4:
+                    time.sleep(moments.uniform(0, starting))
+                else:
+                    while epochs_logged(folder) <= before and process.poll() is None:
+                        time.sleep(0.001)
+                    time.sleep(moments.uniform(0, 0.4))
                 process.send_signal(KILL)
-                process.communicate()
-                done += 1
-                newest = [find(folder).name] if (folder / "checkpoints" / "newest").exists() else ["none yet"]
-                steps += newest
-                continue
-            output, error = process.communicate()
-            assert process.returncode == 0, (output, error)
-            break
+            output, error = process.communicate(timeout=120)
+            if process.returncode == 0:
+                break
+            assert process.returncode == -KILL, (output, error)
+            done += 1
+            has_one = (folder / "checkpoints" / "newest").exists()
+            log.append(f"{epochs_logged(folder)}/{read(find(folder)).progress['step'] if has_one else '-'}")
         assert weights(folder) == expected, folder
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    print(f"{done} kills in {number} runs; newest checkpoint at each: {', '.join(steps)}")
+        assert [line["epoch"] for line in lines] == list(range(1, EPOCHS + 1))
+    print(f"\n{done} kills in {number} runs; epochs logged/step of the newest checkpoint: {', '.join(log)}")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

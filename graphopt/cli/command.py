@@ -210,7 +210,7 @@ def _train(recipe: Recipe, folder: Path) -> float:
                 **recipe.fit,
                 callbacks=[files, header, ProgressBar(console, epochs=not sweep), page],
                 checkpoint=checkpoint,
-                resume=resume,
+                resume=False if resume is True else resume,
             )
         except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
             spoiled = executor.in_place and isinstance(error, NonFiniteLoss)

@@ -84,7 +84,9 @@ def _until(path: Path, run: Run) -> str:
 
 
 def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> tuple[Path, Path | bool]:
-    """Return the folder of a run, and the checkpoint that it continues, or False.
+    """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
+
+    A run that ended before its first checkpoint gives True instead: it starts over.
 
     Args:
         resume: True for the newest run of the same recipe; the path of a run or of a checkpoint; False for a new run.
@@ -104,10 +106,8 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
     wanted = _identity(config)
     found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if beside else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
-    places = [
-        path for path in dict.fromkeys(places) if (path / CHECKPOINTS).is_dir() and (path / CONFIG).is_file()
-    ]
-    for place in sorted(places, key=lambda path: (path != folder, -(path / CHECKPOINTS).stat().st_mtime)):
+    places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
+    for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):
         if _identity((place / CONFIG).read_text(encoding="utf-8")) == wanted:
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
@@ -115,6 +115,8 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
                     _log_to(place)
                     folder.rmdir()  # Hydra has made it for this run, which goes on elsewhere
                 return place, checkpoint
+            if place == folder:
+                return folder, True
     return folder, False
 
 
@@ -150,7 +152,7 @@ def write_hydra(folder: Path, config: DictConfig) -> None:
 
 def check_new(folder: Path) -> None:
     """Raise an error if a folder holds the files of a run."""
-    if any((folder / name).exists() for name in (METRICS, CHECKPOINTS)):
+    if (folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step-*")):
         raise GraphoptError(
             f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose another "
             "with folder=..."
