@@ -251,10 +251,14 @@ REFUSED = {
     ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
-    "run": (["run=fly"], "unknown run 'fly'; known: artifacts, compare, compile, hosts, report, train"),
+    "run": (
+        ["run=fly"],
+        "unknown run 'fly'; known: artifacts, compare, compile, evaluate, hosts, predict, report, train",
+    ),
     "a word": (
         ["fly"],
-        "fly: expected train, compile, hosts, artifacts, report, compare, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, evaluate, predict, compile, hosts, artifacts, report, compare, FILE.onnx or FIELD=VALUE, "
+        "such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -29,10 +30,12 @@ from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
 from graphopt.cli.run_folder import RunFolder, check_new, held, result, resumed, write_hydra, write_result
+from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.roles import Role, with_role
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
@@ -46,7 +49,7 @@ from graphopt.training.signals import deferred, ending
 
 INTERRUPTED = 130
 NOT_FINITE = 3
-RUNS = ("train", "compile", "hosts", "artifacts", "report", "compare")
+RUNS = ("train", "evaluate", "predict", "compile", "hosts", "artifacts", "report", "compare")
 PLUGINS = {"joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}  # of recipes/sweep
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
@@ -159,12 +162,13 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     try:
         hydra = HydraConfig.get()
         recipe = Recipe(config, hydra.runtime.choices, command_line)
-        runs = dict(zip(RUNS, (_train, _compile, _hosts, _artifacts, _report, _compare), strict=True))
+        runners = (_train, _evaluate, _predict, _compile, _hosts, _artifacts, _report, _compare)
+        runs = dict(zip(RUNS, runners, strict=True))
         run = recipe.fields.get("run")
         if run not in RUNS:
             raise GraphoptError(unknown("run", str(run), runs))
         folder = Path(os.path.relpath(hydra.runtime.output_dir))
-        if run not in ("train", "compare"):
+        if run in ("compile", "hosts", "artifacts", "report"):
             write_hydra(folder, recipe.composed)
         return runs[run](recipe, folder)
     except USER_ERRORS as error:
@@ -190,6 +194,8 @@ def _train(recipe: Recipe, folder: Path) -> float:
             check_new(folder)
         write_hydra(folder, recipe.composed)
         step = recipe.compile()
+        if recipe.data.labels is not None:
+            LABELS.write(step, json.dumps(list(recipe.data.labels)))
         executor = recipe.executor(step)
         trained = folder / "trained.onnx"
         files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
@@ -242,6 +248,22 @@ def _train(recipe: Recipe, folder: Path) -> float:
     )
     say(console, "written", f"{folder}: {written}")
     return value
+
+
+def _evaluate(recipe: Recipe, folder: Path) -> None:
+    console = Console(quiet=recipe.fields["quiet"])
+    trained = Trained.find(recipe, folder)
+    say(console, "model", trained.name)
+    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+    say(console, "written", str(write_metrics(trained, console)))
+
+
+def _predict(recipe: Recipe, folder: Path) -> None:
+    console = Console(quiet=recipe.fields["quiet"])
+    trained = Trained.find(recipe, folder)
+    say(console, "model", trained.name)
+    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+    say(console, "written", str(write_predictions(trained)))
 
 
 def _compile(recipe: Recipe, folder: Path) -> None:

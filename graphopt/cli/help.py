@@ -19,6 +19,8 @@ Train an ONNX model with a recipe.
   graphopt                                         train a classifier of handwritten digits
   graphopt my.onnx data=npz data.path=train.npz    train your own model
   graphopt my.onnx optimizer=sgd optimizer.learning_rate=0.1
+  graphopt evaluate folder=runs/mine               compute metrics of what a run has trained
+  graphopt predict folder=runs/mine                write its outputs
   graphopt report my.onnx                          list what would train, and what blocks training
   graphopt compile my.onnx                         write step.onnx without training
   graphopt hosts my.onnx                           write files for hosts in other languages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -20,9 +21,11 @@ from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import held_out_rows, reported
+from graphopt.training.metrics import Wanted
 
 
 class Recipe:
@@ -80,8 +83,24 @@ class Recipe:
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
             )
-        metrics = metrics_of(fields.pop("metrics", None), self._command_line.trust)
-        return {**fields, "validation": validation, "metrics": metrics}
+        return {**fields, "validation": validation, "metrics": self.metrics}
+
+    @property
+    def metrics(self) -> list[Wanted] | None:
+        """Return the metrics of held-out rows; None for those that suit the loss."""
+        return metrics_of(self.fields["fit"].get("metrics"), self._command_line.trust)
+
+    @property
+    def limits(self) -> Limits:
+        """Return the bounds on the expansion of a model's file."""
+        return Limits(**self.fields["limits"])
+
+    @property
+    def device(self) -> Device:
+        """Return the device of the executor, with its options."""
+        fields = {**self.fields["executor"], "name": self.fields["executor"].get("device", "cpu")}
+        known = {field.name for field in dataclasses.fields(Device)}
+        return Device(**{name: value for name, value in fields.items() if name in known})
 
     def checkpoint(self, folder: Path) -> Checkpoints | None:
         """Return when to write checkpoints to a folder; None if the recipe asks for none."""
@@ -97,13 +116,17 @@ class Recipe:
             rows -= held_out_rows(rows, fields["validation"])
         return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
 
-    def model(self) -> ir.Model:
-        """Return the model of a file, or a built-in one with the data's shape."""
-        name, models = str(self.fields["model"]), self.fields["models"]
+    def model(self, file: Path | None = None) -> ir.Model:
+        """Return the model of a file, or a built-in one with the data's shape.
+
+        Args:
+            file: a file instead of the recipe's model.
+        """
+        name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
                 raise GraphoptError(f"model {name!r}: no such file; built-in: {', '.join(models)}")
-            return load(name, limits=Limits(**self.fields["limits"]))
+            return load(name, limits=self.limits)
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
@@ -113,9 +136,13 @@ class Recipe:
         model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
         return model
 
-    def compile(self) -> ir.Model:
-        """Return the training graph."""
-        if not with_role(step := self.pipeline(self.model()), Role.NEXT):
+    def compile(self, file: Path | None = None) -> ir.Model:
+        """Return the training graph.
+
+        Args:
+            file: a file instead of the recipe's model.
+        """
+        if not with_role(step := self.pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
 

@@ -10,6 +10,7 @@ from typing import Any
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.validation import MISSING, check, check_fields, mappings, metrics_of
 from graphopt.data.files import EXPANSION
+from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
@@ -54,6 +55,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         check_fields(Checkpoints, checkpoint, "fit.checkpoint", ("folder",))
     if not isinstance(fields.get("resume", False), bool | str):
         raise GraphoptError(f"resume: expected true, false or a path, found {fields['resume']!r}")
+    check_ending("predictions", str(fields.get("predictions", "")))
     check_fields(Limits, fields["limits"], "limits")
     check_fields(export_hosts, fields["hosts"], "hosts", ("step", "folder"))
     check_fields(

@@ -62,7 +62,7 @@ class RunFolder(Callback):
     def _log(self, record: Record) -> None:
         try:
             with open(self._path / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+                file.write(json.dumps({name: finite(value) for name, value in record.items()}) + "\n")
         except OSError as error:
             if not self._failed:
                 warnings.warn(f"{self._path / METRICS}: {error.strerror}; training goes on", stacklevel=2)
@@ -122,7 +122,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
 
 def write_result(folder: Path, value: float) -> None:
     """Note that a run of a sweep is complete, and the number that the sweep minimizes."""
-    write(folder / RESULT, json.dumps({"value": _finite(value)}))
+    write(folder / RESULT, json.dumps({"value": finite(value)}))
 
 
 def result(folder: Path, config: str) -> float | None:
@@ -185,9 +185,13 @@ def held(folder: Path) -> Iterator[None]:
 def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
     fields = yaml.safe_load(config) or {}
-    return {name: value for name, value in fields.items() if name not in ("folder", "resume", "run")}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in ("folder", "predictions", "quiet", "resume", "run")
+    }
 
 
-def _finite(value: Any) -> Any:
-    """Return a value for JSON, with None in place of a non-finite number."""
+def finite(value: Any) -> Any:
+    """Return a value for JSON: None in place of a non-finite number."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.training.metrics import named
+from graphopt.training.metrics import Wanted, named
 
 MISSING = "???"
 TARGET = "_target_"
@@ -69,7 +69,7 @@ def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> A
     return target(**built, **given)
 
 
-def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> Any:
+def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package.
 
     Raises:

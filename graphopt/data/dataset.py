@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ class Dataset:
         arrays: the arrays, in memory or memory-mapped; the first axis is the rows.
         features: the name of the array that feeds a model with a single input, regardless of that input's name.
         classes: the number of classes of the labels; the largest label + 1 by default.
+        labels: the names of the classes in order, if they have names.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -28,6 +29,7 @@ class Dataset:
     arrays: Mapping[str, np.ndarray]
     features: str | None = None
     classes: int | None = None
+    labels: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name, array in self.arrays.items():

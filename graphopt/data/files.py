@@ -85,7 +85,7 @@ def npy(path: str) -> Dataset:
 def csv(
     path: str,
     *,
-    target: str | int | Sequence[str | int] = TARGET,
+    target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
     labels: Sequence[str] | None = None,
@@ -95,7 +95,7 @@ def csv(
     """Read columns of a text file.
 
     Args:
-        target: the column or columns to predict.
+        target: the column or columns to predict; None if the file has none, for predictions.
         features: the columns to predict from, all others by default; or a mapping from the model's inputs to columns.
         sample_weight: the column of sample weights.
         labels: the classes in order, if the target column is text.
@@ -132,7 +132,7 @@ def csv(
 def parquet(
     path: str,
     *,
-    target: str | Sequence[str] = TARGET,
+    target: str | Sequence[str] | None = TARGET,
     features: Sequence[str] | Mapping[str, Any] | None = None,
     sample_weight: str | None = None,
     labels: Sequence[str] | None = None,
@@ -144,13 +144,7 @@ def parquet(
         GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
             expands too far.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise GraphoptError(
-            "data=parquet: expected the package pyarrow, found none: pip install pyarrow"
-        ) from error
+    pyarrow = pyarrow_for("data=parquet")
     check_regular(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -170,6 +164,25 @@ def parquet(
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, MemoryError) as error:
         raise GraphoptError(f"{path}: expected a Parquet file: {_problem(error)}") from error
     return _table(path, columns, target, features, sample_weight, labels)
+
+
+def pyarrow_for(what: str) -> Any:
+    """Return the package pyarrow, with its modules.
+
+    Args:
+        what: what needs it.
+
+    Raises:
+        GraphoptError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise GraphoptError(
+            f"{what}: expected the package pyarrow, found none: pip install pyarrow"
+        ) from error
+    return pyarrow
 
 
 def check_regular(path: str | Path) -> None:
@@ -223,13 +236,13 @@ def _refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 def _table(
     path: str,
     columns: Mapping[str, Any],
-    target: str | int | Sequence[str | int],
+    target: str | int | Sequence[str | int] | None,
     features: Sequence[str | int] | Mapping[str, Any] | None,
     sample_weight: str | int | None,
     labels: Sequence[str] | None,
 ) -> Dataset:
     """Build a data set from a table's columns."""
-    targets = _names(target)
+    targets = [] if target is None else _names(target)
     weights = [] if sample_weight is None else _names(sample_weight)
     if features is None:
         features = [name for name in columns if name not in (*targets, *weights)]
@@ -237,20 +250,21 @@ def _table(
     for name in [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]:
         if name not in columns:
             raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
-    if not targets or (labels is not None and len(targets) > 1):
+    if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     _refuse_twice(path, "label", map(str, labels or ()))
     arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
-    if labels is None:
+    if target is not None and labels is None:
         stacked = _stack(path, columns, targets, labelled=len(targets) == 1)
         arrays[TARGET] = stacked[:, 0] if len(targets) == 1 else stacked
-    else:
+    elif labels is not None and target is not None:
         arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
     if weights:
         arrays["sample_weight"] = _stack(path, columns, weights)[:, 0]
     classes = None if labels is None else len(labels)
-    return Dataset(arrays, features=None if isinstance(features, Mapping) else "x", classes=classes)
+    named = None if labels is None else tuple(map(str, labels))
+    return Dataset(arrays, None if isinstance(features, Mapping) else "x", classes, named)
 
 
 def _names(names: str | int | Sequence[str | int]) -> list[str]:

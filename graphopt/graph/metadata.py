@@ -68,6 +68,9 @@ RUNTIME = Text(
     "graphopt.needs_runtime"
 )  # of a model: the package of the only runtime that supports its operators
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
+LABELS = Text(
+    "labels"
+)  # of a model: the names of its classes, a list in JSON, which stays in the trained model
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form

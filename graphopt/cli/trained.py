@@ -1,0 +1,200 @@
+"""Find what a run has trained, evaluate it, and write its predictions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from rich.console import Console
+from rich.table import Table
+
+from graphopt.cli.recipe import Recipe
+from graphopt.cli.run_folder import CONFIG, finite, resumed, write_hydra
+from graphopt.data.writing import write_rows
+from graphopt.errors import GraphoptError
+from graphopt.files import write
+from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import LABELS, original_name
+from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.runtime.executor import Executor
+from graphopt.training.checkpoints import read
+from graphopt.training.fit import evaluate
+from graphopt.training.prediction import predict
+
+METRICS = "metrics.json"
+PLAIN_WIDTH = 10_000  # wide enough that no column is cut in a file or a pipe
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Hold where trained weights are: in a checkpoint, beside a run's training graph, or in a model's file.
+
+    Args:
+        recipe: the recipe of the command.
+        folder: the folder to write to.
+        checkpoint: a checkpoint, or None.
+        step: the training graph of a run, or None for the recipe's.
+        model: the file of an inference model, or None for the recipe's.
+    """
+
+    recipe: Recipe
+    folder: Path
+    checkpoint: Path | None = None
+    step: Path | None = None
+    model: Path | None = None
+
+    @classmethod
+    def find(cls, recipe: Recipe, folder: Path) -> Trained:
+        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`.
+
+        Raises:
+            GraphoptError: it names no trained model.
+        """
+        asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
+        if asked:
+            place, found = resumed(asked, folder, recipe.text(), beside=not recipe.names_folder)
+            if isinstance(found, bool):
+                raise GraphoptError(
+                    f"resume={asked}: expected a run of the same recipe with a checkpoint, found none"
+                )
+            if place != folder:
+                with contextlib.suppress(OSError):  # Hydra has made it
+                    folder.rmdir()
+            step = found.parents[1] / step.name
+            return cls(recipe, place, found, step if step.is_file() else None)
+        if recipe.names_folder and model.is_file():
+            return cls(recipe, folder, None, step if step.is_file() else None, model)
+        if recipe.fields["model"] in recipe.fields["models"]:
+            raise GraphoptError(
+                f"run={recipe.fields['run']}: expected a trained model, found the built-in model "
+                f"{recipe.fields['model']}: name FILE.onnx, folder=RUN or resume=RUN"
+            )
+        return cls(recipe, folder)
+
+    @property
+    def name(self) -> str:
+        """Return where the weights come from."""
+        return str(self.checkpoint or self.model or self.recipe.fields["model"])
+
+    def prepare(self) -> None:
+        """Write the recipe to a folder that has none."""
+        if not (self.folder / CONFIG).exists():
+            write_hydra(self.folder, self.recipe.composed)
+            write(self.folder / CONFIG, self.recipe.text())
+
+    def executor(self) -> Executor:
+        """Return the executor of the training graph, with the trained weights."""
+        if self.step is not None:
+            executor = self.recipe.executor(self._load(self.step))
+        else:
+            executor = self.recipe.executor(self.recipe.compile(self.model))
+        if self.checkpoint is not None:
+            executor.update_state(read(self.checkpoint).state)
+        elif self.model is not None and self.step is not None:
+            executor.update_state(_weights(self.step, executor, self._load(self.model)))
+        return executor
+
+    def inference_model(self) -> Source:
+        """Return the inference model with the trained weights."""
+        if self.checkpoint is not None:
+            return self.executor().trained()
+        return self.recipe.model(self.model)
+
+    def _load(self, path: Path) -> ir.Model:
+        return load(str(path), limits=self.recipe.limits)
+
+
+def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
+    """Return the state of a training graph that an inference model has, under the names of the graph."""
+    found = {}
+    for value in executor.model.graph.inputs:
+        weight = trained.graph.initializers.get(original_name(value)) if role_of(value) in STATE else None
+        if weight is not None and weight.const_value is not None:
+            found[str(value.name)] = weight.const_value.numpy()
+        elif role_of(value) is Role.PARAMETER:
+            raise GraphoptError(
+                f"{step}: expected the training graph of trained.onnx, which lacks the parameter {value.name!r}"
+            )
+    return found
+
+
+def write_metrics(trained: Trained, console: Console) -> Path:
+    """Evaluate on all rows of the recipe's data, print a table, and write metrics.json; return its path."""
+    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
+    executor = trained.executor()
+    measured = evaluate(
+        executor,
+        recipe.data,
+        metrics=recipe.metrics,
+        batch_size=fields["batch_size"],
+        allow_nan=fields["allow_nan"],
+    )
+    labels = recipe.data.labels or _labels(executor.model)
+    trained.prepare()
+    path = trained.folder / METRICS
+    record = {"rows": len(recipe.data), **{name: finite(value) for name, value in measured.items()}}
+    write(path, json.dumps(record, indent=1) + "\n")
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH, quiet=console.quiet)
+    table = Table("metric", show_edge=False)
+    table.add_column("value", justify="right")
+    for name, value in measured.items():
+        if isinstance(value, float):
+            table.add_row(name, f"{value:.6g}")
+    console.print(table)
+    for name, value in measured.items():
+        if isinstance(value, list):
+            console.print(_matrix(name, value, labels))
+    return path
+
+
+def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) -> Table:
+    names = (
+        labels if labels is not None and len(labels) == len(counts) else list(map(str, range(len(counts))))
+    )
+    table = Table("target \\ predicted", title=name.replace("_", " "), title_justify="left", show_edge=False)
+    for label in names:
+        table.add_column(label, justify="right")
+    for label, row in zip(names, counts, strict=True):
+        table.add_row(label, *map(str, row))
+    return table
+
+
+def write_predictions(trained: Trained) -> Path:
+    """Write the outputs on all rows of the recipe's data to a file, and return its path."""
+    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
+    path = trained.folder / recipe.fields["predictions"]
+    model = load(trained.inference_model(), limits=recipe.limits)
+    outputs: Mapping[str, np.ndarray] = predict(
+        model,
+        recipe.data,
+        batch_size=fields["batch_size"],
+        allow_nan=fields["allow_nan"],
+        device=recipe.device,
+    )
+    labels = recipe.data.labels or _labels(model)
+    classified = {
+        name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
+    }
+    if len(classified) == 1 and "label" not in outputs:
+        ((name, known),) = classified.items()
+        outputs = {**outputs, "label": np.array(known)[outputs[name].argmax(axis=1)]}
+    trained.prepare()
+    write_rows(path, outputs, classified)
+    return path
+
+
+def _labels(model: ir.Model) -> list[str] | None:
+    """Return the names of the classes in a model's metadata, or None."""
+    text: Any = LABELS.read(model)
+    with contextlib.suppress(ValueError, TypeError):
+        labels = json.loads(text)
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return labels
+    return None

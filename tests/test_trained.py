@@ -1,0 +1,174 @@
+"""`run=evaluate` and `run=predict`: they equal what onnx's reference evaluator and scikit-learn compute."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow.parquet
+import pytest
+import sklearn.metrics as sk
+import yaml
+from builders import mlp
+from onnx.reference import ReferenceEvaluator
+
+from graphopt import cli
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((60, 4)).astype(np.float32)
+LABELS = (X @ RNG.standard_normal((4, 3))).argmax(axis=1)
+NPZ = ("data=npz", "data.path=train.npz")
+QUICK = ("fit.epochs=3", "executor.threads=1", "fit.batch_size=16")
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in the folder `run`."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp((4, 8, 3)), "my.onnx")
+    np.savez("train.npz", x=X, target=LABELS)
+    assert cli.main(["my.onnx", *NPZ, *QUICK, "folder=run"]) == 0
+
+
+def expected(model: str = "run/trained.onnx") -> np.ndarray:
+    return ReferenceEvaluator(onnx.load(model)).run(None, {"x": X})[0]
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads(Path(name).read_text())
+
+
+@pytest.mark.parametrize("source", ["folder=run", "resume=run", "model=run/trained.onnx"])
+def test_evaluate_writes_and_prints_metrics(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    folder = "out" if source.startswith("model") else "run"
+    given = [source, *(["folder=out"] if folder == "out" else [])]
+    chosen = "fit.metrics=[accuracy,f1,confusion_matrix]"
+    assert cli.main(["evaluate", *given, *NPZ, "executor.threads=1", chosen]) == 0
+    found, predicted = read(f"{folder}/metrics.json"), expected().argmax(axis=1)
+    assert found["rows"] == 60
+    assert found["accuracy"] == sk.accuracy_score(LABELS, predicted)
+    assert found["f1"] == pytest.approx(sk.f1_score(LABELS, predicted, average="macro"))
+    assert found["confusion_matrix"] == sk.confusion_matrix(LABELS, predicted).tolist()
+    log_p = expected() - np.log(np.exp(expected()).sum(1, keepdims=True))
+    assert found["loss"] == pytest.approx(-log_p[range(60), LABELS].mean(), rel=1e-5)
+    said = capsys.readouterr().out
+    assert f"{found['f1']:.6g}" in said and "target \\ predicted" in said
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert not Path("runs").exists() or not any(path.is_file() for path in Path("runs").rglob("*"))
+
+
+def test_evaluate_on_other_rows_and_with_a_checkpoint_by_name() -> None:
+    np.savez("test.npz", x=X[:7], target=LABELS[:7])
+    checkpoint = next(Path("run/checkpoints").glob("step-*"))
+    assert cli.main(["evaluate", f"resume={checkpoint}", "data=npz", "data.path=test.npz"]) == 0
+    assert read("run/metrics.json")["accuracy"] == np.mean(expected()[:7].argmax(1) == LABELS[:7])
+    assert cli.main(["evaluate", "my.onnx", *NPZ, *QUICK, "folder=run", "resume=true"]) == 0
+    assert read("run/metrics.json")["rows"] == 60
+
+
+@pytest.mark.parametrize("source", ["folder=run", "resume=run", "model=run/trained.onnx"])
+@pytest.mark.parametrize("ending", ["npz", "csv", "parquet"])
+def test_predict_writes_the_outputs(source: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "out" if source.startswith("model") else "run"
+    given = [source, *(["folder=out"] if folder == "out" else [])]
+    assert cli.main(["predict", *given, *NPZ, f"predictions=p.{ending}"]) == 0
+    path = f"{folder}/p.{ending}"
+    assert path in capsys.readouterr().out
+    if ending == "npz":
+        with np.load(path) as archive:
+            found = archive["y"]
+    elif ending == "csv":
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        found = np.array([[float(row[f"y_{i}"]) for i in range(3)] for row in rows], np.float32)
+    else:
+        table = pyarrow.parquet.read_table(path)
+        found = np.stack([table[f"y_{i}"].to_numpy() for i in range(3)], axis=1)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected(), rtol=1e-5, atol=1e-6)
+
+
+def test_names_of_classes_stay_in_the_model_and_in_predictions() -> None:
+    names = ["blue", "green", "red"]
+    header = [*"abcd", "target"]
+    with open("train.csv", "w", newline="") as file:
+        csv.writer(file).writerows(
+            [header, *([*x, names[t]] for x, t in zip(X.tolist(), LABELS, strict=True))]
+        )
+    with open("new.csv", "w", newline="") as file:
+        csv.writer(file).writerows([header[:4], *X.tolist()])
+    train = ["my.onnx", "data=csv", "data.path=train.csv", f"data.labels=[{','.join(names)}]", *QUICK]
+    assert cli.main([*train, "folder=named"]) == 0
+    assert (
+        cli.main(
+            [
+                "predict",
+                "folder=named",
+                "data=csv",
+                "data.path=new.csv",
+                "data.target=null",
+                "predictions=p.csv",
+            ]
+        )
+        == 0
+    )
+    with open("named/p.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["y_blue", "y_green", "y_red", "label"]
+    chosen = expected("named/trained.onnx").argmax(axis=1)
+    assert [row["label"] for row in rows] == [names[i] for i in chosen]
+
+
+def test_a_model_with_a_fixed_batch() -> None:
+    model = onnx.load("run/trained.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 16
+    onnx.save(model, "fixed.onnx")
+    assert cli.main(["predict", "fixed.onnx", *NPZ, "folder=out"]) == 0
+    with np.load("out/predictions.npz") as archive:
+        np.testing.assert_allclose(archive["y"], expected(), rtol=1e-5, atol=1e-6)
+
+
+REFUSED = {
+    "a built-in model": (["evaluate"], "expected a trained model, found the built-in model mlp"),
+    "no run": (["predict", "resume=nowhere"], "resume=nowhere: expected a checkpoint"),
+    "an ending": (
+        ["predict", "folder=run", "predictions=a.txt"],
+        "ends in .npz, .csv, .parquet, without a folder",
+    ),
+    "a folder": (["predict", "folder=run", "predictions=../a.csv"], "without a folder, found '../a.csv'"),
+    "data": (["predict", "folder=run", "data=diabetes"], "data 'x': expected rows of shape [4], found [10]"),
+    "a metric": (["evaluate", "folder=run", "fit.metrics=[acuracy]"], "nearest: 'accuracy'"),
+    "another graph": (["evaluate", "folder=other"], "which lacks the parameter 'fc0.weight'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_are_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    os.makedirs("other")
+    Path("other/step.onnx").write_bytes(Path("run/step.onnx").read_bytes())
+    renamed = onnx.load("run/trained.onnx")
+    (weight,) = (x for x in renamed.graph.initializer if x.name == "fc0.weight")
+    weight.name = renamed.graph.node[0].input[1] = "w"
+    onnx.save(renamed, "other/trained.onnx")
+    arguments, error = REFUSED[case]
+    own = [] if any(one.startswith("data=") for one in arguments) else NPZ
+    capfd.readouterr()
+    assert cli.main([*arguments, *own]) == 1
+    said = capfd.readouterr().err
+    assert error in said
+    assert said.count("\n") == 1
+    assert "metrics.json" not in os.listdir("run")
+
+
+def test_a_run_s_recipe_is_not_overwritten() -> None:
+    assert cli.main(["predict", "folder=run", *NPZ]) == 0
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["run"] == "train"
+    assert cli.main(["evaluate", "model=run/trained.onnx", *NPZ, "folder=out"]) == 0
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["run"] == "evaluate"
