@@ -4,6 +4,8 @@ A typical program calls `compile`, `Executor`, `fit` and `Executor.trained`. Exa
 graphopt, passes`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from graphopt.compiler import compile, grad, standard
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing
@@ -19,6 +21,10 @@ from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.fit import evaluate, fit
+from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
+
+if TYPE_CHECKING:
+    from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
 
 __all__ = [
     "Callback",
@@ -28,6 +34,8 @@ __all__ = [
     "ForwardBackward",
     "NonFiniteLoss",
     "GraphoptError",
+    "OnnxClassifier",
+    "OnnxRegressor",
     "Pipeline",
     "Trainer",
     "compile",
@@ -37,6 +45,7 @@ __all__ = [
     "export_hosts",
     "from_checkpoint",
     "fit",
+    "from_sklearn",
     "grad",
     "listing",
     "load",
@@ -47,3 +56,9 @@ __all__ = [
     "save",
     "standard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ESTIMATORS:  # which import scikit-learn
+        return estimator(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,10 +33,17 @@ NEED_PASSES_LATE = {
     "graphopt/hosts/export.py",
     "graphopt/testing/coverage.py",
     "graphopt/testing/gradients.py",
+    "graphopt/training/sklearn/estimators.py",
+    "graphopt/training/sklearn/options.py",
+    "graphopt/training/sklearn/structure.py",
     "graphopt/training/trainer_options.py",
 }
 # Files that nothing imports before they are needed, and so import `passes` at their top.
-NEED_PASSES = {"graphopt/on_device/graphs.py", "graphopt/on_device/update.py"}
+NEED_PASSES = {
+    "graphopt/on_device/graphs.py",
+    "graphopt/on_device/update.py",
+    "graphopt/training/sklearn/objective.py",
+}
 
 # Where names of modules are data: a recipe's `_target_` is checked against these.
 LISTS_NAMES = {"graphopt/cli/validation.py"}

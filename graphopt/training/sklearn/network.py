@@ -1,0 +1,84 @@
+"""Build the networks of scikit-learn's MLPClassifier and MLPRegressor as ONNX models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.opsets import IR_VERSION, OPSET
+
+# How each activation of scikit-learn is emitted. The last two are for outputs alone.
+ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
+    "identity": lambda op, x: x,
+    "logistic": lambda op, x: op.Sigmoid(x),
+    "tanh": lambda op, x: op.Tanh(x),
+    "relu": lambda op, x: op.Relu(x),
+    "softmax": lambda op, x: op.Softmax(x, axis=1),
+    "exp": lambda op, x: op.Exp(x),
+}
+HIDDEN = ("identity", "logistic", "tanh", "relu")
+
+
+@functools.lru_cache(64)
+def perceptron(
+    sizes: tuple[int, ...], activation: str, out_activation: str, dtype: str, output: str
+) -> bytes:
+    """Return a serialized perceptron with an input `X` and weights of 0, named as `names` says.
+
+    Args:
+        sizes: the number of features, of units in each hidden layer, and of outputs.
+        activation, out_activation: the activations of hidden layers and of the output, by scikit-learn's names.
+        dtype: `float32` or `float64`.
+        output: the name of the output.
+    """
+    kind = ir.DataType.from_numpy(np.dtype(dtype))
+    x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="perceptron")
+    model = ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
+    pairs = list(itertools.pairwise(sizes))
+    y = x
+    with Emitter(model) as op:
+        for i, (names, (fan_in, fan_out)) in enumerate(zip(layers(len(pairs)), pairs, strict=True)):
+            for name, shape in zip(names, [(fan_in, fan_out), (fan_out,)], strict=True):
+                tensor = ir.tensor(np.zeros(shape, dtype), name=name)
+                graph.register_initializer(
+                    ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape), const_value=tensor)
+                )
+            y = op.Gemm(y, *(graph.initializers[name] for name in names))
+            y = ACTIVATIONS[activation if i < len(pairs) - 1 else out_activation](op, y)
+        graph.outputs.append(op.Identity(y, _outputs=[output]))
+    return ir.to_proto(model).SerializeToString()
+
+
+def layers(count: int) -> Iterator[tuple[str, str]]:
+    """Yield the names of the weights and biases of each layer."""
+    return ((f"layers.{i}.weight", f"layers.{i}.bias") for i in range(count))
+
+
+def named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the weights and biases of all layers by name."""
+    pairs = zip(layers(len(weights)), weights, biases, strict=True)
+    return {name: array for names, *arrays in pairs for name, array in zip(names, arrays, strict=True)}
+
+
+def initial(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
+    """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010).
+
+    Args:
+        random: a numpy.random.RandomState.
+    """
+
+    def draw() -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        for fan_in, fan_out in itertools.pairwise(sizes):
+            bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
+            weight = random.uniform(-bound, bound, (fan_in, fan_out))
+            yield weight.astype(dtype), random.uniform(-bound, bound, fan_out).astype(dtype)
+
+    return named(*zip(*draw(), strict=True))

@@ -1,0 +1,304 @@
+"""The estimators train as scikit-learn's networks do, to the last digits, and pass scikit-learn's checks."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import onnx
+import pytest
+from skl2onnx import to_onnx
+from sklearn.base import clone
+from sklearn.datasets import (
+    load_breast_cancer,
+    load_diabetes,
+    load_digits,
+    load_iris,
+    make_multilabel_classification,
+)
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import graphopt
+import passes
+from graphopt import models
+
+OPTIONS: dict[str, Any] = {"max_iter": 8, "random_state": 0}
+SOLVERS = [
+    {"solver": "adam", "learning_rate_init": 0.01},
+    {"solver": "adam", "alpha": 0.1, "beta_1": 0.8, "beta_2": 0.9, "epsilon": 1e-3},
+    {"solver": "sgd", "learning_rate_init": 0.01},
+    {"solver": "sgd", "momentum": 0.5, "nesterovs_momentum": False, "learning_rate_init": 0.01},
+    {"solver": "sgd", "momentum": 0.0, "learning_rate_init": 0.1},
+    {"solver": "sgd", "learning_rate": "invscaling", "learning_rate_init": 0.1},
+    {"solver": "sgd", "learning_rate": "adaptive", "n_iter_no_change": 1, "tol": 0.05, "max_iter": 30},
+    {"shuffle": False, "batch_size": 37},
+    {"activation": "logistic"},
+    {"activation": "tanh", "hidden_layer_sizes": (7, 5)},
+    {"early_stopping": True, "n_iter_no_change": 2, "max_iter": 20, "learning_rate_init": 0.02},
+]
+X_IRIS, Y_IRIS = load_iris(return_X_y=True)
+X_IRIS = scale(X_IRIS)
+X_DIABETES, Y_DIABETES = load_diabetes(return_X_y=True)
+Y_DIABETES = scale(Y_DIABETES)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(converge|convergence)")
+
+
+@pytest.mark.filterwarnings("ignore")
+@parametrize_with_checks([graphopt.OnnxClassifier(), graphopt.OnnxRegressor()])
+def test_scikit_learns_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+# --- The same numbers as scikit-learn's networks ---
+
+
+def alike(ours: Any, theirs: Any, X: np.ndarray, rtol: float = 1e-6) -> None:
+    np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=rtol)
+    assert (ours.n_iter_, ours.t_, ours.n_outputs_) == (theirs.n_iter_, theirs.t_, theirs.n_outputs_)
+    assert ours.out_activation_ == theirs.out_activation_
+    if ours.early_stopping:
+        np.testing.assert_allclose(ours.validation_scores_, theirs.validation_scores_, rtol=rtol)
+    else:
+        assert ours.best_loss_ == pytest.approx(theirs.best_loss_, rel=rtol)
+    weights = [w for pair in zip(theirs.coefs_, theirs.intercepts_, strict=True) for w in pair]
+    state = ours._running().parameters
+    for w, (name, array) in zip(
+        weights, sorted(state.items(), key=lambda one: (one[0][:9], "bias" in one[0])), strict=True
+    ):
+        np.testing.assert_allclose(array, w, rtol=1e-5, atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(ours.predict(X), theirs.predict(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", SOLVERS, ids=str)
+def test_a_classifier_trains_as_scikit_learns(options: dict[str, Any]) -> None:
+    given = {**OPTIONS, **options}
+    ours = graphopt.OnnxClassifier(**given).fit(X_IRIS, Y_IRIS)
+    theirs = MLPClassifier(**given).fit(X_IRIS, Y_IRIS)
+    alike(ours, theirs, X_IRIS)
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", SOLVERS, ids=str)
+def test_a_regressor_trains_as_scikit_learns(options: dict[str, Any]) -> None:
+    given = {**OPTIONS, **options}
+    ours = graphopt.OnnxRegressor(**given).fit(X_DIABETES, Y_DIABETES)
+    alike(ours, MLPRegressor(**given).fit(X_DIABETES, Y_DIABETES), X_DIABETES)
+
+
+def test_a_poisson_loss() -> None:
+    y = np.abs(Y_DIABETES).round()
+    ours = graphopt.OnnxRegressor(loss="poisson", **OPTIONS).fit(X_DIABETES, y)
+    alike(ours, MLPRegressor(loss="poisson", **OPTIONS).fit(X_DIABETES, y), X_DIABETES)
+
+
+def test_two_classes_and_several_labels() -> None:
+    X, y = load_breast_cancer(return_X_y=True)
+    X = scale(X)
+    names = np.array(["benign", "malign"])[y]
+    ours = graphopt.OnnxClassifier(**OPTIONS).fit(X, names)
+    theirs = MLPClassifier(**OPTIONS).fit(X, names)
+    np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
+    assert (ours.predict(X) == theirs.predict(X)).all() and set(ours.classes_) == set(names)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-5, atol=1e-9)
+
+    X, y = make_multilabel_classification(random_state=0)
+    several = graphopt.OnnxClassifier(**OPTIONS).fit(X, y)
+    alike(several, MLPClassifier(**OPTIONS).fit(X, y), X)
+
+
+def test_several_numbers_per_row() -> None:
+    y = np.stack([Y_DIABETES, Y_DIABETES**2], axis=1)
+    ours = graphopt.OnnxRegressor(**OPTIONS).fit(X_DIABETES, y)
+    alike(ours, MLPRegressor(**OPTIONS).fit(X_DIABETES, y), X_DIABETES)
+    assert ours.predict(X_DIABETES).shape == y.shape
+
+
+def test_float32() -> None:
+    X = X_IRIS.astype(np.float32)
+    ours = graphopt.OnnxClassifier(**OPTIONS).fit(X, Y_IRIS)
+    alike(ours, MLPClassifier(**OPTIONS).fit(X, Y_IRIS), X, rtol=1e-4)
+    assert all(array.dtype == np.float32 for array in ours._running().parameters.values())
+
+
+def test_weights_of_rows_are_scikit_learns() -> None:
+    weights = np.random.default_rng(0).integers(0, 4, len(X_IRIS)).astype(float)
+    ours = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS, sample_weight=weights)
+    theirs = MLPClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS, sample_weight=weights)
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("class_weight", ["balanced", {0: 1.0, 1: 5.0, 2: 0.5}])
+def test_weights_of_classes_are_weights_of_rows(class_weight: Any) -> None:
+    rows = slice(20, None)  # unbalanced
+    X, y = X_IRIS[rows], Y_IRIS[rows]
+    by_class = graphopt.OnnxClassifier(class_weight=class_weight, **OPTIONS).fit(X, y)
+    counts = np.bincount(y)
+    weights = len(y) / (3 * counts) if class_weight == "balanced" else np.array([1.0, 5.0, 0.5])
+    by_row = graphopt.OnnxClassifier(**OPTIONS).fit(X, y, sample_weight=weights[y])
+    np.testing.assert_allclose(by_class.predict_proba(X), by_row.predict_proba(X), rtol=1e-9)
+
+
+def test_partial_fit_and_warm_start() -> None:
+    ours, theirs = graphopt.OnnxClassifier(**OPTIONS), MLPClassifier(**OPTIONS)
+    for part in np.array_split(np.random.default_rng(0).permutation(len(X_IRIS)), 4):
+        for one in (ours, theirs):
+            one.partial_fit(X_IRIS[part], Y_IRIS[part], classes=[0, 1, 2])
+    np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-5, atol=1e-9)
+    warm = [cls(warm_start=True, **OPTIONS) for cls in (graphopt.OnnxClassifier, MLPClassifier)]
+    for one in (*warm, *warm):
+        one.fit(X_IRIS, Y_IRIS)
+    np.testing.assert_allclose(warm[0].loss_curve_, warm[1].loss_curve_, rtol=1e-6)
+
+
+# --- Continue what scikit-learn has fitted ---
+
+
+@pytest.mark.parametrize("options", SOLVERS[:6], ids=str)
+def test_a_fitted_classifier_continues(options: dict[str, Any]) -> None:
+    theirs = MLPClassifier(**{**OPTIONS, **options}).fit(X_IRIS, Y_IRIS)
+    ours = graphopt.OnnxClassifier.from_sklearn(theirs)
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-9)
+    for _ in range(3):
+        ours.partial_fit(X_IRIS, Y_IRIS)
+        theirs.partial_fit(X_IRIS, Y_IRIS)
+    np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-5, atol=1e-9)
+
+
+def test_a_fitted_regressor_continues() -> None:
+    theirs = MLPRegressor(**OPTIONS).fit(X_DIABETES, Y_DIABETES)
+    ours = graphopt.OnnxRegressor.from_sklearn(theirs)
+    for _ in range(3):
+        ours.partial_fit(X_DIABETES, Y_DIABETES)
+        theirs.partial_fit(X_DIABETES, Y_DIABETES)
+    np.testing.assert_allclose(ours.predict(X_DIABETES), theirs.predict(X_DIABETES), rtol=1e-6)
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a fitted MLPRegressor, found LogisticRegression"
+    ):
+        graphopt.OnnxRegressor.from_sklearn(LogisticRegression())
+    with pytest.raises(NotFittedError):
+        graphopt.OnnxRegressor.from_sklearn(MLPRegressor())
+
+
+def test_a_network_of_lbfgs_continues_with_adam() -> None:
+    theirs = MLPClassifier(solver="lbfgs", **OPTIONS).fit(X_IRIS, Y_IRIS)
+    ours = graphopt.OnnxClassifier.from_sklearn(theirs, learning_rate_init=1e-3)
+    before = ours._running().state
+    np.testing.assert_allclose(ours.predict_proba(X_IRIS), theirs.predict_proba(X_IRIS), rtol=1e-9)
+    ours.partial_fit(X_IRIS, Y_IRIS)
+    assert ours.solver == "adam" and any((before[k] != x).any() for k, x in ours._running().state.items())
+
+
+# --- Models from elsewhere ---
+
+
+def test_a_model_of_one_s_own() -> None:
+    X, y = load_digits(return_X_y=True)
+    X = (X / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    network = graphopt.OnnxClassifier(
+        models.cnn((1, 8, 8), 10), max_iter=12, random_state=0, learning_rate_init=5e-3
+    )
+    assert network.fit(X[:1500], y[:1500]).score(X[1500:], y[1500:]) > 0.9
+    np.testing.assert_allclose(network.predict_proba(X).sum(axis=1), 1, rtol=1e-5)
+    onnx.checker.check_model(network.to_onnx(), full_check=True)
+
+
+def test_a_model_of_scikit_learns_converter(tmp_path: Path) -> None:
+    X = X_IRIS.astype(np.float32)
+    start = to_onnx(LogisticRegression().fit(X[::5], Y_IRIS[::5]), X[:1], options={"zipmap": False})
+    onnx.save(start, tmp_path / "m.onnx")
+    before = LogisticRegression().fit(X[::5], Y_IRIS[::5]).score(X, Y_IRIS)
+    ours = graphopt.OnnxClassifier(tmp_path / "m.onnx", max_iter=30, random_state=0, learning_rate_init=0.05)
+    assert ours.fit(X, Y_IRIS).score(X, Y_IRIS) > before
+    assert list(ours.classes_) == [0, 1, 2]
+
+
+def test_passes_in_place_of_names() -> None:
+    ours = graphopt.OnnxClassifier(
+        solver=passes.AdamW(0.01), loss=passes.CrossEntropy(label_smoothing=0.1, from_logits=False), **OPTIONS
+    )
+    assert ours.fit(X_IRIS, Y_IRIS).score(X_IRIS, Y_IRIS) > 0.8
+
+
+def test_a_model_of_another_size_is_one_line() -> None:
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^model: expected an output for each of 3 labels, found 5"
+    ):
+        graphopt.OnnxClassifier(models.mlp((4,), 5), **OPTIONS).fit(X_IRIS.astype(np.float32), Y_IRIS)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"solver": "lion"}, "unknown solver 'lion'; known: adam, sgd"),
+        ({"activation": "gelu"}, "unknown activation 'gelu'"),
+        ({"alpha": -1.0}, r"alpha=-1.0\): expected a number in \[0, inf\)"),
+        ({"batch_size": 0}, "batch_size: expected 'auto', or 1 or more, found 0"),
+        ({"validation_fraction": 1.5, "early_stopping": True}, "validation_fraction"),
+        ({"loss": "hinge"}, "unknown loss 'hinge'; known: poisson, squared_error"),
+    ],
+)
+def test_wrong_options_are_one_line(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=error) as found:
+        graphopt.OnnxRegressor(**options).fit(X_DIABETES, Y_DIABETES)
+    assert "\n" not in str(found.value)
+
+
+# --- scikit-learn's tools ---
+
+
+@pytest.mark.parametrize("through", [pickle, joblib])
+def test_it_survives_pickle(through: Any, tmp_path: Path) -> None:
+    fitted = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS)
+    with open(tmp_path / "file", "wb") as file:
+        through.dump(fitted, file)
+    with open(tmp_path / "file", "rb") as file:
+        again = through.load(file)
+    assert (again.predict_proba(X_IRIS) == fitted.predict_proba(X_IRIS)).all()
+    for one in (fitted, again):
+        one.set_params(random_state=1).partial_fit(X_IRIS, Y_IRIS)
+    assert (again.predict_proba(X_IRIS) == fitted.predict_proba(X_IRIS)).all()
+
+
+def test_searches_pipelines_and_clones() -> None:
+    X, y = load_breast_cancer(return_X_y=True)
+    network = (
+        graphopt.OnnxClassifier((), max_iter=5, random_state=0)
+        if False
+        else graphopt.OnnxClassifier(**OPTIONS)
+    )
+    pipeline = make_pipeline(StandardScaler(), network)
+    search = GridSearchCV(pipeline, {"onnxclassifier__alpha": [1e-4, 1.0]}, cv=2, n_jobs=2).fit(X, y)
+    assert search.best_score_ > 0.9
+    theirs = make_pipeline(StandardScaler(), MLPClassifier(**OPTIONS))
+    np.testing.assert_allclose(
+        cross_val_score(pipeline, X, y, cv=3), cross_val_score(theirs, X, y, cv=3), atol=1e-9
+    )
+    assert clone(network).get_params() == network.get_params()
+    assert "OnnxClassifier(max_iter=8, random_state=0)" in repr(network).replace("\n", " ")
+
+
+def test_graphopt_imports_without_scikit_learn(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"
+    )
+    program = (
+        "import graphopt, sys; assert 'sklearn' not in sys.modules\n"
+        "try: graphopt.OnnxClassifier()\n"
+        "except graphopt.GraphoptError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith("OnnxClassifier: expected scikit-learn"), done.stderr
