@@ -6,6 +6,7 @@ graphopt, passes`.
 
 from typing import TYPE_CHECKING, Any
 
+from graphopt import callbacks as callbacks
 from graphopt.compiler import compile, grad, standard
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing

@@ -22,7 +22,7 @@ FLOORS = [
     {"runtime", "compiler"},
     {"inspection", "testing", "on_device", "hosts", "layer"},
     {"training"},
-    {"cli"},
+    {"cli", "callbacks"},
     {"__init__", "__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -17,11 +17,14 @@ import pytest
 import graphopt
 import passes
 from graphopt.cli.help import described
+from graphopt.cli.validation import CALLBACKS
 from passes.gradients import registry
 
 ROOT = Path(__file__).parents[1]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = [(module, name) for module in (graphopt, passes) for name in module.__all__]
+BUILT_IN = sorted(name.rpartition(".")[2] for name in CALLBACKS.values())
+NAMES += [(graphopt.callbacks, name) for name in BUILT_IN]
 
 
 def examples(module: Any, name: str) -> doctest.DocTest:
@@ -90,9 +93,10 @@ def test_every_field_of_a_pass_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(graphopt.__all__) - {"GraphoptError", "NonFiniteLoss", "dot", "mermaid", "standard"})
+    "name",
+    sorted({*graphopt.__all__, *BUILT_IN} - {"GraphoptError", "NonFiniteLoss", "dot", "mermaid", "standard"}),
 )
 def test_every_argument_of_a_public_name_is_explained(name: str) -> None:
-    member = getattr(graphopt, name)
+    member = getattr(graphopt, name, None) or getattr(graphopt.callbacks, name)
     missing = set(inspect.signature(member).parameters) - set(described(member))
     assert not missing

@@ -14,7 +14,7 @@ from sklearn.neural_network._stochastic_optimizers import SGDOptimizer
 import graphopt
 import passes
 from graphopt.data import Dataset
-from graphopt.training.fit import Adaptive, fit
+from graphopt.training.fit import fit
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
 X = np.random.default_rng(1).standard_normal((16, 4))
@@ -247,7 +247,7 @@ def test_the_adaptive_schedule_as_a_callback() -> None:
     step = graphopt.compile(linear(4, 3), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.5))
     trained = graphopt.Executor(step, threads=1)
     noisy = Dataset({"x": FEEDS["x"], "target": np.sign(FEEDS["target"])})
-    adaptive = Adaptive(trained, patience=2, tolerance=1e-4)
+    adaptive = graphopt.callbacks.Adaptive(patience=2, tolerance=1e-4)
     records = fit(trained, noisy, epochs=40, batch_size=4, validation=None, callbacks=[adaptive])
     rates = [record["learning_rate"] for record in records]
     assert rates[0] == pytest.approx(0.5) and rates == sorted(rates, reverse=True)

@@ -208,13 +208,13 @@ def _train(recipe: Recipe, folder: Path) -> float:
             recipe=text,
             batch_size=recipe.fields["fit"]["batch_size"],
         )
-        checkpoint = recipe.checkpoint(folder / "checkpoints")
+        checkpoint, callbacks = recipe.checkpoint(folder / "checkpoints"), recipe.callbacks(folder)
         try:
             records = fit(
                 executor,
                 recipe.data,
                 **recipe.fit,
-                callbacks=[files, header, ProgressBar(console, epochs=not sweep), page],
+                callbacks=[*callbacks, files, header, ProgressBar(console, epochs=not sweep), page],
                 checkpoint=checkpoint,
                 resume=False if resume is True else resume,
             )
@@ -234,14 +234,19 @@ def _train(recipe: Recipe, folder: Path) -> float:
             save(executor.trained(), trained)
             page.write()
         last = records[-1]
-        value = float(last["validation_loss"] if "validation_loss" in last else last["loss"])
+        final = files.run.restored or last
+        value = float(final["validation_loss"] if "validation_loss" in final else final["loss"])
         if sweep:
             write_result(folder, value)
+    if files.run.stopped is not None:
+        say(console, "stopped", files.run.stopped)
     seconds = sum(record["seconds"] for record in records)
     say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
-    if "validation_loss" in last:
-        names = list(last)
-        held_out = {name: last[name] for name in names[names.index("validation_loss") :]}
+    if files.run.restored is not None:
+        say(console, "restored", f"the weights of epoch {final['epoch']}")
+    if "validation_loss" in final:
+        names = list(final)
+        held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
         say(console, "held out", measures(held_out))
     written = "report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml" + (
         ", checkpoints" if checkpoint else ""

@@ -126,7 +126,9 @@ def _fields(
         place = f"{path}.{name}" if path else str(name)
         if name == TARGET:
             continue
-        if isinstance(value, Mapping) and (TARGET in value or place in ("fit", "hosts", "models")):
+        if isinstance(value, Mapping) and (
+            TARGET in value or place in ("callbacks", "fit", "hosts", "models")
+        ):
             yield from _fields(value, place, comments)
         elif value is not None or path:  # otherwise a group that is omitted
             if path == "pipeline" and value == f"${{{name}}}":

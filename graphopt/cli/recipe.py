@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_recipe
-from graphopt.cli.validation import MISSING, build, metrics_of
+from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.data import Dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
@@ -23,6 +24,9 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.training.callbacks import Callback
+from graphopt.training.callbacks.logs import FileLog
+from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import held_out_rows, reported
 from graphopt.training.metrics import Wanted
@@ -107,6 +111,25 @@ class Recipe:
         fields = self.fields["fit"].get("checkpoint")
         return None if fields is None else Checkpoints(folder, **fields)
 
+    def callbacks(self, folder: Path) -> list[Callback]:
+        """Return the callbacks of the recipe; their files are in a folder."""
+        return [
+            self._callback(f"callbacks.{name}", node, folder)
+            for name, node in self.fields["callbacks"].items()
+        ]
+
+    def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
+        kind = resolve(node[TARGET], key, self._command_line.trust)
+        given: dict[str, Any] = {}
+        if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
+            given["path"] = folder / node["path"]
+        if inspect.isclass(kind) and issubclass(kind, Tracker | MLflow) and node.get("config") is None:
+            given["config"] = self.fields
+        callback = self._build(key, **given)
+        if not isinstance(callback, Callback):
+            raise GraphoptError(f"{key}: expected a graphopt.Callback, found {type(callback).__name__}")
+        return callback
+
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
@@ -171,6 +194,7 @@ class Recipe:
 
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
+        fields["callbacks"] = expanded(fields.get("callbacks"))
         check_recipe(fields, self._command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)

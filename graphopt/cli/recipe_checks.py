@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.validation import MISSING, check, check_fields, mappings, metrics_of
+from graphopt.cli.run_folder import OWN
+from graphopt.cli.validation import MISSING, TARGET, check, check_fields, mappings, metrics_of, resolve
 from graphopt.data.files import EXPANSION
 from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
+from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 
@@ -41,9 +44,10 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         if not isinstance(model, dict):
             raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
-        if key == "models":
+        if key in ("callbacks", "models"):
             for name, node in fields[key].items():
-                check(node, f"models.{name}", command_line.trust, ("features", "outputs"))
+                given = ("features", "outputs") if key == "models" else ()
+                check(node, f"{key}.{name}", command_line.trust, given)
         else:
             check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
     left = ("log_steps", "checkpoint")
@@ -65,6 +69,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         ("executor", "data", "callbacks", "checkpoint", "resume"),
     )
     metrics_of(training.get("metrics"), command_line.trust)
+    _check_logs(fields["callbacks"], command_line)
     if command_line.folders:
         _check_files(fields, command_line)
         _check_host(fields, command_line)
@@ -83,6 +88,30 @@ def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
                 raise GraphoptError(
                     f"{field}: expected a file below the working directory or the recipe's folder, "
                     f"found {file!r} in a recipe: to allow it, say {field}={file} on the command line"
+                )
+
+
+def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
+    for name, node in callbacks.items():
+        key, path = f"callbacks.{name}", node.get("path")
+        kind = resolve(node[TARGET], key, command_line.trust)
+        if not (inspect.isclass(kind) and issubclass(kind, Log)):
+            continue
+        if issubclass(kind, Tracker | MLflow):
+            if command_line.folders and not command_line.names(key):
+                raise GraphoptError(f"{key}: expected it on the command line alone, found it in a recipe")
+        elif isinstance(path, str):
+            place = os.path.normpath(path)
+            if place.split(os.sep)[0] in OWN:
+                raise GraphoptError(
+                    f"{key}.path: expected a name that the run's own files do not have, found {path!r}"
+                )
+            outside = os.path.isabs(place) or place.split(os.sep)[0] == os.pardir
+            if outside and command_line.folders and not command_line.names(f"{key}.path"):
+                raise GraphoptError(
+                    f"{key}.path: expected a file below the run's folder, found {path!r} in a recipe: to allow it, "
+                    f"say {key}={{path: {path}}} on the command line"
                 )
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
 from graphopt.graph.loading import save
-from graphopt.training.callbacks import Callback, Record, Run
+from graphopt.training.callbacks import JSONL, Callback, Record, Run
+from graphopt.training.callbacks.logs import finite
 from graphopt.training.checkpoints import find
 
 METRICS, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
+OWN = (
+    *(METRICS, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", "graphopt.log"),
+    *(".hydra", ".lock", "."),
+)
 
 
 class RunFolder(Callback):
@@ -43,44 +47,19 @@ class RunFolder(Callback):
         self._path = path
         self._model = step
         self._config = config
-        self._log_steps = log_steps
-        self._failed = False
+        self._metrics = JSONL(path / METRICS, log_steps=log_steps)
 
     def on_fit_begin(self, run: Run) -> None:
+        self.run = run
         save(self._model, self._path / "step.onnx")
         write(self._path / CONFIG, self._config)
-        lines = "" if run.resumed is None else _until(self._path / METRICS, run)
-        write(self._path / METRICS, lines)
+        self._metrics.on_fit_begin(run)
 
     def on_step_end(self, run: Run, record: Record) -> None:
-        if self._log_steps:
-            self._log({name: value for name, value in record.items() if isinstance(value, int | float)})
+        self._metrics.on_step_end(run, record)
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        self._log(record)
-
-    def _log(self, record: Record) -> None:
-        try:
-            with open(self._path / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps({name: finite(value) for name, value in record.items()}) + "\n")
-        except OSError as error:
-            if not self._failed:
-                warnings.warn(f"{self._path / METRICS}: {error.strerror}; training goes on", stacklevel=2)
-            self._failed = True
-
-
-def _until(path: Path, run: Run) -> str:
-    """Return the lines of a log that a resumed run has behind it."""
-    kept = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a line that was being written
-                record = json.loads(line)
-                done = (
-                    record["epoch"] <= len(run.records) if "seconds" in record else record["step"] <= run.step
-                )
-                kept += [f"{line}\n"] if done else []
-    return "".join(kept)
+        self._metrics.on_epoch_end(run, record)
 
 
 def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> tuple[Path, Path | bool]:
@@ -190,8 +169,3 @@ def _identity(config: str) -> dict[str, Any]:
         for name, value in fields.items()
         if name not in ("folder", "predictions", "quiet", "resume", "run")
     }
-
-
-def finite(value: Any) -> Any:
-    """Return a value for JSON: None in place of a non-finite number."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

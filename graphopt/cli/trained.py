@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import CONFIG, finite, resumed, write_hydra
+from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
 from graphopt.data.writing import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
@@ -23,6 +23,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.runtime.executor import Executor
+from graphopt.training.callbacks.logs import finite
 from graphopt.training.checkpoints import read
 from graphopt.training.fit import evaluate
 from graphopt.training.prediction import predict

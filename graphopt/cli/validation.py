@@ -16,7 +16,25 @@ from graphopt.training.metrics import Wanted, named
 
 MISSING = "???"
 TARGET = "_target_"
-NAMED = {  # the names that recipes may use, by path; all other paths accept passes
+CALLBACKS = {  # the short names of callbacks in recipes
+    name: f"graphopt.callbacks.{kind}"
+    for name, kind in {
+        "early_stopping": "EarlyStopping",
+        "time_limit": "TimeLimit",
+        "stop_on_nan": "StopOnNaN",
+        "reduce_on_plateau": "ReduceOnPlateau",
+        "adaptive": "Adaptive",
+        "learning_rate_finder": "LearningRateFinder",
+        "weight_average": "WeightAverage",
+        "jsonl": "JSONL",
+        "csv": "CSV",
+        "tensorboard": "TensorBoard",
+        "tracker": "Tracker",
+        "mlflow": "MLflow",
+    }.items()
+}
+NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
+    "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
         f"graphopt.data.{name}" for name in ("csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
     ),
@@ -45,6 +63,35 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
             target = resolve(mapping[TARGET], where, trust)
             fields = {name: value for name, value in mapping.items() if name != TARGET}
             check_fields(target, fields, where, given if where == path else (), trust)
+
+
+def expanded(callbacks: Any) -> dict[str, Any]:
+    """Return the callbacks of a recipe by name, each a mapping with `_target_`; null and false leave one out.
+
+    A value that is not a mapping is that of the first field, and true sets no field.
+
+    Raises:
+        GraphoptError: a name is none of the short names, and its mapping has no `_target_`.
+    """
+    if not isinstance(callbacks, Mapping | None):
+        raise GraphoptError(f"callbacks: expected a mapping of callbacks, found {callbacks!r}")
+    found: dict[str, Any] = {}
+    for name, value in (callbacks or {}).items():
+        if value is None or value is False:
+            continue
+        if isinstance(value, Mapping) and TARGET in value:
+            found[name] = value
+            continue
+        if name not in CALLBACKS:
+            raise GraphoptError(
+                f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET}"
+            )
+        fields = {} if value is True else value
+        if not isinstance(fields, Mapping):
+            first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
+            fields = {first: value}
+        found[name] = {TARGET: CALLBACKS[name], **fields}
+    return found
 
 
 def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
@@ -141,7 +188,7 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
 def _offered(path: str) -> Sequence[str]:
     """Return the names of graphopt's own code that a path of the recipe accepts."""
     group, _, rest = path.partition(".")
-    if group in NAMED and bool(rest) == (group == "models") and "." not in rest:
+    if group in NAMED and bool(rest) == (group in ("callbacks", "models")) and "." not in rest:
         return NAMED[group]
     return _passes()
 

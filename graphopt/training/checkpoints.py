@@ -34,14 +34,23 @@ STATE, CALLBACKS, PROGRESS, MANIFEST = (
 )
 NEWEST, BEST = "newest", "best"  # files that name a checkpoint
 _FOLDER = re.compile(r"step-(\d+)")
-_EVERY = re.compile(r"([0-9.]+) *(steps?|epochs?|min|minutes?|s|seconds?|h|hours?)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_EVERY = re.compile(r"([0-9]+) *(step|epoch)s?")
+_TIME = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(s|seconds?)|(min|minutes?)|(h|hours?))")
 _LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "r2", "recall", "score")
 
 
 def larger_is_better(measure: str) -> bool:
     """Return whether a larger value of a measure, such as `accuracy` or `r2`, is the better one; a loss is not one."""
     return any(part in measure.lower() for part in _LARGER_IS_BETTER)
+
+
+def seconds(text: str) -> float | None:
+    """Return the seconds in a time such as `90 s`, `10 min` or `1.5 h`; None if it is not a time above 0."""
+    found = _TIME.fullmatch(text)
+    if not found:
+        return None
+    unit = 1 if found[2] else 60 if found[3] else 3600
+    return float(found[1]) * unit or None
 
 
 @dataclass(frozen=True)
@@ -101,17 +110,17 @@ class Checkpoints:
             raise GraphoptError(f"checkpoint.keep_best: expected 0 or more, found {self.keep_best}")
         if self.every is not None:
             found = _EVERY.fullmatch(str(self.every))
-            if not found or float(found[1]) <= 0 or (found[2][:2] in ("st", "ep") and float(found[1]) % 1):
+            time_between = seconds(str(self.every))
+            if not (time_between or (found and int(found[1]))):
                 raise GraphoptError(
                     f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
                 )
-            number, unit = float(found[1]), found[2]
-            if unit.startswith("step"):
-                self._steps = number
-            elif unit.startswith("epoch"):
-                self._epochs = number
+            if found and found[2] == "step":
+                self._steps = int(found[1])
+            elif found:
+                self._epochs = int(found[1])
             else:
-                self._seconds = number * _SECONDS[unit[0]]
+                self._seconds = time_between or math.inf
         self._thread = ThreadPoolExecutor(1, "graphopt-checkpoint")
         self._writing: Future[Path] | None = None
         self._saved_at = time.monotonic()

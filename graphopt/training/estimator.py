@@ -19,8 +19,8 @@ from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor, run
-from graphopt.training.callbacks import Record
-from graphopt.training.fit import Adaptive, fit, reported
+from graphopt.training.callbacks import Adaptive, Record
+from graphopt.training.fit import fit, reported
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.trainer_options import TrainerOptions
 
@@ -230,7 +230,7 @@ class Trainer(TrainerOptions):
             seed=self.random_state,
             validation=validation and Dataset(validation, features=FEATURES),
             validation_every=self.validation_every,
-            callbacks=[Adaptive(executor)] if self.schedule == "adaptive" else [],
+            callbacks=[Adaptive()] if self.schedule == "adaptive" else [],
         )
         self._row = data[TARGET].shape[1:]
         target = executor.inputs.get(TARGET)  # a model's own loss may call it differently

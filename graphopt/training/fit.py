@@ -35,7 +35,6 @@ from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.signals import Signals, deferred
 
 AHEAD = 2  # batches that are prefetched
-SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 
 Data = Dataset | Mapping[str, np.ndarray]
 Path = str | os.PathLike[str]
@@ -214,8 +213,10 @@ class _Loop:
         self._callbacks, self._checkpoint = callbacks, checkpoint
         self._mean = _Mean()
         self._seconds = 0.0  # of this epoch before an interruption
+        self._skipped = run.step - run.executor.batches  # steps that the executor does not count
         self._is_cut = False  # whether a callback has stopped the last epoch before its end
         self._one_by_one = any(callback.reads_state for callback in callbacks)
+        run.draw = lambda: map(self._take, order.draw(len(run.records) + 1, run.row))
 
     def train(self) -> None:
         """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
@@ -228,7 +229,7 @@ class _Loop:
                 if not self._is_cut:
                     self._save(last=True)
             except Exception:
-                if run.executor.batches == run.step and not run.executor.in_place:
+                if run.executor.batches + self._skipped == run.step and not run.executor.in_place:
                     with contextlib.suppress(GraphoptError):
                         self._save(last=True)
                 raise
@@ -266,6 +267,7 @@ class _Loop:
         run.executor.update_state(checkpoint.state)
         run.executor.set_batches(progress["step"])
         run.executor.set_hyperparameters(**progress["hyperparameters"])
+        self._skipped = 0
         run.resumed, run.step, run.records = checkpoint.path, progress["step"], list(progress["records"])
         run.epoch, run.row = progress["epoch"], progress["row"]
         order.before = progress["before"]
@@ -321,10 +323,8 @@ class _Loop:
 
         def feeds() -> Iterator[dict[str, Tensor]]:
             for rows in self._order.draw(run.epoch, run.row):
-                if isinstance(rows, np.ndarray):
-                    rows.sort()  # read memory-mapped rows in the file's order
                 drawn.append(len(rows))
-                yield executor.on_device(self._batches.take(rows))
+                yield self._take(rows)
 
         with contextlib.closing(prefetched(feeds(), self._prefetch)) as ahead:
             for values in self._reported(ahead):
@@ -334,8 +334,20 @@ class _Loop:
                 values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
                 self._mean.add(rows, values)
                 self._tell("on_step_end", {"epoch": run.epoch, "step": run.step, "rows": rows, **values})
-                if run.step == executor.batches and self._is_to_stop(signals):
+                if self._is_even() and self._is_to_stop(signals):
                     return
+
+    def _is_even(self) -> bool:
+        """Return whether the executor has the state after exactly the steps that have ended, not after later ones."""
+        ahead = self._run.executor.batches + self._skipped - self._run.step
+        self._skipped -= min(ahead, 0)  # the executor has skipped a step that is not finite
+        return ahead <= 0
+
+    def _take(self, rows: Rows) -> dict[str, Tensor]:
+        """Return the batch of some rows, on the device."""
+        if isinstance(rows, np.ndarray):
+            rows.sort()  # read memory-mapped rows in the file's order
+        return self._run.executor.on_device(self._batches.take(rows))
 
     def _reported(self, batches: Generator[dict[str, Tensor], None, None]) -> Iterator[Record]:
         """Yield what each step reports; end a call of several steps where a checkpoint is due."""
@@ -459,40 +471,6 @@ def graph_digest(executor: Executor) -> str:
     """Return the SHA-256 sum of an executor's training graph, without the initial state."""
     proto = ir.to_proto(executor.model)
     return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
-
-
-class Adaptive(Callback):
-    """Divide the learning rate by 5 if the loss has not fallen for several epochs. This is a callback of `fit`.
-
-    scikit-learn's schedule `adaptive` ends training once the rate falls below 1e-6. This one keeps the rate instead.
-
-    Args:
-        executor: the executor whose `learning_rate` is set; its graph has no schedule.
-        patience: the number of consecutive epochs.
-        tolerance: the amount by which the mean loss of an epoch has to be less than the least loss so far.
-    """
-
-    reads_state = False
-
-    def __init__(self, executor: Executor, *, patience: int = 5, tolerance: float = 1e-3) -> None:
-        self._executor, self._patience, self._tolerance = executor, patience, tolerance
-        self._least, self._waited = math.inf, 0
-
-    def on_epoch_end(self, run: Run, record: Record) -> None:
-        """Compare the loss of an epoch with the least loss so far."""
-        self._waited = self._waited + 1 if record["loss"] > self._least - self._tolerance else 0
-        self._least = min(self._least, record["loss"])
-        if self._waited >= self._patience and self._executor.learning_rate > SLOWEST:
-            self._executor.learning_rate /= 5
-            self._waited = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the least loss so far, and the number of epochs since."""
-        return {"least": self._least, "waited": self._waited}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self._least, self._waited = state["least"], state["waited"]
 
 
 def evaluate(

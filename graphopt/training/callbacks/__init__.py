@@ -1,5 +1,30 @@
 """Callbacks: watch a training run and steer it."""
 
+from graphopt.training.callbacks.averaging import WeightAverage
 from graphopt.training.callbacks.callback import Callback, Control, Record, Run
+from graphopt.training.callbacks.logs import CSV, JSONL, Log
+from graphopt.training.callbacks.monitor import Monitor
+from graphopt.training.callbacks.rates import Adaptive, LearningRateFinder, ReduceOnPlateau
+from graphopt.training.callbacks.stopping import EarlyStopping, StopOnNaN, TimeLimit
+from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 
-__all__ = ["Callback", "Control", "Record", "Run"]
+__all__ = [
+    "Adaptive",
+    "CSV",
+    "Callback",
+    "Control",
+    "EarlyStopping",
+    "JSONL",
+    "LearningRateFinder",
+    "Log",
+    "MLflow",
+    "Monitor",
+    "Record",
+    "ReduceOnPlateau",
+    "Run",
+    "StopOnNaN",
+    "TensorBoard",
+    "TimeLimit",
+    "Tracker",
+    "WeightAverage",
+]

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.tensors import Tensor
 
 Record = dict[str, Any]
 
@@ -45,6 +49,9 @@ class Run:
         evaluated: yields the data and the evaluation of each batch of held-out rows; None if no rows are held out.
         stopped: why the training ended before its last epoch, in words; a callback that stops it says so here.
         resumed: the checkpoint that the run continues, or None.
+        draw: a function that returns the batches from here to the end of the epoch, without moving the training on.
+        averaged: the parameters that validation measures, if a callback averages them; otherwise None.
+        restored: the record of the epoch whose weights a callback has restored at the end, or None.
     """
 
     executor: Executor
@@ -60,6 +67,20 @@ class Run:
     evaluated: Callable[[], Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]] | None = None
     stopped: str | None = None
     resumed: Path | None = None
+    draw: Callable[[], Iterator[dict[str, Tensor]]] = lambda: iter(())
+    averaged: Mapping[str, np.ndarray] | None = None
+    restored: Record | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether all epochs are done or a callback has stopped the run: no error or signal has ended it."""
+        return self.control.should_stop or len(self.records) >= self.epochs
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Return copies of the parameters and statistics that validation measures."""
+        names = {value.name for value in with_role(self.executor.model, Role.PARAMETER, Role.STATISTIC)}
+        kept = {name: array for name, array in self.executor.state.items() if name in names}
+        return kept | {name: np.array(array) for name, array in (self.averaged or {}).items()}
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training, and say why."""

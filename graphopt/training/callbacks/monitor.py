@@ -1,0 +1,84 @@
+"""Follow a measure of the epochs: whether it improves, and how long it has not."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphopt.errors import GraphoptError, unknown
+from graphopt.intervals import check_intervals, within
+from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.checkpoints import larger_is_better
+
+MODES = ("auto", "min", "max")
+
+
+@dataclass
+class Monitor(Callback, ABC):
+    """Count the epochs in which a measure has not improved. This is the base class of callbacks that act on it.
+
+    A subclass implements `stalled`. Epochs without the measure, because they were not validated, do not count.
+
+    Args:
+        monitor: the measure of an epoch to follow, such as `validation_loss`, `accuracy` or `loss`.
+        patience: the number of epochs without an improvement after which to act.
+        min_delta: the amount by which the measure has to be better than the best so far.
+        mode: `min` if less is better, `max` if more is; `auto` decides by the name.
+    """
+
+    monitor: str = "validation_loss"
+    patience: int = within("[1, inf)", 3)
+    min_delta: float = within("[0, inf)", 0.0)
+    mode: Literal["auto", "min", "max"] = "auto"
+
+    reads_state = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        if self.mode not in MODES:
+            raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), MODES)}")
+        self._larger = self.mode == "max" or (self.mode == "auto" and larger_is_better(self.monitor))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._best, self._waited = -math.inf if self._larger else math.inf, 0
+
+    @abstractmethod
+    def stalled(self, run: Run) -> None:
+        """Act after `patience` epochs without an improvement."""
+
+    def improved(self, run: Run, record: Record) -> None:
+        """See the best epoch so far."""
+
+    def on_fit_begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._reset()
+        if self.monitor == "validation_loss" and not run.validation_rows:
+            raise GraphoptError(
+                f"{type(self).__name__}(monitor='validation_loss'): expected rows held out, found none: set "
+                "`validation`, or monitor='loss'"
+            )
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        value = record.get(self.monitor)
+        if value is None:
+            if "validation_loss" in record or not run.validation_rows:
+                numbers = [name for name, one in record.items() if isinstance(one, float)]
+                raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
+            return
+        if value > self._best + self.min_delta if self._larger else value < self._best - self.min_delta:
+            self._best, self._waited = value, 0
+            self.improved(run, record)
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            self.stalled(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._waited = state["best"], state["waited"]

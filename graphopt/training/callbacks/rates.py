@@ -1,0 +1,230 @@
+"""Set the learning rate from outside of the training graph."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.state import LEARNING_RATE
+from graphopt.intervals import check_intervals, within
+from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.runtime.tensors import Tensor
+from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.monitor import Monitor
+
+SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
+LEAST_FALL = 1e-6  # of the loss in a step of a range test, relative to the loss; less is rounding
+UNSETTLED = 10  # the first losses of a range test, which are not compared
+
+
+@dataclass
+class ReduceOnPlateau(Monitor):
+    """Multiply the learning rate by a factor if a measure has not improved for several epochs.
+
+    The rule is that of PyTorch's ReduceLROnPlateau, with a threshold that is an absolute amount. `patience` counts as
+    in Keras: PyTorch's patience is one less.
+
+    Args:
+        factor: the factor of the rate.
+        cooldown: the number of epochs after a reduction that do not count.
+        min_learning_rate: the least rate.
+
+    >>> graphopt.callbacks.ReduceOnPlateau(factor=0.5).patience
+    10
+    """
+
+    patience: int = within("[1, inf)", 10)
+    min_delta: float = within("[0, inf)", 1e-4)
+    factor: float = within("(0, 1)", 0.1)
+    cooldown: int = within("[0, inf)", 0)
+    min_learning_rate: float = within("[0, inf)", 0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cooling = 0
+
+    def on_fit_begin(self, run: Run) -> None:
+        super().on_fit_begin(run)
+        check_rate_is_free(self, run)
+        if run.resumed is None:
+            self._cooling = 0
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        if self._cooling and self.monitor in record:
+            self._cooling -= 1
+            self._waited = -1  # the end of this epoch makes it 0
+        super().on_epoch_end(run, record)
+
+    def stalled(self, run: Run) -> None:
+        rate = max(run.executor.learning_rate * self.factor, self.min_learning_rate)
+        run.executor.learning_rate = min(run.executor.learning_rate, rate)
+        self._waited, self._cooling = 0, self.cooldown
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "cooling": self._cooling}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._cooling = state["cooling"]
+
+
+@dataclass
+class Adaptive(Callback):
+    """Divide the learning rate by 5 if the training loss has not fallen for several epochs.
+
+    scikit-learn's schedule `adaptive` ends training once the rate falls below 1e-6. This one keeps the rate instead.
+
+    Args:
+        patience: the number of consecutive epochs.
+        tolerance: the amount by which the mean loss of an epoch has to be less than the least loss so far.
+
+    >>> graphopt.callbacks.Adaptive(patience=2).tolerance
+    0.001
+    """
+
+    patience: int = within("[1, inf)", 5)
+    tolerance: float = within("[0, inf)", 1e-3)
+
+    reads_state = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        self._least, self._waited = math.inf, 0
+
+    def on_fit_begin(self, run: Run) -> None:
+        check_rate_is_free(self, run)
+        if run.resumed is None:
+            self._least, self._waited = math.inf, 0
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        self._waited = self._waited + 1 if record["loss"] > self._least - self.tolerance else 0
+        self._least = min(self._least, record["loss"])
+        if self._waited >= self.patience and run.executor.learning_rate > SLOWEST:
+            run.executor.learning_rate /= 5
+            self._waited = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"least": self._least, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._least, self._waited = state["least"], state["waited"]
+
+
+@dataclass
+class LearningRateFinder(Callback):
+    """Find a learning rate with a range test before the first step, restore the state, and train with the rate.
+
+    The test trains with rates that grow exponentially from step to step (Smith, Cyclical Learning Rates for Training
+    Neural Networks, 2017, section 3.3). It ends early if the loss explodes. The suggestion is the rate at which the
+    smoothed loss falls fastest. `rates`, `losses` and `suggestion` show the result.
+
+    Args:
+        min_learning_rate: the first rate.
+        max_learning_rate: the last rate.
+        steps: the number of steps.
+        smoothing: the factor of the exponential average of the losses.
+        stop_factor: the multiple of the least smoothed loss at which the test ends.
+
+    >>> graphopt.callbacks.LearningRateFinder(max_learning_rate=1.0).steps
+    100
+    """
+
+    min_learning_rate: float = within("(0, inf)", 1e-7)
+    max_learning_rate: float = within("(0, inf)", 10.0)
+    steps: int = within("[20, inf)", 100)
+    smoothing: float = within("[0, 1)", 0.98)
+    stop_factor: float = within("(1, inf]", 4.0)
+
+    reads_state = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        if self.max_learning_rate <= self.min_learning_rate:
+            raise GraphoptError(
+                f"LearningRateFinder(max_learning_rate={self.max_learning_rate}): expected more than "
+                f"min_learning_rate={self.min_learning_rate}"
+            )
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.suggestion: float | None = None
+
+    def on_fit_begin(self, run: Run) -> None:
+        check_rate_is_free(self, run)
+        if run.resumed is not None:
+            return
+        executor = run.executor
+        state, batches, rate = executor.state, executor.batches, executor.learning_rate
+        try:
+            self._test(run)
+        finally:
+            executor.update_state(state)
+            executor.set_batches(batches)
+            executor.learning_rate = rate
+        self.suggestion = self._steepest()
+        if self.suggestion is None:
+            warnings.warn(
+                f"LearningRateFinder: expected a rate at which the loss falls, found none; the rate stays {rate:g}",
+                stacklevel=2,
+            )
+        else:
+            executor.learning_rate = self.suggestion
+
+    def _test(self, run: Run) -> None:
+        def batches() -> Iterator[dict[str, Tensor]]:
+            while True:
+                yield from run.draw()
+
+        self.rates, self.losses = [], []
+        rates = np.geomspace(self.min_learning_rate, self.max_learning_rate, self.steps)
+        for rate, batch in zip(rates, batches(), strict=False):
+            run.executor.learning_rate = rate
+            try:
+                loss = run.executor.step(batch)["loss"]
+            except NonFiniteLoss:
+                return
+            if not math.isfinite(loss):
+                return
+            self.rates.append(float(rate))
+            self.losses.append(loss)
+            smooth = self._smoothed()
+            if smooth[-1] > self.stop_factor * min(smooth) and len(smooth) > UNSETTLED:
+                return
+
+    def _smoothed(self) -> list[float]:
+        """Return the exponential average of the losses, corrected for its start."""
+        smooth, average = [], 0.0
+        for i, loss in enumerate(self.losses, 1):
+            average = self.smoothing * average + (1 - self.smoothing) * loss
+            smooth.append(average / (1 - self.smoothing**i))
+        return smooth
+
+    def _steepest(self) -> float | None:
+        """Return the rate at which the smoothed loss falls fastest, without the first losses and the last one."""
+        smooth = self._smoothed()[UNSETTLED:-1]
+        if len(smooth) < 2:
+            return None
+        slopes = np.gradient(smooth)
+        falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
+        return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates, "losses": self.losses, "suggestion": self.suggestion}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rates, self.losses = list(state["rates"]), list(state["losses"])
+        self.suggestion = state["suggestion"]
+
+
+def check_rate_is_free(callback: Callback, run: Run) -> None:
+    """Raise an error unless the training graph has the input `learning_rate`, which a schedule replaces."""
+    if LEARNING_RATE not in run.executor.hyperparameters:
+        raise GraphoptError(
+            f"{type(callback).__name__}: expected a training graph with the input {LEARNING_RATE}, found one that "
+            "computes its rate: compile it with an optimizer and schedule=None (in a recipe, schedule=none)"
+        )

@@ -1,0 +1,156 @@
+"""End a training before its last epoch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
+from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.monitor import Monitor
+from graphopt.training.checkpoints import seconds
+
+WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
+
+
+@dataclass
+class EarlyStopping(Monitor):
+    """Stop if a measure has not improved for several epochs, and restore the weights of the best epoch.
+
+    The rule is Keras's. The weights are restored at the end of a run that ends by itself, also after its last epoch.
+    Checkpoints keep the last weights, from which a resumed run continues.
+
+    Args:
+        restore_best: restore the weights of the best epoch; otherwise keep the last ones.
+
+    >>> graphopt.callbacks.EarlyStopping(monitor="accuracy", patience=5).patience
+    5
+    """
+
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights: dict[str, np.ndarray] = {}
+        self._record: Record | None = None
+
+    def on_fit_begin(self, run: Run) -> None:
+        super().on_fit_begin(run)
+        if run.resumed is None:
+            self._weights, self._record = {}, None
+        elif self._waited >= self.patience:
+            self.stalled(run)
+
+    def improved(self, run: Run, record: Record) -> None:
+        self._record = dict(record)
+        if self.restore_best:
+            self._weights = run.weights()
+
+    def stalled(self, run: Run) -> None:
+        best = "" if self._record is None else f": the best was epoch {self._record['epoch']}"
+        epochs = f"{self._waited} epoch{'' if self._waited == 1 else 's'}"
+        run.stop(f"{self.monitor} has not improved in {epochs}{best}")
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._weights and run.has_ended:
+            run.executor.update_state(self._weights)
+            run.restored = self._record
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = {f"{WEIGHTS}{name}": array for name, array in self._weights.items()}
+        return {**super().state_dict(), "record": self._record, **weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._record = state["record"]
+        self._weights = {key.removeprefix(WEIGHTS): x for key, x in state.items() if key.startswith(WEIGHTS)}
+
+
+@dataclass
+class TimeLimit(Callback):
+    """Stop after the first step beyond a time limit. The time before an interruption counts, too.
+
+    Args:
+        limit: the time, such as `90 s`, `10 min` or `1.5 h`.
+
+    >>> graphopt.callbacks.TimeLimit("10 min").limit
+    '10 min'
+    """
+
+    limit: str
+
+    reads_state = False
+
+    def __post_init__(self) -> None:
+        found = seconds(self.limit) if isinstance(self.limit, str) else None
+        if found is None:
+            raise GraphoptError(
+                f"TimeLimit: expected a time such as '90 s', '10 min' or '2 h', found {self.limit!r}"
+            )
+        self._seconds, self._before, self._start = found, 0.0, time.monotonic()
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._start = time.monotonic()
+        if run.resumed is None:
+            self._before = 0.0
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        if self._spent() >= self._seconds:
+            run.stop(f"the time limit of {self.limit} has passed")
+
+    def _spent(self) -> float:
+        return self._before + time.monotonic() - self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._spent()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = state["seconds"]
+
+
+@dataclass
+class StopOnNaN(Callback):
+    """Stop after a loss that is infinite or NaN.
+
+    It sees such a loss of a step if the executor's `on_nonfinite` is `skip` or `warn`; otherwise the executor's error
+    ends the run. It always sees such a `validation_loss`.
+
+    Args:
+        patience: the number of consecutive steps with such a loss after which to stop.
+
+    >>> graphopt.callbacks.StopOnNaN(patience=10).patience
+    10
+    """
+
+    patience: int = within("[1, inf)", 1)
+
+    reads_state = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        self._found = 0
+
+    def on_fit_begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._found = 0
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        self._found = 0 if math.isfinite(record["loss"]) else self._found + 1
+        if self._found >= self.patience:
+            run.stop(f"the loss of step {record['step']} is {record['loss']}")
+
+    def on_evaluate_end(self, run: Run, record: Record) -> None:
+        if not math.isfinite(record["validation_loss"]):
+            run.stop(f"the validation_loss after step {run.step} is {record['validation_loss']}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self._found}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._found = state["found"]

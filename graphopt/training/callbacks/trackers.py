@@ -1,0 +1,189 @@
+"""Send the records of a training to programs that show them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from graphopt.errors import GraphoptError, unknown
+from graphopt.training.callbacks.callback import Record, Run
+from graphopt.training.callbacks.logs import Log
+
+TRACKERS = ("trackio", "wandb")
+POSITION = ("epoch", "step", "rows")
+
+
+@dataclass
+class TensorBoard(Log):
+    """Write event files for TensorBoard, which show numbers of epochs and of steps as separate charts.
+
+    The package tensorboardX writes them.
+
+    Args:
+        path: the folder of the event files.
+
+    >>> graphopt.callbacks.TensorBoard.__name__  # TensorBoard("events"), if tensorboardX is installed
+    'TensorBoard'
+    """
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        self._writers = _package("tensorboardX", self)
+        self._writer: Any = None
+
+    def on_fit_begin(self, run: Run) -> None:
+        purge = None if run.resumed is None else run.step + 1
+        try:
+            self._writer = self._writers.SummaryWriter(os.fspath(self.path), purge_step=purge)
+        except OSError as error:
+            raise GraphoptError(f"{self.path}: expected a folder to write to: {error.strerror}") from error
+
+    def log(self, record: Record) -> None:
+        for name, value in _numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+@dataclass
+class Tracker(Log):
+    """Send records to wandb or trackio, or to a module with the same calls.
+
+    The calls are `run = module.init(project=..., name=..., config=...)`, `run.log(numbers, step=...)` and
+    `run.finish()`. A resumed run continues the tracker's run, if it has one of the same id or name.
+
+    Args:
+        module: `wandb`, `trackio` or a module.
+        project: the name of the project.
+        name: the name of the run; by default, the tracker chooses it.
+        config: what to note about the run; the command notes the recipe.
+        init: further arguments of `init`, by name.
+
+    >>> graphopt.callbacks.Tracker.__name__  # Tracker("wandb", project="digits"), if wandb is installed
+    'Tracker'
+    """
+
+    module: str | ModuleType
+    project: str = "graphopt"
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
+    init: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.module, str) and self.module not in TRACKERS:
+            raise GraphoptError(
+                f"Tracker: {unknown('module', self.module, TRACKERS)}; pass another as a module"
+            )
+        self._module = _package(self.module, self) if isinstance(self.module, str) else self.module
+        self._run: Any = None
+        self._kept: Mapping[str, Any] = {}
+
+    def on_fit_begin(self, run: Run) -> None:
+        options: dict[str, Any] = {"name": self.name, **self.init}
+        if run.resumed is not None and self._kept:
+            options |= {"name": self._kept["name"], "resume": "allow"}
+            if "id" in inspect.signature(self._module.init).parameters:
+                options["id"] = self._kept["id"]
+        config = None if self.config is None else dict(self.config)
+        self._run = self._module.init(project=self.project, config=config, **options)
+
+    def log(self, record: Record) -> None:
+        self._run.log(_numbers(record), step=record["step"])
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._run, name, None) for name in ("id", "name")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept = state
+
+
+@dataclass
+class MLflow(Log):
+    """Send records to MLflow as metrics, and the config as parameters. A resumed run continues the MLflow run.
+
+    Args:
+        experiment: the name of the experiment.
+        name: the name of the run; by default, MLflow chooses it.
+        config: the parameters of the run; the command notes the recipe.
+        tracking_uri: where MLflow keeps runs; by default, where MLFLOW_TRACKING_URI says.
+
+    >>> graphopt.callbacks.MLflow.__name__  # MLflow("digits"), if mlflow is installed
+    'MLflow'
+    """
+
+    experiment: str = "graphopt"
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
+    tracking_uri: str | None = None
+
+    def __post_init__(self) -> None:
+        self._mlflow = _package("mlflow", self)
+        self._id: str | None = None
+        self._is_running = False
+
+    def on_fit_begin(self, run: Run) -> None:
+        if self.tracking_uri is not None:
+            self._mlflow.set_tracking_uri(self.tracking_uri)
+        self._mlflow.set_experiment(self.experiment)
+        kept = self._id if run.resumed is not None else None
+        self._id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
+        self._is_running = True
+        if kept is None and self.config:
+            self._mlflow.log_params(dict(_leaves(self.config)))
+
+    def log(self, record: Record) -> None:
+        self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self._id)
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._is_running:
+            self._mlflow.end_run("FINISHED" if run.has_ended else "KILLED")
+            self._is_running = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._id = state["id"]
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """Return the numbers of a record, whose names start with `epoch/` or `step/`."""
+    kind = "epoch" if "seconds" in record else "step"
+    numbers = {name: one for name, one in record.items() if isinstance(one, int | float)}
+    return {f"{kind}/{name}": float(one) for name, one in numbers.items() if name not in POSITION}
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings, each with its path."""
+    for name, value in node.items():
+        place = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from _leaves(value, place)
+        else:
+            yield place, value
+
+
+def _package(name: str, callback: Log) -> Any:
+    """Return an optional package.
+
+    Raises:
+        GraphoptError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise GraphoptError(
+            f"{type(callback).__name__}: expected the package {name}, found none: pip install {name}"
+        ) from error
