@@ -174,7 +174,7 @@ def test_early_stopping_stops_where_scikit_learn_does() -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_early_stopping_stops_where_keras_does(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "numpy")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
     keras = pytest.importorskip("keras")
     for seed in range(50):
         draw = np.random.default_rng(seed)
