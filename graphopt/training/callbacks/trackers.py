@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError, line, unknown
 from graphopt.training.callbacks.callback import Record, Run
 from graphopt.training.callbacks.logs import Log
 
@@ -40,7 +41,11 @@ class TensorBoard(Log):
     def on_fit_begin(self, run: Run) -> None:
         purge = None if run.resumed is None else run.step + 1
         try:
-            self._writer = self._writers.SummaryWriter(os.fspath(self.path), purge_step=purge)
+            self._writer = self._writers.SummaryWriter(
+                os.fspath(self.path),
+                purge_step=purge,
+                filename_suffix=f".{run.step:09d}",  # files are named by the second, and read in order of their names
+            )
         except OSError as error:
             raise GraphoptError(f"{self.path}: expected a folder to write to: {error.strerror}") from error
 
@@ -93,7 +98,10 @@ class Tracker(Log):
             if "id" in inspect.signature(self._module.init).parameters:
                 options["id"] = self._kept["id"]
         config = None if self.config is None else dict(self.config)
-        self._run = self._module.init(project=self.project, config=config, **options)
+        try:
+            self._run = self._module.init(project=self.project, config=config, **options)
+        except Exception as error:
+            raise GraphoptError(f"Tracker: {self._module.__name__}.init: {line(error)}") from error
 
     def log(self, record: Record) -> None:
         self._run.log(_numbers(record), step=record["step"])
@@ -131,20 +139,28 @@ class MLflow(Log):
     def __post_init__(self) -> None:
         self._mlflow = _package("mlflow", self)
         self._id: str | None = None
-        self._is_running = False
+        self._is_running = self._failed = False
 
     def on_fit_begin(self, run: Run) -> None:
-        if self.tracking_uri is not None:
-            self._mlflow.set_tracking_uri(self.tracking_uri)
-        self._mlflow.set_experiment(self.experiment)
         kept = self._id if run.resumed is not None else None
-        self._id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
-        self._is_running = True
-        if kept is None and self.config:
-            self._mlflow.log_params(dict(_leaves(self.config)))
+        try:
+            if self.tracking_uri is not None:
+                self._mlflow.set_tracking_uri(self.tracking_uri)
+            self._mlflow.set_experiment(self.experiment)
+            self._id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
+            self._is_running = True
+            if kept is None and self.config:
+                self._mlflow.log_params(dict(_leaves(self.config)))
+        except self._mlflow.MlflowException as error:
+            raise GraphoptError(f"MLflow: {line(error)}") from error
 
     def log(self, record: Record) -> None:
-        self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self._id)
+        try:
+            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self._id)
+        except self._mlflow.MlflowException as error:
+            if not self._failed:
+                warnings.warn(f"MLflow: {line(error)}; training goes on", stacklevel=2)
+            self._failed = True
 
     def on_fit_end(self, run: Run) -> None:
         if self._is_running:
