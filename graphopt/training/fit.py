@@ -226,6 +226,8 @@ class _Loop:
                 self._tell("on_fit_begin")
                 while len(run.records) < run.epochs and not (run.control.should_stop or signals.received):
                     self._epoch(signals)
+                if signals.received:
+                    run.stopped = run.stopped or signals.received.name
                 if not self._is_cut:
                     self._save(last=True)
             except Exception:
@@ -293,7 +295,6 @@ class _Loop:
         seconds = self._seconds + time.perf_counter() - start
         if signals.received:
             self._seconds = seconds
-            run.stopped = run.stopped or signals.received.name
             return
         if run.control.should_stop and run.row < len(order.rows):
             self._save(last=True)  # a run that continues from here has the rest of the epoch before it
