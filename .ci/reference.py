@@ -14,6 +14,7 @@ import pdoc
 ROOT = Path(__file__).parents[1]
 PUBLIC = (
     "graphopt",
+    "graphopt.callbacks",
     "graphopt.data",
     "graphopt.models",
     "graphopt.testing",

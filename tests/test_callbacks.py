@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
+import sqlite3
+import sys
 import time
 import types
 from pathlib import Path
@@ -506,6 +509,139 @@ def test_a_log_that_cannot_be_written_to_warns_once(tmp_path: Path, kind: Any) -
     with pytest.warns(UserWarning, match="training goes on") as warned:
         records = graphopt.fit(executor(), DATA, **OPTIONS, callbacks=[kind(path), Remove()])
     assert len(records) == 4 and len(warned) == 1
+
+
+# --- Trackers ---
+
+
+def two_parts(folder: Path, make: Any) -> list[Record]:
+    """Train with a callback until step 20, and continue with another one; return the records."""
+    options = {**OPTIONS, "epochs": 3, "checkpoint": folder / "checkpoints"}
+    with pytest.raises(RuntimeError):
+        graphopt.fit(executor(), DATA, **options, callbacks=[make(), At(20, fail)])
+    return graphopt.fit(executor(), DATA, **options, resume=True, callbacks=[make()])
+
+
+class Recorder:
+    """Records the calls that trackers have in common."""
+
+    __name__ = "recorder"
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, project: str, name: str | None = None, config: Any = None, **more: Any) -> Recorder:
+        self.inits.append({"project": project, "name": name, "config": config, **more})
+        self.name = name or "chosen"
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_a_tracker_gets_the_calls_that_wandb_and_trackio_share(tmp_path: Path) -> None:
+    module = Recorder()
+    options: dict[str, Any] = {"project": "mine", "config": {"rate": 0.5}, "init": {"group": "g"}}
+    records = two_parts(tmp_path, lambda: callbacks.Tracker(module, log_steps=True, **options))
+    first = {"project": "mine", "name": None, "config": {"rate": 0.5}, "group": "g"}
+    assert module.inits == [first, {**first, "name": "chosen", "resume": "allow"}]
+    assert module.finished == 2
+    steps = {step: numbers for step, numbers in module.logged if "step/loss" in numbers}
+    epochs = {step: numbers for step, numbers in module.logged if "epoch/loss" in numbers}
+    assert list(steps) == list(range(1, 52)) and len(module.logged) == 54
+    for record in records:
+        left_out = ("epoch", "step")
+        numbers = {f"epoch/{name}": value for name, value in record.items() if name not in left_out}
+        assert epochs[record["step"]] == numbers
+    assert steps[1].keys() == {"step/loss", "step/learning_rate"}
+
+
+def test_a_tracker_that_cannot_begin_is_an_error_of_one_line() -> None:
+    class Broken(Recorder):
+        def init(self, **_: Any) -> Any:
+            raise OSError("no\nnetwork")
+
+    with pytest.raises(graphopt.GraphoptError, match=r"^Tracker: recorder.init: no network$"):
+        graphopt.fit(executor(), DATA, **OPTIONS, callbacks=[callbacks.Tracker(Broken())])
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda: callbacks.TensorBoard("x"), "tensorboardX"),
+        (lambda: callbacks.Tracker("wandb"), "wandb"),
+        (lambda: callbacks.Tracker("trackio"), "trackio"),
+        (lambda: callbacks.MLflow(), "mlflow"),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = f": expected the package {package}, found none: pip install {package}$"
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        make()
+
+
+def test_tensorboard_reads_the_records(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    records = two_parts(tmp_path, lambda: callbacks.TensorBoard(tmp_path / "events", log_steps=True))
+    events = reader.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 52))
+    for name in ("loss", "validation_loss", "accuracy"):
+        found = {event.step: event.value for event in events.Scalars(f"epoch/{name}")}
+        assert found == {record["step"]: pytest.approx(record[name], rel=1e-6) for record in records}
+
+
+def test_trackio_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
+    records = two_parts(tmp_path, lambda: callbacks.Tracker("trackio", init={"embed": False}))
+    with contextlib.closing(sqlite3.connect(tmp_path / "graphopt.db")) as base:
+        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert len({name for name, _, _ in rows}) == 1
+    found = {step: json.loads(numbers)["epoch/loss"] for _, step, numbers in rows}
+    assert found == {record["step"]: pytest.approx(record["loss"]) for record in records}
+
+
+def test_wandb_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    records = two_parts(tmp_path, lambda: callbacks.Tracker("wandb", init={"mode": "offline"}))
+    wandb.teardown()
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in files}) == 1  # one id for both parts
+    content = b"".join(path.read_bytes() for path in files)
+    for record in records:
+        assert repr(record["loss"]).encode() in content
+        assert repr(record["validation_loss"]).encode() in content
+
+
+def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    options: dict[str, Any] = {"config": {"a": {"b": 1}, "c": "x"}, "tracking_uri": f"file://{tmp_path}/runs"}
+    records = two_parts(tmp_path, lambda: callbacks.MLflow("mine", log_steps=True, **options))
+    (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
+    assert run.info.status == "FINISHED" and run.data.params == {"a.b": "1", "c": "x"}
+    history = mlflow.MlflowClient().get_metric_history
+    found = {one.step: one.value for one in history(run.info.run_id, "epoch/validation_loss")}
+    assert found == {record["step"]: record["validation_loss"] for record in records}
+    assert [one.step for one in history(run.info.run_id, "step/loss")] == list(range(1, 52))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+    with pytest.raises(graphopt.GraphoptError, match=r"^MLflow: ") as raised:
+        graphopt.fit(
+            executor(), DATA, **OPTIONS, callbacks=[callbacks.MLflow(tracking_uri=f"file://{tmp_path}/b")]
+        )
+    assert "\n" not in str(raised.value)
 
 
 # --- Options ---

@@ -169,6 +169,48 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         [*NAMED, "fit.batch_size=8"],
         "loss",
     ),
+    # callbacks
+    "a log outside": (
+        experiment("callbacks: {jsonl: ../pwned}"),
+        NAMED,
+        "callbacks.jsonl.path: expected a file below the run's folder, found '../pwned' in a recipe",
+    ),
+    "a log outside, by a class": (
+        experiment("callbacks: {x: {_target_: graphopt.callbacks.CSV, path: /pwned}}"),
+        NAMED,
+        "callbacks.x.path: expected a file below the run's folder",
+    ),
+    "events outside": (
+        experiment("callbacks: {tensorboard: a/../../pwned}"),
+        NAMED,
+        "callbacks.tensorboard.path: expected a file below the run's folder",
+    ),
+    "a log in place of the model": (
+        experiment("callbacks: {csv: ./trained.onnx}"),
+        NAMED,
+        "callbacks.csv.path: expected a name that the run's own files do not have",
+    ),
+    "a tracker": (
+        experiment("callbacks: {tracker: wandb}"),
+        NAMED,
+        "callbacks.tracker: expected it on the command line alone, found it in a recipe",
+    ),
+    "a server": (
+        experiment("callbacks: {x: {_target_: graphopt.callbacks.MLflow, tracking_uri: 'http://x'}}"),
+        NAMED,
+        "callbacks.x: expected it on the command line alone",
+    ),
+    "code as a callback": (experiment(f"callbacks: {{x: {MKDIR}}}"), NAMED, "callbacks.x._target_"),
+    "a pass as a callback": (
+        experiment("callbacks: {x: {_target_: passes.SGD}}"),
+        NAMED,
+        "callbacks.x._target_: unknown name 'passes.SGD'",
+    ),
+    "a callback deeper": (
+        experiment("callbacks: {csv: {path: {_target_: graphopt.callbacks.CSV, path: x}}}"),
+        NAMED,
+        "callbacks.csv.path._target_",
+    ),
     # resolvers
     "the environment": (
         experiment("loss: {output: '${oc.env:HOME}'}"),
