@@ -105,7 +105,7 @@ def test_metrics_of_classes(wanted: Any, oracle: Callable[..., float], seed: int
         ({"recall": {"average": "macro"}}, lambda t, p: sk.recall_score(t, p, average="macro")),
         ("confusion_matrix", lambda t, p: sk.confusion_matrix(t, p).tolist()),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_metrics_of_two_labels(wanted: Any, score: Callable[..., float], seed: int) -> None:
     random = np.random.default_rng(seed)

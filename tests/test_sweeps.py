@@ -6,12 +6,15 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import optuna
 import pytest
 import yaml
 
+import graphopt
 from graphopt import cli
 from graphopt.training.checkpoints import find, read
 
@@ -89,3 +92,47 @@ def test_a_job_that_diverges_is_not_run_again(capsys: pytest.CaptureFixture[str]
     assert "expected a finite loss" in capsys.readouterr().err
     assert cli.main(rates) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_runs_stop_where_optunas_pruner_prunes(direction: str, warmup: int) -> None:
+    random = np.random.default_rng(warmup)
+    monitor = "validation_loss" if direction == "minimize" else "accuracy"
+    curves = random.normal(size=(5, 6)).cumsum(axis=1)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=warmup)
+    stops = 0
+    for candidate in random.normal(size=(20, 6)).cumsum(axis=1):
+        study = optuna.create_study(direction=direction, pruner=pruner)
+        for number, curve in enumerate(curves):
+            trial = study.ask()
+            Path(f"runs/{number}").mkdir(parents=True, exist_ok=True)
+            lines = []
+            for epoch, value in enumerate(curve.tolist(), 1):
+                trial.report(value, epoch)
+                lines.append(json.dumps({"epoch": epoch, monitor: value, "seconds": 1.0}))
+            Path(f"runs/{number}/metrics.jsonl").write_text("\n".join(lines) + "\n{")
+            study.tell(trial, curve[-1])
+        callback = graphopt.callbacks.MedianStopping(folder="runs", monitor=monitor, warmup=warmup)
+        said: list[str] = []
+        run: Any = SimpleNamespace(epoch=0, validation_rows=9, resumed=None, stop=said.append)
+        callback.on_fit_begin(run)
+        trial = study.ask()
+        for run.epoch, value in enumerate(candidate.tolist(), 1):
+            trial.report(value, run.epoch)
+            callback.on_epoch_end(run, {monitor: value})
+            assert bool(said) == (trial.should_prune() and run.epoch > warmup)
+            stops += len(said)
+            if said:
+                break
+    assert 5 < stops < 20
+
+
+def test_a_sweep_stops_bad_runs_early(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = "optimizer.learning_rate=1e-2,1e-3,1e-8"
+    stop = ["callbacks.median_stopping={at_least: 2, warmup: 1}"]
+    assert cli.main(["-m", "folder=out", "fit.epochs=4", "optimizer=adamw", rates, *stop]) == 0
+    lines = [len(Path(f"out/{run}/metrics.jsonl").read_text().splitlines()) for run in range(3)]
+    assert lines == [4, 4, 2]
+    assert "is worse than" in capsys.readouterr().out
+    assert Path("out/2/result.json").exists()

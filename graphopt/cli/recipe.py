@@ -24,7 +24,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks import Callback
+from graphopt.training.callbacks import Callback, MedianStopping
 from graphopt.training.callbacks.logs import FileLog
 from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
@@ -123,6 +123,8 @@ class Recipe:
         given: dict[str, Any] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             given["path"] = folder / node["path"]
+        if kind is MedianStopping:
+            given["folder"] = folder.parent
         if inspect.isclass(kind) and issubclass(kind, Tracker | MLflow) and node.get("config") is None:
             given["config"] = self.fields
         callback = self._build(key, **given)

@@ -22,6 +22,7 @@ CALLBACKS = {  # the short names of callbacks in recipes
         "early_stopping": "EarlyStopping",
         "time_limit": "TimeLimit",
         "stop_on_nan": "StopOnNaN",
+        "median_stopping": "MedianStopping",
         "reduce_on_plateau": "ReduceOnPlateau",
         "adaptive": "Adaptive",
         "learning_rate_finder": "LearningRateFinder",

@@ -4,8 +4,9 @@ from graphopt.training.callbacks.averaging import WeightAverage
 from graphopt.training.callbacks.callback import Callback, Control, Record, Run
 from graphopt.training.callbacks.logs import CSV, JSONL, Log
 from graphopt.training.callbacks.monitor import Monitor
+from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.rates import Adaptive, LearningRateFinder, ReduceOnPlateau
-from graphopt.training.callbacks.stopping import EarlyStopping, StopOnNaN, TimeLimit
+from graphopt.training.callbacks.stopping import EarlyStopping, MedianStopping, StopOnNaN, TimeLimit
 from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "LearningRateFinder",
     "Log",
     "MLflow",
+    "MedianStopping",
     "Monitor",
+    "ProgressBar",
     "Record",
     "ReduceOnPlateau",
     "Run",

@@ -62,12 +62,21 @@ class Monitor(Callback, ABC):
                 "`validation`, or monitor='loss'"
             )
 
+    def measure(self, run: Run, record: Record) -> float | None:
+        """Return the measure in an epoch's record, or None if the epoch was not validated.
+
+        Raises:
+            GraphoptError: the record does not have such a measure.
+        """
+        value: float | None = record.get(self.monitor)
+        if value is None and ("validation_loss" in record or not run.validation_rows):
+            numbers = [name for name, one in record.items() if isinstance(one, float)]
+            raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
+        return value
+
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        value = record.get(self.monitor)
+        value = self.measure(run, record)
         if value is None:
-            if "validation_loss" in record or not run.validation_rows:
-                numbers = [name for name, one in record.items() if isinstance(one, float)]
-                raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
             return
         if value > self._best + self.min_delta if self._larger else value < self._best - self.min_delta:
             self._best, self._waited = value, 0

@@ -39,7 +39,7 @@ class ProgressBar(Callback):
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
     >>> data = {"x": X, "target": 2 * X + 1}
-    >>> bar = ProgressBar()
+    >>> bar = graphopt.callbacks.ProgressBar()
     >>> records = graphopt.fit(graphopt.Executor(step), data, epochs=1, callbacks=[bar])  # doctest: +ELLIPSIS
     epoch 1/1  loss ...
     """

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +75,56 @@ class EarlyStopping(Monitor):
         super().load_state_dict(state)
         self._record = state["record"]
         self._weights = {key.removeprefix(WEIGHTS): x for key, x in state.items() if key.startswith(WEIGHTS)}
+
+
+@dataclass
+class MedianStopping(Monitor):
+    """Stop a run of a sweep whose measure is worse than the median of the other runs at the same epoch.
+
+    The best value so far of this run is compared with the values of the others. The rule is that of Optuna's
+    MedianPruner, and close to the one of Golovin et al., "Google Vizier" (2017), section 3.2.1.
+
+    Args:
+        folder: the folder of the sweep, with a folder for each run. In recipes, it is the one above that of the run.
+        patience: the number of consecutive epochs in which the run has to be worse.
+        at_least: the number of other runs that have to have reached the epoch.
+        warmup: the number of first epochs after which no run is stopped.
+
+    >>> graphopt.callbacks.MedianStopping(folder="sweep", at_least=3, warmup=2).warmup
+    2
+    """
+
+    folder: str | os.PathLike[str] = "."
+    patience: int = within("[1, inf)", 1)
+    at_least: int = within("[1, inf)", 4)
+    warmup: int = within("[0, inf)", 0)
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        value = self.measure(run, record)
+        if value is None:
+            return
+        self._best = max(self._best, value) if self._larger else min(self._best, value)
+        others = [one for one in self._others(run.epoch) if one is not None]
+        if run.epoch <= self.warmup or len(others) < self.at_least:
+            return
+        median = statistics.median(others)
+        is_worse = self._best < median if self._larger else self._best > median
+        self._waited = self._waited + 1 if is_worse else 0
+        if self._waited >= self.patience:
+            run.stop(
+                f"{self.monitor} {self._best:.4g} is worse than {median:.4g}, the median of {len(others)} runs"
+            )
+
+    def stalled(self, run: Run) -> None:
+        """Do nothing: a run without an improvement may still be better than the others."""
+
+    def _others(self, epoch: int) -> Iterator[float | None]:
+        for path in Path(self.folder).glob("*/metrics.jsonl"):
+            with contextlib.suppress(OSError, ValueError):  # a line that is being written
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    record = json.loads(line)
+                    if "seconds" in record and record["epoch"] == epoch:
+                        yield record.get(self.monitor)
 
 
 @dataclass
