@@ -29,7 +29,16 @@ from graphopt.cli.header import Header, counted, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import RunFolder, check_new, held, result, resumed, write_hydra, write_result
+from graphopt.cli.run_folder import (
+    RunFolder,
+    check_new,
+    held,
+    leave,
+    result,
+    resumed,
+    write_hydra,
+    write_result,
+)
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
@@ -320,7 +329,7 @@ def _report(recipe: Recipe, folder: Path) -> None:
 
 def _compare(recipe: Recipe, folder: Path) -> None:
     if not recipe.names_folder:
-        folder.rmdir()  # Hydra has made it
+        leave(folder, folder.parents[1])
         folder = folder.parents[1]
     comparison = Comparison(folder)
     comparison.print()

@@ -91,8 +91,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
                 if place != folder:
-                    _log_to(place)
-                    folder.rmdir()  # Hydra has made it for this run, which goes on elsewhere
+                    leave(folder, place)
                 return place, checkpoint
             if place == folder:
                 return folder, True
@@ -114,11 +113,12 @@ def result(folder: Path, config: str) -> float | None:
     return math.inf if value is None else float(value)
 
 
-def _log_to(folder: Path) -> None:
-    """Write the log files of Hydra, which opens them with their first line, in a folder."""
+def leave(folder: Path, place: Path) -> None:
+    """Remove the folder that Hydra has made for a run, and write its log files, which are yet empty, elsewhere."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream is None:
-            handler.baseFilename = os.path.abspath(folder / Path(handler.baseFilename).name)
+            handler.baseFilename = os.path.abspath(place / Path(handler.baseFilename).name)
+    folder.rmdir()
 
 
 def write_hydra(folder: Path, config: DictConfig) -> None:

@@ -87,6 +87,7 @@ class MedianStopping(Monitor):
     Args:
         folder: the folder of the sweep, with a folder for each run. In recipes, it is the one above that of the run.
         patience: the number of consecutive epochs in which the run has to be worse.
+        min_delta: the amount by which it has to be worse.
         at_least: the number of other runs that have to have reached the epoch.
         warmup: the number of first epochs after which no run is stopped.
 
@@ -108,7 +109,9 @@ class MedianStopping(Monitor):
         if run.epoch <= self.warmup or len(others) < self.at_least:
             return
         median = statistics.median(others)
-        is_worse = self._best < median if self._larger else self._best > median
+        is_worse = (
+            self._best < median - self.min_delta if self._larger else self._best > median + self.min_delta
+        )
         self._waited = self._waited + 1 if is_worse else 0
         if self._waited >= self.patience:
             run.stop(
