@@ -90,7 +90,7 @@ def driven(callback: Any, values: list[float], runner: Any = None) -> tuple[Run,
 
 STATEFUL: dict[str, Any] = {
     "early_stopping": lambda folder: callbacks.EarlyStopping(patience=2, min_delta=0.02),
-    "early_stopping of accuracy": lambda folder: callbacks.EarlyStopping("accuracy", patience=1),
+    "early_stopping of accuracy": lambda folder: callbacks.EarlyStopping("accuracy", patience=2),
     "reduce_on_plateau": lambda folder: callbacks.ReduceOnPlateau(patience=1, min_delta=0.1, cooldown=1),
     "adaptive": lambda folder: callbacks.Adaptive(patience=1, tolerance=0.1),
     "learning_rate_finder": lambda folder: callbacks.LearningRateFinder(steps=40),

@@ -235,7 +235,7 @@ REFUSED = {
     ),
     "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
-    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, clip"),
+    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, callbacks, clip"),
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),

@@ -53,16 +53,10 @@ def averaged(score: Callable[..., float], **options: Any) -> Callable[..., float
     return lambda target, logits: score(target, logits.argmax(1), zero_division=0, **options)
 
 
-def areas(target: np.ndarray, logits: np.ndarray) -> float:
-    p = softmax(logits.astype(np.float64), axis=1)
-    return np.mean([sk.roc_auc_score(target == label, p[:, label]) for label in np.unique(target)])
-
-
 OF_CLASSES: list[tuple[Any, Callable[[np.ndarray, np.ndarray], float]]] = [
     ("accuracy", lambda t, x: sk.accuracy_score(t, x.argmax(1))),
     ("balanced_accuracy", lambda t, x: sk.balanced_accuracy_score(t, x.argmax(1))),
     ("confusion_matrix", lambda t, x: sk.confusion_matrix(t, x.argmax(1), labels=range(6)).tolist()),
-    ("roc_auc", areas),
     ("perplexity", lambda t, x: np.exp(-log_softmax(x.astype(float), 1)[range(len(t)), t].mean())),
     *(
         ({name: {"average": average}}, averaged(score, average=average))
@@ -176,6 +170,17 @@ def test_probabilities_in_predictions_and_targets() -> None:
     expected = np.exp(-(q * log_softmax(logits.astype(float), axis=1)).sum(1).mean())
     assert measured(soft, "perplexity", logits, q) == pytest.approx(expected, rel=1e-6)
     assert measured(soft, "accuracy", logits, q) == sk.accuracy_score(q.argmax(1), logits.argmax(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_areas_of_classes(seed: int) -> None:
+    """Rows are equal or differ clearly: rounding in a softmax must not decide which of two rows comes first."""
+    random = np.random.default_rng(seed)
+    logits = random.standard_normal((40, 6)).astype(np.float32)[random.integers(40, size=ROWS)]
+    _, target = classified(seed)
+    p = softmax(logits.astype(np.float64), axis=1)
+    expected = np.mean([sk.roc_auc_score(target == label, p[:, label]) for label in np.unique(target)])
+    assert measured(CLASSES, "roc_auc", logits, target) == pytest.approx(expected, rel=1e-12)
 
 
 def test_areas_of_missing_classes() -> None:

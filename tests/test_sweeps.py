@@ -13,6 +13,7 @@ import numpy as np
 import optuna
 import pytest
 import yaml
+from joblib.externals.loky import get_reusable_executor
 
 import graphopt
 from graphopt import cli
@@ -31,6 +32,7 @@ def state(run: int) -> dict[str, np.ndarray]:
 
 
 def test_jobs_in_processes_equal_jobs_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
+    get_reusable_executor().shutdown()  # processes that other tests started print to where those tests printed
     assert cli.main([*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2"]) == 0
     said = capfd.readouterr().out
     assert said.count("written ") == 2 and len(re.findall("^│", said, re.MULTILINE)) == 2
