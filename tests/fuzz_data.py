@@ -114,7 +114,7 @@ def _csv(draw: random.Random) -> bytes:
     return _flip(draw, content) if draw.random() < 0.3 else content
 
 
-def _parquet(draw: random.Random) -> bytes:
+def _columnar(draw: random.Random, reader: Any) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
@@ -130,6 +130,7 @@ def _parquet(draw: random.Random) -> bytes:
         [2**63 - 1] * 5,
         [np.datetime64("2020-01-01", "s")] * 5,
     ]
+    kinds.append(pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(np.arange(10.0)), 2))
     columns = {name: draw.choice(kinds[:1] * 6 + kinds) for name in "abcd"}
     columns["target"] = draw.choice([[0, 1, 2, 1, 0]] * 8 + kinds)
     names = list(columns)
@@ -137,13 +138,19 @@ def _parquet(draw: random.Random) -> bytes:
         names[draw.randrange(5)] = draw.choice([*names, *FIELDS])
     table = pyarrow.table([pyarrow.array(column) for column in columns.values()], names=names)
     file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file)
+    if reader is data.parquet:
+        pyarrow.parquet.write_table(table, file)
+    else:
+        start = draw.choice([pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+        options = pyarrow.ipc.IpcWriteOptions(compression=draw.choice([None, "lz4", "zstd"]))
+        with start(file, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=draw.choice([2, 5]))
     return _flip(draw, file.getvalue()) if draw.random() < 0.4 else file.getvalue()
 
 
 def write(draw: random.Random, folder: Path) -> tuple[Any, str, dict[str, Any]]:
     """Write a file, mutated, and return its reader, its path and the reader's options."""
-    reader = draw.choice([data.npz, data.npy, data.csv, data.parquet, data.text])
+    reader = draw.choice([data.npz, data.npy, data.csv, data.parquet, data.arrow, data.text])
     path = folder / "data"
     options: dict[str, Any] = {}
     if reader is data.npy:
@@ -162,8 +169,8 @@ def write(draw: random.Random, folder: Path) -> tuple[Any, str, dict[str, Any]]:
             options["delimiter"] = draw.choice(DELIMITERS)
         options["header"] = draw.random() < 0.9
     else:
-        content = _parquet(draw)
-    if reader in (data.csv, data.parquet):
+        content = _columnar(draw, reader)
+    if reader in (data.csv, data.parquet, data.arrow):
         if draw.random() < 0.2:
             options["target"] = draw.choice(["a", "b", ["a", "b"], [], "zzz", "4"])
         if draw.random() < 0.2:

@@ -184,6 +184,104 @@ def test_parquet(tmp_path: Path) -> None:
         data.parquet(str(tmp_path / "u.parquet"))
 
 
+def arrow_file(path: Path, table: Any, *, stream: bool = False, compression: str | None = None) -> str:
+    ipc = pytest.importorskip("pyarrow").ipc
+    start = ipc.new_stream if stream else ipc.new_file
+    with start(str(path), table.schema, options=ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return str(path)
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_arrow_files_and_streams(tmp_path: Path, stream: bool, compression: str | None) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    random = np.random.default_rng(0)
+    columns = {
+        "a": random.normal(size=20).astype(np.float32),
+        "b": random.integers(0, 9, 20),
+        "kind": random.choice(["u", "v"], 20),
+        "target": random.integers(0, 3, 20),
+    }
+    table = pyarrow.table(columns)
+    parquet.write_table(table, tmp_path / "t.parquet")
+    path = arrow_file(tmp_path / "t.arrow", table, stream=stream, compression=compression)
+    for options in ({"features": ["a", "b"]}, {"features": "b", "target": "kind", "labels": ["v", "u"]}):
+        found = data.arrow(path, **options).arrays
+        expected = data.parquet(str(tmp_path / "t.parquet"), **options).arrays
+        assert all((found[name] == array).all() for name, array in expected.items())
+        assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+    assert (data.arrow(path, features=["a", "b"]).arrays["x"][:, 0] == columns["a"]).all()
+
+
+def test_feather(tmp_path: Path) -> None:
+    feather = pytest.importorskip("pyarrow.feather")
+    table = pytest.importorskip("pyarrow").table({"a": [1.5, None], "kind": ["u", "v"], "target": [0, 1]})
+    feather.write_feather(table, str(tmp_path / "t.feather"))
+    found = data.arrow(str(tmp_path / "t.feather"), features=["a"])
+    assert np.isnan(found.arrays["x"][1, 0])
+    assert found.arrays["target"].tolist() == [0, 1]
+    (tmp_path / "old.feather").write_bytes(b"FEA1" + bytes(40) + b"FEA1")
+    with pytest.raises(GraphoptError, match=r"old\.feather: expected an Arrow file"):
+        data.arrow(str(tmp_path / "old.feather"))
+
+
+@pytest.mark.parametrize("reader", [data.arrow, data.parquet])
+def test_columns_of_lists_of_a_fixed_size_are_arrays(tmp_path: Path, reader: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    images = np.arange(120.0, dtype=np.float32).reshape(10, 3, 4)
+    lists = pyarrow.FixedSizeListArray.from_arrays
+    nested = lists(lists(pyarrow.array(images.ravel()), 4), 3)
+    pair, target = lists(pyarrow.array(np.arange(20)), 2), np.arange(10) % 3
+    table = pyarrow.table({"image": nested, "pair": pair, "one": np.arange(10.0), "target": target})
+    path = str(tmp_path / "t")
+    parquet.write_table(table, path) if reader is data.parquet else arrow_file(tmp_path / "t", table)
+    assert (reader(path, features=["image"]).arrays["x"] == images).all()
+    joined = reader(path, features=["one", "pair"]).arrays["x"]
+    assert (joined == np.stack([np.arange(10), np.arange(0, 20, 2), np.arange(1, 20, 2)], axis=1)).all()
+    assert (reader(path, features=["one"], target="pair").arrays["target"] == joined[:, 1:]).all()
+    with pytest.raises(
+        GraphoptError, match=r"expected columns of cells or lists .*'image' \[3, 4\], 'one' \[\]"
+    ):
+        reader(path, features=["image", "one"])
+    missing = pyarrow.table(
+        {"a": pyarrow.array([[1, 2], None], pyarrow.list_(pyarrow.int64(), 2)), "target": [0, 1]}
+    )
+    parquet.write_table(missing, path) if reader is data.parquet else arrow_file(tmp_path / "t", missing)
+    with pytest.raises(GraphoptError, match="column 'a': expected a list in every row, found rows without"):
+        reader(path)
+
+
+def test_damaged_arrow_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"a": np.arange(100.0), "target": np.arange(100)})
+    for stream in (False, True):
+        path = tmp_path / f"{stream}.arrow"
+        content = Path(arrow_file(path, table, stream=stream, compression="lz4")).read_bytes()
+        for end in range(0, len(content) - 20, 97):
+            path.write_bytes(content[:end])
+            with pytest.raises(GraphoptError) as error:
+                data.arrow(str(path))
+            assert str(error.value).startswith(str(path))
+            assert "\n" not in str(error.value)
+
+
+def test_an_arrow_file_of_few_bytes_and_many_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"a": np.zeros(2**20), "target": np.zeros(2**20)})
+    path = str(tmp_path / "t.arrow")
+    pyarrow.feather.write_feather(table, path, compression="zstd")
+    data.arrow(path)
+    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    with pytest.raises(GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"):
+        data.arrow(path)
+    assert len(data.arrow(path, expansion=10**6)) == 2**20
+
+
 def test_whole_numbers_beyond_int64_are_floats(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"a,target\n{10**20},1\n-3,0\n")
     assert data.csv(str(tmp_path / "t.csv")).arrays["x"].tolist() == [[1e20], [-3]]
@@ -251,7 +349,7 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
 
 def test_pipes_and_folders_are_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
-    for reader in (data.csv, data.npz, data.parquet, data.text):
+    for reader in (data.arrow, data.csv, data.npz, data.parquet, data.text):
         with pytest.raises(
             graphopt.GraphoptError, match=r"x\.npy: expected a file, found a device or a pipe"
         ):

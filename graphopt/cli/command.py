@@ -355,10 +355,10 @@ def _field(argument: str) -> str:
         return f"run={argument}"
     if argument.endswith(".onnx"):
         return f"model={QuotedString(argument, Quote.single).with_quotes()}"
-    kind = Path(argument).suffix[1:]
-    instead = (
-        f"data={kind} data.path={argument}" if kind in ("csv", "npz", "parquet") else f"model={argument}"
-    )
+    ending = Path(argument).suffix[1:]
+    kind = "arrow" if ending == "feather" else ending
+    is_data = kind in ("arrow", "csv", "npz", "parquet")
+    instead = f"data={kind} data.path={argument}" if is_data else f"model={argument}"
     raise GraphoptError(
         f"{argument}: expected {', '.join(RUNS)}, FILE.onnx or FIELD=VALUE, such as {instead}: see "
         "graphopt --help"

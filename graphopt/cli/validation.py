@@ -37,7 +37,8 @@ CALLBACKS = {  # the short names of callbacks in recipes
 NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
-        f"graphopt.data.{name}" for name in ("csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
+        f"graphopt.data.{name}"
+        for name in ("arrow", "csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
     ),
     "executor": ("graphopt.Executor",),
     "models": tuple(f"graphopt.models.{name}" for name in ("cnn", "linear", "mlp", "transformer")),

@@ -2,7 +2,7 @@
 
 from graphopt.data.batches import Batches
 from graphopt.data.dataset import Dataset
-from graphopt.data.files import csv, npy, npz, parquet
+from graphopt.data.files import arrow, csv, npy, npz, parquet
 from graphopt.data.loader import Loader
 from graphopt.data.prefetch import prefetched
 from graphopt.data.samples import diabetes, digits, text
@@ -11,6 +11,7 @@ __all__ = [
     "Batches",
     "Dataset",
     "Loader",
+    "arrow",
     "csv",
     "diabetes",
     "digits",

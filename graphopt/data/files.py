@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv as reader
 import lzma
 import stat
@@ -10,7 +11,7 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.errors import GraphoptError, line, unknown
 
+ARROW = b"ARROW1"  # the start of a file in the IPC file format
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 NUMBER = 8  # bytes
 UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
@@ -140,30 +142,98 @@ def parquet(
 ) -> Dataset:
     """Read columns of a Parquet file; see `csv` and `npz` for the arguments.
 
+    A column of lists of a fixed size is one of arrays.
+
     Raises:
         GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
             expands too far.
     """
     pyarrow = pyarrow_for("data=parquet")
     check_regular(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            cells = file.metadata.num_rows * file.metadata.num_columns
-            _check_expansion(path, NUMBER * cells, expansion)
-            names = file.schema_arrow.names
-            _refuse_twice(path, "column", names)
-            for column in file.schema_arrow:
-                if pyarrow.types.is_nested(column.type):
-                    raise GraphoptError(
-                        f"{path}: column {column.name!r}: expected numbers, found {column.type}"
-                    )
-            table = file.read()
-        columns = {name: table[name].to_numpy() for name in names}
-    except OSError as error:
-        raise GraphoptError(f"{path}: {reason(error)}") from error
-    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise GraphoptError(f"{path}: expected a Parquet file: {_problem(error)}") from error
+    with _read_by(pyarrow, path, "a Parquet file"), pyarrow.parquet.ParquetFile(path) as file:
+        cells = _cells(pyarrow, path, file.schema_arrow)
+        _check_expansion(path, NUMBER * file.metadata.num_rows * cells, expansion)
+        columns = _columns(path, file.read())
     return _table(path, columns, target, features, sample_weight, labels)
+
+
+def arrow(
+    path: str,
+    *,
+    target: str | Sequence[str] | None = TARGET,
+    features: Sequence[str] | Mapping[str, Any] | None = None,
+    sample_weight: str | None = None,
+    labels: Sequence[str] | None = None,
+    expansion: int = EXPANSION,
+) -> Dataset:
+    """Read columns of an Arrow file: the IPC file format, which Feather V2 is, or the stream format.
+
+    See `csv` and `npz` for the arguments. A column of lists of a fixed size is one of arrays.
+
+    Raises:
+        GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
+            expands too far.
+    """
+    pyarrow = pyarrow_for("data=arrow")
+    check_regular(path)
+    with _read_by(pyarrow, path, "an Arrow file"), pyarrow.memory_map(path) as file:
+        is_file = file.read(len(ARROW)) == ARROW
+        file.seek(0)
+        reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+        _cells(pyarrow, path, reader.schema)
+        batches, size = [], 0
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            size += batch.get_total_buffer_size()
+            _check_expansion(path, size, expansion)
+            batches.append(batch)
+        table = pyarrow.Table.from_batches(batches, reader.schema)
+        table.validate(full=True)  # a damaged file may point beyond its end
+        columns = _columns(path, table)
+    return _table(path, columns, target, features, sample_weight, labels)
+
+
+@contextlib.contextmanager
+def _read_by(pyarrow: Any, path: str, kind: str) -> Iterator[None]:
+    """Raise pyarrow's errors as those of a file."""
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's, not pyarrow's
+            raise GraphoptError(f"{path}: {reason(error)}") from error
+        raise GraphoptError(f"{path}: expected {kind}: {_problem(error)}") from error
+
+
+def _cells(pyarrow: Any, path: str, schema: Any) -> int:
+    """Return the number of cells of a row.
+
+    Raises:
+        GraphoptError: two columns have the same name, or a row of one holds neither a cell nor an array of them.
+    """
+    _refuse_twice(path, "column", schema.names)
+    cells = 0
+    for column in schema:
+        item, size = column.type, 1
+        while pyarrow.types.is_fixed_size_list(item):
+            item, size = item.value_type, size * item.list_size
+        if pyarrow.types.is_nested(item):
+            raise GraphoptError(f"{path}: column {column.name!r}: expected numbers, found {column.type}")
+        cells += size
+    return cells
+
+
+def _columns(path: str, table: Any) -> dict[str, np.ndarray]:
+    return {name: _array(path, name, table[name].combine_chunks()) for name in table.column_names}
+
+
+def _array(path: str, name: str, column: Any) -> np.ndarray:
+    """Return a column of cells, or of lists of a fixed size, as an array."""
+    size = getattr(column.type, "list_size", None)
+    if size is None:
+        return np.asarray(column)
+    if column.null_count:
+        raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
+    items = _array(path, name, column.flatten())
+    return items.reshape(len(column), size, *items.shape[1:])
 
 
 def pyarrow_for(what: str) -> Any:
@@ -256,12 +326,11 @@ def _table(
     _refuse_twice(path, "label", map(str, labels or ()))
     arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
     if target is not None and labels is None:
-        stacked = _stack(path, columns, targets, labelled=len(targets) == 1)
-        arrays[TARGET] = stacked[:, 0] if len(targets) == 1 else stacked
+        arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))
     elif labels is not None and target is not None:
         arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
     if weights:
-        arrays["sample_weight"] = _stack(path, columns, weights)[:, 0]
+        arrays["sample_weight"] = _vector(_stack(path, columns, weights))
     classes = None if labels is None else len(labels)
     named = None if labels is None else tuple(map(str, labels))
     return Dataset(arrays, None if isinstance(features, Mapping) else "x", classes, named)
@@ -274,7 +343,22 @@ def _names(names: str | int | Sequence[str | int]) -> list[str]:
 def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str], labelled: bool = False) -> np.ndarray:
     if not names:
         raise GraphoptError(f"{path}: expected feature columns, found none")
-    return np.stack([_numbers(path, name, columns[name], labelled) for name in names], axis=1)
+    arrays = [_numbers(path, name, columns[name], labelled) for name in names]
+    if len(arrays) == 1 and arrays[0].ndim > 1:
+        return arrays[0]
+    if any(array.ndim > 2 for array in arrays):
+        shapes = ", ".join(
+            f"{name!r} {list(array.shape[1:])}" for name, array in zip(names, arrays, strict=True)
+        )
+        raise GraphoptError(
+            f"{path}: expected columns of cells or lists to join, found {shapes}: name one column per input in "
+            "data.features"
+        )
+    return np.column_stack(arrays)
+
+
+def _vector(stacked: np.ndarray) -> np.ndarray:
+    return stacked[:, 0] if stacked.shape[1:] == (1,) else stacked
 
 
 def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
