@@ -175,6 +175,52 @@ def grad(
 
 
 @dataclass(frozen=True)
+class StepHalves:
+    """Hold a training graph, and the same step in two halves between which workers average their gradients.
+
+    Args:
+        step: the whole step, as `compile` returns it.
+        grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state.
+        apply: computes the new state from the mean of the gradients.
+    """
+
+    step: ir.Model
+    grad: ir.Model
+    apply: ir.Model
+
+
+SIMPLIFYING = ("simplify", "fuse")
+
+
+def split(pipeline: Pipeline, model: Source) -> StepHalves:
+    """Compile an inference model by a pipeline to a training graph and to its halves.
+
+    The halves come from the same passes: they are cut apart before `simplify`, and then simplified and fused.
+
+    Raises:
+        GraphoptError: the model cannot be read, a pass rejects it, or the step cannot be split.
+
+    >>> import graphopt, passes
+    >>> from graphopt import models
+    >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> halves = graphopt.split(pipeline, models.linear((2,), 1))
+    >>> [output.name for output in halves.grad.graph.outputs]
+    ['loss', 'y', 'rows', 'layers.0.bias.grad', 'layers.0.weight.grad']
+    >>> [output.name for output in halves.apply.graph.outputs]
+    ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
+    """
+    from passes.halves import split_step
+
+    names = list(pipeline)
+    first = min((names.index(name) for name in SIMPLIFYING if name in names), default=len(names))
+    head = Pipeline(**{name: pipeline[name] for name in names[:first]})
+    tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
+    whole = head(model)
+    grad, apply = split_step(whole.clone())
+    return StepHalves(tail(whole), tail(grad), tail(apply))
+
+
+@dataclass(frozen=True)
 class LayerGraphs:
     """Hold the graphs of a layer: the joint graph of outputs and gradients, and its forward and backward parts."""
 

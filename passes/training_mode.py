@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import OF_BATCH
+from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
@@ -207,7 +207,9 @@ def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int
     t = op.Cast(step, to=ir.DataType.INT32)
     key = t * op.constant(even & ~1) + op.constant(odd | 1)
     count = op.Cast(op.ReduceProd(shape, keepdims=0), to=ir.DataType.INT32)
-    spread = op.Range(_int32(op, 0), count, _int32(op, 1)) * _int32(op, GOLDEN)
+    positions = op.Range(_int32(op, 0), count, _int32(op, 1))
+    POSITIONS.set(positions.producer())
+    spread = positions * _int32(op, GOLDEN)
     mixed = spread + (key * t + op.constant(offset))
     for k in (key, _int32(op, SUMMAND)):
         mixed = mixed * (mixed * _int32(op, 1 << 7) / _int32(op, 1 << 16) + k)

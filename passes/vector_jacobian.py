@@ -90,10 +90,10 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     boundary = [y for node in model.graph if node in ahead for y in node.outputs if y in read]
     saved = _without_recomputed(boundary, model.graph)
     inputs = [x for x in model.graph.inputs if role_of(x) is not Role.SEED]
-    forward = _extract(model, inputs, [*results, *(x for x in saved if x not in results)])
+    forward = extract_part(model, inputs, [*results, *(x for x in saved if x not in results)])
     for output in list(forward.graph.outputs)[len(results) :]:
         set_role(output, Role.SAVED)
-    behind = _extract(model, [*model.graph.inputs, *saved], gradients)
+    behind = extract_part(model, [*model.graph.inputs, *saved], gradients)
     for value in list(behind.graph.inputs):
         behind.graph.initializers.pop(str(value.name), None)
         value.const_value = None
@@ -149,7 +149,8 @@ def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[i
     return saved
 
 
-def _extract(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+def extract_part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+    """Return a copy of the part of a model between inputs and outputs."""
     graph = ir.convenience.extract(model.graph, inputs, outputs)
     part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     RemoveUnusedOpsetsPass()(part)

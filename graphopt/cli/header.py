@@ -11,6 +11,7 @@ class Header(Callback):
     """Print the model, the data and the length of the run, as a callback of `fit`."""
 
     reads_state = False
+    on_every_worker = False
 
     def __init__(self, console: Console, title: str | None = None, *, model: str, data: str) -> None:
         self._console = console

@@ -42,6 +42,7 @@ class RunFolder(Callback):
     """
 
     reads_state = False
+    on_every_worker = False
 
     def __init__(self, path: Path, step: ir.Model, config: str, *, log_steps: bool = False) -> None:
         self._path = path

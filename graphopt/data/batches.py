@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphopt.graph.roles import Role, role_of
 
 Rows = range | np.ndarray
 CHUNK = 4096
+HASHED_BYTES = 2**26  # of each array
 
 
 class Batches:
@@ -60,6 +62,16 @@ class Batches:
     def memory_mapped(self) -> bool:
         """Return whether any array is memory-mapped."""
         return any(column.lazy for column in self._columns)
+
+    def digest(self) -> str:
+        """Return the SHA-256 sum of the types, shapes and numbers; of large arrays, of some of their rows."""
+        found = hashlib.sha256()
+        for column in self._columns:
+            array = column.array
+            found.update(f"{column.name} {array.dtype} {array.shape}".encode())
+            rows = np.linspace(0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1))
+            found.update(np.ascontiguousarray(array[rows.astype(np.int64)]))
+        return found.hexdigest()
 
     @staticmethod
     def split(rows: Rows, size: int) -> Iterator[Rows]:

@@ -64,6 +64,7 @@ class Text:
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name in the original model
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
+BATCH_WEIGHT = Text("graphopt.batch_weight")  # of a value: the weights that sum to the loss's divisor, or a sum
 RUNTIME = Text(
     "graphopt.needs_runtime"
 )  # of a model: the package of the only runtime that supports its operators
@@ -74,6 +75,7 @@ LABELS = Text(
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
+POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text(

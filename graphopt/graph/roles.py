@@ -31,15 +31,15 @@ class Role(enum.Enum):
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
     SAVED = "saved"  # output of a forward part: a value for its backward part
-    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME
+    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME; input of `apply`
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
 _NAMES = {role.value for role in Role}
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
-INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED})
-OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED})
+INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED, Role.GRADIENT})
+OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.GRADIENT})
 
 
 def role_of(value: ir.Value) -> Role | None:

@@ -38,6 +38,7 @@ class BoundSession:
     input                 what a call does                                    where it lies
     ====================  ==================================================  ==========================
     state, fed numbers    nothing: bound once                                 `buffers`
+    `fixed`               nothing: bound once                                 the caller's memory
     small array, CPU      copies it, which is quicker than binding it         `_small_inputs`, bound once
     any, CUDA graph       copies it, since the graph has the address          `_graph_inputs`, bound once
     any other             binds it where it is                                the caller's memory
@@ -49,6 +50,7 @@ class BoundSession:
     output                what a call does                                    where it lies
     ====================  ==================================================  ==========================
     new state             nothing: bound once                                 `buffers`, the other set
+    `fixed`               nothing: bound once                                 the caller's memory
     number                reads it                                            `_numbers`, bound once
     any, CUDA graph       reads it, or returns the buffer itself              `_own_outputs`, bound once
     any other             has the runtime allocate it                         `_places` in the results
@@ -60,6 +62,7 @@ class BoundSession:
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
+        fixed: values for inputs and outputs of the graph that stay where they are.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class BoundSession:
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
+        fixed: Values | None = None,
     ) -> None:
         self._device, self._report, self._as_numpy = device, list(report), as_numpy
         self._types = {str(x.name): InputSpec(x).dtype for x in with_role(model, *FED)}
@@ -90,12 +94,16 @@ class BoundSession:
         self._make_outputs({str(y.name): y for y in model.graph.outputs})
         self._places = {name: i for i, name in enumerate(report) if name not in self._own_outputs}
         following = {str(y.name) for y in with_role(model, Role.NEXT)}
+        inputs = {str(x.name) for x in model.graph.inputs}
+        given = {name: x for name, x in (fixed or {}).items() if name in inputs}
+        taken = {str(y.name): fixed[str(y.name)] for y in model.graph.outputs if fixed and y.name in fixed}
         self._bindings = []
         buffers.share(shared)
         for source in range(2):
             read, written = buffers.sets[source], buffers.sets[1 - source]
             after = {next_of(name): x for name, x in written.items() if next_of(name) in following}
-            self._bindings.append(self._binding({**read, **buffers.fed, **self._graph_inputs}, after))
+            bound = {name: x for name, x in {**read, **buffers.fed}.items() if name in inputs}
+            self._bindings.append(self._binding({**bound, **self._graph_inputs, **given}, {**after, **taken}))
         self._options = [_captured(device, source + 1) for source in range(2)]
 
     @property

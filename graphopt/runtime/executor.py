@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -19,6 +19,7 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.executor_options import check_steps_per_call
@@ -27,6 +28,7 @@ from graphopt.runtime.reported_outputs import chosen_outputs, reportable, report
 from graphopt.runtime.session import Session
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
 from graphopt.runtime.signature import Signature
+from graphopt.runtime.split_runner import SplitRunner
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
 
@@ -88,6 +90,8 @@ class Executor(ExecutorState):
     >>> [round(executor.step(x=zero, target=one)["loss"], 4) for _ in range(3)]
     [1.0, 0.64, 0.4096]
     """
+
+    communicator: ClassVar[Communicator] = SINGLE
 
     def __post_init__(self, step: Source) -> None:
         super().__post_init__(step)
@@ -279,10 +283,16 @@ class Executor(ExecutorState):
         )
         model = reporting(self._model, self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        self._runner = runner_of(model)
+        self._runner = self._runner_of(runner_of, model)
         several = functools.partial(runner_of, single=self._runner)
         self._several = SeveralSteps(model, several, stacks=as_numpy or not arrays)
         self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
+
+    def _runner_of(
+        self, runner_of: Callable[[ir.Model], StepRunner], model: ir.Model
+    ) -> StepRunner | SplitRunner:
+        """Return the runner of single steps."""
+        return runner_of(model)
 
     def _accept(self, reported: Reported) -> bool:
         """Return whether to keep the state after a step; raise an error or warn if it is not finite."""

@@ -34,10 +34,11 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
 
 
 def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """Return a training graph without the nodes that only compute unreported outputs."""
+    """Return a training graph, or a half of one, without the nodes that only compute unreported outputs."""
     if names == reportable(model):
         return model
     model = model.clone()
-    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is Role.NEXT or y.name in names]
+    kept = (Role.NEXT, Role.GRADIENT, Role.SAVED)
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in kept or y.name in names]
     RemoveUnusedNodesPass()(model)
     return model

@@ -29,6 +29,8 @@ class StepRunner:
         static_shapes: create a session for each set of shapes, so that the runtime knows them in advance.
         as_numpy: return NumPy arrays; otherwise values on the device.
         in_place: let kernels write the new state over the old one.
+        fixed: values for inputs and outputs of the graph that stay where they are.
+        native: whether to lower the graph to the machine; by default, a measurement decides.
         single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
 
@@ -42,13 +44,15 @@ class StepRunner:
         static_shapes: bool = False,
         as_numpy: bool = True,
         in_place: bool = False,
+        fixed: Mapping[str, Any] | None = None,
+        native: bool | None = None,
         single: StepRunner | None = None,
     ) -> None:
         self._device, self._model, self._single, self._static = device, model, single, static_shapes
         self.signature = Signature(device, with_role(_unrolled(model) if single else model, *FED))
-        self._in_place = in_place
+        self._in_place, self._native = in_place, native
         self._bind = functools.partial(
-            BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy
+            BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy, fixed=fixed
         )
         self._by_shapes: dict[Any, Forms] = {}
         self._forms = None if static_shapes else self._opened()
@@ -93,7 +97,7 @@ class StepRunner:
         single = self._single
         if single is None:
             model = with_shapes(self._model, shapes) if shapes else self._model
-            return Forms(self._device, model, self._bind, in_place=self._in_place)
+            return Forms(self._device, model, self._bind, in_place=self._in_place, native=self._native)
         # Kernels are those of single steps, so that the results are, too.
         arranged = functools.partial(_unrolled, shapes=shapes)
         return Forms(self._device, self._model, self._bind, arranged=arranged, native=single.native)

@@ -26,6 +26,7 @@ from graphopt.data.loader import Shuffle, draw
 from graphopt.data.prefetch import prefetched
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
+from graphopt.runtime.communicator import digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -33,6 +34,7 @@ from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.signals import Signals, deferred
+from graphopt.training.workers import agree, evaluated, from_first
 
 AHEAD = 2  # batches that are prefetched
 
@@ -130,13 +132,27 @@ def fit(
         prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
     elif prefetch < 0:
         raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
-    _check_sizes(batches.fixed_size, batch_size, [rows, held_out.rows if held_out else rows])
+    communicator = executor.communicator
+    _check_sizes(
+        batches.fixed_size, batch_size, communicator.size, [rows, held_out.rows if held_out else rows]
+    )
+    if communicator.size > 1:
+        facts = {
+            "training graph": graph_digest(executor),
+            "state": digest(b"".join(map(np.ascontiguousarray, executor.state.values()))),
+            "data": batches.digest(),
+            "options of fit": f"{batch_size}, {shuffle}, {seed}, {epochs}",
+        }
+        communicator.check_alike(facts)
+        callbacks = [one for one in callbacks if communicator.leads or one.on_every_worker]
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         checkpoint = Checkpoints(checkpoint)
     if resume is True and checkpoint is None:
         raise GraphoptError(
             "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
         )
+    if not communicator.leads:
+        checkpoint = None
     if checkpoint is not None:
         checkpoint.prepare()
     steps = math.ceil(len(rows) / batch_size)
@@ -147,10 +163,12 @@ def fit(
         run.evaluated = functools.partial(held_out.evaluated, executor, batch_size)
     drawn = _Order(rows, batch_size, shuffle, seed, round(executor.batches / steps))
     loop = _Loop(run, batches, drawn, held_out, validation_every, prefetch, callbacks, checkpoint)
+    continued = None
     if resume is True and checkpoint is not None:
-        loop.load(checkpoint.newest())
-    elif not isinstance(resume, bool):
-        loop.load(read(find(resume)))
+        continued = checkpoint.newest()
+    elif not isinstance(resume, bool) and communicator.leads:
+        continued = read(find(resume))
+    loop.load(from_first(communicator, continued))
     loop.train()
     return run.records
 
@@ -215,6 +233,7 @@ class _Loop:
         self._seconds = 0.0  # of this epoch before an interruption
         self._skipped = run.step - run.executor.batches  # steps that the executor does not count
         self._is_cut = False  # whether a callback has stopped the last epoch before its end
+        self._stops = self._ends = False  # what all workers have agreed on: a callback's stop, a signal's end
         self._one_by_one = any(callback.reads_state for callback in callbacks)
         run.draw = lambda: map(self._take, order.draw(len(run.records) + 1, run.row))
 
@@ -224,7 +243,7 @@ class _Loop:
         with deferred() as signals:
             try:
                 self._tell("on_fit_begin")
-                while len(run.records) < run.epochs and not (run.control.should_stop or signals.received):
+                while len(run.records) < run.epochs and not self._agree(signals):
                     self._epoch(signals)
                 if signals.received:
                     run.stopped = run.stopped or signals.received.name
@@ -293,19 +312,19 @@ class _Loop:
         start = time.perf_counter()
         self._steps(signals)
         seconds = self._seconds + time.perf_counter() - start
-        if signals.received:
+        if self._ends:
             self._seconds = seconds
             return
-        if run.control.should_stop and run.row < len(order.rows):
+        if self._stops and run.row < len(order.rows):
             self._save(last=True)  # a run that continues from here has the rest of the epoch before it
         record = {"epoch": run.epoch, "step": run.step, **self._mean.result()}
         if self._held_out is not None and (
-            run.epoch % self._validation_every == 0 or run.epoch == run.epochs or run.control.should_stop
+            run.epoch % self._validation_every == 0 or run.epoch == run.epochs or self._stops
         ):
             measured = self._evaluate()
             record |= {name: value for name, value in measured.items() if name not in record}
         record |= {"seconds": seconds, "samples_per_second": run.row / seconds}
-        self._is_cut = run.control.should_stop and run.row < len(order.rows)
+        self._is_cut = self._stops and run.row < len(order.rows)
         self._tell("on_epoch_end", record)
         run.records.append(record)
         if self._is_cut:
@@ -348,7 +367,8 @@ class _Loop:
         """Return the batch of some rows, on the device."""
         if isinstance(rows, np.ndarray):
             rows.sort()  # read memory-mapped rows in the file's order
-        return self._run.executor.on_device(self._batches.take(rows))
+        part = rows[self._run.executor.communicator.share(len(rows))]
+        return self._run.executor.on_device(self._batches.take(part))
 
     def _reported(self, batches: Generator[dict[str, Tensor], None, None]) -> Iterator[Record]:
         """Yield what each step reports; end a call of several steps where a checkpoint is due."""
@@ -373,15 +393,24 @@ class _Loop:
     def _is_to_stop(self, signals: Signals) -> bool:
         """Do what callbacks asked for, write a checkpoint that is due, and return whether to stop."""
         control, checkpoint = self._run.control, self._checkpoint
+        self._agree(signals)
         if control.should_evaluate:
             control.should_evaluate = False
             self._evaluate()
+            self._agree(signals)
         if checkpoint is not None:
             self._tell_saved(checkpoint.finished())
             if control.should_save or (checkpoint.is_due(self._run.step) and not checkpoint.is_writing):
                 self._save()
         control.should_save = False
-        return control.should_stop or signals.received is not None
+        return self._stops or self._ends
+
+    def _agree(self, signals: Signals) -> bool:
+        """Return whether to stop, because a callback of any worker has asked for it or a signal has arrived."""
+        run = self._run
+        self._ends = agree(run.executor.communicator, run.control, signals)
+        self._stops = run.control.should_stop
+        return self._stops or self._ends
 
     def _evaluate(self) -> Record:
         """Return the measures on held-out rows, `validation_loss` first."""
@@ -453,6 +482,7 @@ class _Loop:
             "onnxruntime": device.ort.__version__,
             "device": device.name,
             "threads": device.threads,
+            "workers": self._run.executor.communicator.size,
         }
 
     def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
@@ -549,7 +579,10 @@ class _HeldOut:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics_of(executor.inputs, self._metrics)
         mean = _Mean()
-        for feeds, values in self.evaluated(executor, batch_size):
+        batches = Batches.split(self.rows, batch_size)
+        for feeds, values in evaluated(
+            executor.communicator, batches, self._batches.take, executor.evaluate
+        ):
             for target, (output, metric) in chosen.items():
                 metric.add(values[output], feeds[target])
             mean.add(len(next(iter(feeds.values()))), values)
@@ -560,9 +593,10 @@ class _HeldOut:
         return measured
 
 
-def _check_sizes(fixed: int | None, batch_size: int, parts: Sequence[Rows]) -> None:
+def _check_sizes(fixed: int | None, batch_size: int, workers: int, parts: Sequence[Rows]) -> None:
     if batch_size < 1:
         raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+    fixed = fixed and fixed * workers
     if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
         raise GraphoptError(
             f"batch_size: expected {fixed}, the batch of the model, and a multiple of it as number of rows, found "

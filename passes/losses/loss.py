@@ -13,7 +13,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import is_floating
@@ -75,11 +75,13 @@ class Loss(Pass):
             return op.ReduceMean(elements, axes, keepdims=0) if axes else elements
         total = op.ReduceSum(elements, keepdims=0)
         if self.reduction == "sum":
+            BATCH_WEIGHT.write(total, "sum")
             return total
         if weights is None:
             return op.ReduceMean(elements, keepdims=0)
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
+        BATCH_WEIGHT.write(weights, "mean")
         return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 if no row has a weight
 
     @abstractmethod

@@ -100,6 +100,10 @@ class Callback:
     events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
     in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
 
+    With several workers, each has its own callback, which sees the same numbers. A callback that prints or writes sets
+    `on_every_worker` to False: only the first worker's then sees the run. What one worker's callback asks for, except
+    `should_save`, counts for all.
+
     >>> class Print(graphopt.Callback):
     ...     def on_epoch_end(self, run, record):
     ...         print(run.epoch, record["loss"] < 1)
@@ -108,6 +112,7 @@ class Callback:
     """
 
     reads_state = True
+    on_every_worker = True
 
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""

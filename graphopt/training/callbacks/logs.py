@@ -31,6 +31,7 @@ class Log(Callback, ABC):
     log_steps: bool = field(default=False, kw_only=True)
 
     reads_state = False
+    on_every_worker = False
 
     @abstractmethod
     def log(self, record: Record) -> None:

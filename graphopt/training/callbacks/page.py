@@ -42,6 +42,7 @@ class Page(Callback):
     """
 
     reads_state = False
+    on_every_worker = False
 
     def __init__(self, path: Path, title: str, *, model: ir.Model, recipe: str, batch_size: int) -> None:
         self._path, self._title = path, title

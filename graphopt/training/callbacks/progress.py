@@ -45,6 +45,7 @@ class ProgressBar(Callback):
     """
 
     reads_state = False
+    on_every_worker = False
 
     def __init__(self, console: Console | None = None, *, epochs: bool = True) -> None:
         self._console = console or Console()

@@ -95,6 +95,8 @@ class MedianStopping(Monitor):
     2
     """
 
+    on_every_worker = False
+
     folder: str | os.PathLike[str] = "."
     patience: int = within("[1, inf)", 1)
     at_least: int = within("[1, inf)", 4)

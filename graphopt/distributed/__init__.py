@@ -1,0 +1,1 @@
+"""Train with several processes: on one machine, on several, or on devices that keep their data."""

@@ -1,0 +1,93 @@
+"""Exchange numbers between workers by MPI."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+from graphopt.runtime.communicator import Communicator
+
+LATE = 124  # the exit code after the time limit, as that of `timeout`
+
+
+class MPI(Communicator):
+    """Exchange numbers between the processes that `mpiexec` has started, by mpi4py.
+
+    If one of them does not answer within the time limit, because its process stands still or the network is cut, all
+    end with exit code 124.
+
+    Args:
+        timeout: the time limit of each exchange in seconds, or None. The first steps compile kernels, and a validation
+            reads data: an exchange waits for the slowest worker.
+
+    Raises:
+        GraphoptError: mpi4py or its MPI library is not installed.
+    """
+
+    def __init__(self, timeout: float | None = 300.0) -> None:
+        try:
+            from mpi4py import MPI as mpi
+        except (ImportError, RuntimeError) as error:
+            raise GraphoptError(
+                f"launcher: expected mpi4py with an MPI library, found none ({' '.join(str(error).split())}): "
+                f"pip install graphopt[mpi], and install Open MPI or MPICH"
+            ) from error
+        self._mpi, self._world = mpi, mpi.COMM_WORLD
+        self.rank, self.size = self._world.rank, self._world.size
+        self.local_rank = self._world.Split_type(mpi.COMM_TYPE_SHARED).rank
+        self._waits_since: float | None = None
+        if timeout is not None and self.size > 1:
+            threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
+
+    def sum(self, array: np.ndarray) -> None:
+        if self.size == 1:
+            return
+        if array.dtype == np.float16:  # MPI has no such type
+            wide = array.astype(np.float32)
+            self.sum(wide)
+            array[...] = wide
+            return
+        with self._waiting():
+            self._world.Allreduce(self._mpi.IN_PLACE, array)
+
+    def gather(self, content: bytes) -> list[bytes]:
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = len(content)
+        self.sum(sizes)
+        found = np.empty(sizes.sum(), np.uint8)
+        with self._waiting():
+            self._world.Allgatherv(np.frombuffer(content, np.uint8), [found, sizes])
+        return [part.tobytes() for part in np.split(found, np.cumsum(sizes)[:-1])]
+
+    def abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._world.Abort(code)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
+    def _watch(self, timeout: float) -> None:
+        """End all workers if an exchange takes longer than the time limit."""
+        while True:
+            time.sleep(min(1.0, timeout / 4))
+            since = self._waits_since
+            if since is not None and time.monotonic() - since > timeout:
+                print(
+                    f"graphopt: error: worker {self.rank} of {self.size}: expected an answer of all workers within "
+                    f"{timeout:g} s, found none: a process stands still or the network is cut; resume=true continues "
+                    f"from the last checkpoint",
+                    file=sys.stderr,
+                )
+                self.abort(LATE)

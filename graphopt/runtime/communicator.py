@@ -1,0 +1,98 @@
+"""Declare how the processes of one training run, its workers, exchange numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+
+
+class Communicator:
+    """Exchange numbers between workers. This class has one worker; a subclass knows the others.
+
+    A subclass sets `rank` and `size`, and implements `sum`, `gather` and `abort`. All workers call the same methods in
+    the same order.
+
+    Attributes:
+        rank: the number of this worker, from 0.
+        size: the number of workers.
+        local_rank: the number of this worker on its machine, from 0.
+
+    >>> import numpy
+    >>> from graphopt.runtime.communicator import Communicator
+    >>> alone, numbers = Communicator(), numpy.ones(3)
+    >>> alone.sum(numbers)
+    >>> alone.size, alone.gather(b"state"), numbers.tolist()
+    (1, [b'state'], [1.0, 1.0, 1.0])
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    def sum(self, array: np.ndarray) -> None:
+        """Replace a contiguous array by its sum over all workers, in place."""
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return the bytes that each worker gives, in the order of their ranks."""
+        return [content]
+
+    def abort(self, code: int) -> None:
+        """End all workers at once with an exit code, without waiting for them."""
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this is the worker that prints and writes files."""
+        return self.rank == 0
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether any worker has raised it."""
+        if self.size == 1:
+            return list(flags)
+        counts = np.array(flags, np.float64)
+        self.sum(counts)
+        return [bool(count) for count in counts]
+
+    def share(self, length: int) -> slice:
+        """Return this worker's part of a batch: neighbouring rows, as equal in number as possible."""
+        return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the value that each worker gives, in the order of their ranks; values are written as JSON."""
+        if self.size == 1:
+            return [value]
+        return [json.loads(content) for content in self.gather(json.dumps(value).encode())]
+
+    def check_alike(self, facts: Mapping[str, str]) -> None:
+        """Check that all workers have the same files, versions and options.
+
+        Args:
+            facts: texts or digests by name.
+
+        Raises:
+            GraphoptError: a worker differs.
+        """
+        for name, found in zip(facts, zip(*self.gather_json(list(facts.values())), strict=True), strict=True):
+            for rank, other in enumerate(found):
+                if other != found[0]:
+                    raise GraphoptError(
+                        f"worker {rank}: expected {name} {_short(found[0])} as worker 0 has, found {_short(other)}: "
+                        f"give all workers the same files, versions and options"
+                    )
+
+
+SINGLE = Communicator()
+
+
+def digest(content: bytes | np.ndarray) -> str:
+    """Return the SHA-256 sum of bytes or of an array."""
+    return hashlib.sha256(content if isinstance(content, bytes) else np.ascontiguousarray(content)).hexdigest()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 32 else f"{text[:12]}..."

@@ -1,0 +1,180 @@
+"""Run a training step in two halves, between which workers average their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.roles import FED, Role, role_of, with_role
+from graphopt.graph.metadata import BATCH_WEIGHT
+from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.communicator import Communicator
+from graphopt.runtime.device import Device
+from graphopt.runtime.reported_outputs import reporting
+from graphopt.runtime.session import Session
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.step_runner import StepRunner
+from graphopt.runtime.tensors import Tensor, buffer, buffers
+
+FIRST_ROW = "first_row"
+
+
+class SplitRunner:
+    """Run the half `grad` on a worker's rows, average over all workers, and run the half `apply`.
+
+    Gradients of one type lie in one buffer, which both halves are bound to. `average_statistics` averages the running
+    statistics of BatchNormalization with them; otherwise each worker keeps its own.
+
+    Args:
+        grad: computes the loss, gradients and the weight of a batch.
+        apply: computes the new state.
+        buffers: the buffers of the state.
+        report: the outputs to return.
+        communicator: the workers.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        grad: ir.Model,
+        apply: ir.Model,
+        state: StateBuffers,
+        report: Sequence[str],
+        communicator: Communicator,
+        *,
+        average_statistics: bool = True,
+        static_shapes: bool = False,
+        as_numpy: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        self._device, self._report, self._communicator = device, list(report), communicator
+        weight = next(y for y in grad.graph.outputs if BATCH_WEIGHT.read(y))
+        self._weight, self._is_sum = str(weight.name), BATCH_WEIGHT.read(weight) == "sum"
+        self._losses = {str(y.name) for y in with_role(grad, Role.LOSS)} if self._is_sum else set()
+        averaged = (Role.GRADIENT, Role.SAVED) if average_statistics else (Role.GRADIENT,)
+        met = {y: _zeros(y) for y in grad.graph.outputs if role_of(y) in (Role.GRADIENT, Role.SAVED)}
+        self._met, self._memory = buffers(
+            device, {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
+        )
+        own = {str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged}
+        self._first_row = buffer(device, np.zeros((), np.int32))
+        self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
+        fixed = {**self._met, **own, FIRST_ROW: self._first_row}
+        names = {str(y.name) for y in grad.graph.outputs}
+        later = {str(y.name) for y in apply.graph.outputs}
+        self._numbers = [name for name in report if name in names]
+        self._grad = StepRunner(
+            device,
+            reporting(grad, [*self._numbers, self._weight]),
+            state,
+            [*self._numbers, self._weight],
+            fixed=fixed,
+            static_shapes=static_shapes,
+            as_numpy=as_numpy,
+        )
+
+        def applying(native: bool | None) -> StepRunner:
+            updates = [name for name in report if name in later]
+            model = reporting(apply, updates)
+            return StepRunner(
+                device, model, state, updates, fixed=fixed, in_place=in_place, as_numpy=as_numpy, native=native
+            )
+
+        # All workers run the same form of the update, so that their states stay the same bits.
+        self._apply = applying(None if communicator.size == 1 else True)
+        lowered = np.array([float(self._apply.native is True)])
+        communicator.sum(lowered)
+        if lowered.item() not in (0, communicator.size):
+            self._apply = applying(False)
+        self._apply.check({})
+
+    def fits(self, feeds: Mapping[str, Any]) -> bool:
+        """Return whether tensors have the same names, shapes and types as those checked last."""
+        return self._grad.fits(feeds)
+
+    def check(self, feeds: Mapping[str, Any]) -> None:
+        """Check tensors and choose the session for their shapes."""
+        self._grad.check(feeds)
+
+    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        """Read the state from set `source`, write the other set, and return the reported outputs.
+
+        Args:
+            feeds: tensors of this worker's rows, which `check` has accepted; they may have no rows.
+        """
+        rows = _rows(feeds)
+        if self._has_positions and self._communicator.size > 1:
+            self._place(rows)
+        reported: Reported = dict.fromkeys([*self._numbers, self._weight], 0.0)
+        if rows:
+            reported = self._grad.step(source, feeds)
+        self._average(reported, rows)
+        reported |= self._apply.step(source, {})
+        return {name: reported[name] for name in self._report}
+
+    @property
+    def state_is_finite(self) -> bool:
+        """Return whether the latest step found its new state to be finite; not all steps look."""
+        return self._apply.state_is_finite
+
+    @property
+    def native(self) -> bool | None:
+        """Return whether the half `grad` is lowered to the machine; None as long as a measurement is to decide."""
+        return self._grad.native
+
+    @property
+    def session(self) -> Session:
+        """Return the session of the half `grad`."""
+        return self._grad.session
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Return the size of the buffers that the workers sum in each step."""
+        return sum(flat.nbytes for flat in self._memory)
+
+    def _place(self, rows: int) -> None:
+        """Tell masks the position of this worker's first row."""
+        communicator = self._communicator
+        counts = np.zeros(communicator.size)
+        counts[communicator.rank] = rows
+        communicator.sum(counts)
+        self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
+
+    def _average(self, reported: Reported, rows: int) -> None:
+        """Replace numbers and gradients by their means over all workers, weighted by their batches."""
+        weight = reported.pop(self._weight)
+        communicator = self._communicator
+        if communicator.size == 1:
+            return
+        names = [name for name in self._numbers if isinstance(reported[name], float)]
+        totals = np.array([weight, *(weight * reported[name] for name in names)], np.float64)
+        communicator.sum(totals)
+        total = 1.0 if self._is_sum else float(totals[0])
+        for name, number in zip(names, totals[1:], strict=True):
+            reported[name] = float(number / (total if name in self._losses else totals[0])) if totals[0] else 0.0
+        scale = weight / total if total else 0.0
+        memory = self._memory or [value.numpy().ravel() for value in self._met.values()]
+        for flat in memory:
+            if not rows:
+                flat[...] = 0
+            elif scale != 1:
+                np.multiply(flat, flat.dtype.type(scale), out=flat)
+            communicator.sum(flat)
+        if not self._memory:
+            for value, flat in zip(self._met.values(), memory, strict=True):
+                value.update_inplace(flat.reshape(value.shape()))
+
+
+def _zeros(y: ir.Value) -> np.ndarray:
+    assert y.shape is not None and y.dtype is not None
+    return np.zeros(y.shape.numpy(), y.dtype.numpy())
+
+
+def _rows(feeds: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a batch."""
+    shapes = (getattr(x, "shape", ()) for x in feeds.values())
+    sizes = (shape() if callable(shape) else shape for shape in shapes)
+    return next((int(size[0]) for size in sizes if len(size)), 1)

@@ -1,0 +1,83 @@
+"""Keep the workers of one training run together: the same checkpoint, the same decisions, shared validation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from graphopt.data.batches import Rows
+from graphopt.runtime.communicator import Communicator
+from graphopt.training.callbacks.callback import Control
+from graphopt.training.checkpoints import Checkpoint
+from graphopt.training.signals import Signals
+
+_STATE, _ARRAYS = "state/", "arrays/"
+
+
+def agree(communicator: Communicator, control: Control, signals: Signals) -> bool:
+    """Let what one worker's callbacks ask for count for all; return whether any worker was asked to end."""
+    ended = signals.received is not None
+    if communicator.size == 1:
+        return ended
+    control.should_stop, control.should_evaluate, ended = communicator.any(
+        control.should_stop, control.should_evaluate, ended
+    )
+    if ended and signals.received is None:
+        signals.received = signal.SIGTERM
+    return ended
+
+
+def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Return the checkpoint of the first worker, whose disk the others need not share."""
+    if communicator.size == 1:
+        return checkpoint
+    content, about = b"", b"{}"
+    if communicator.leads and checkpoint is not None:
+        arrays = {f"{_STATE}{name}": x for name, x in checkpoint.state.items()}
+        arrays |= {f"{_ARRAYS}{name}": x for name, x in checkpoint.arrays.items()}
+        content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
+        about = json.dumps({"path": str(checkpoint.path), "progress": checkpoint.progress}).encode()
+    content, about = communicator.gather(content)[0], communicator.gather(about)[0]
+    if communicator.leads or not content:
+        return checkpoint
+    arrays, found = safetensors.numpy.load(content), json.loads(about)
+    state, kept = (
+        {name.removeprefix(start): x for name, x in arrays.items() if name.startswith(start)}
+        for start in (_STATE, _ARRAYS)
+    )
+    return Checkpoint(Path(found["path"]), state, kept, found["progress"])
+
+
+def evaluated(
+    communicator: Communicator,
+    batches: Iterable[Rows],
+    take: Callable[[Rows], dict[str, np.ndarray]],
+    evaluate: Callable[[dict[str, np.ndarray]], Mapping[str, Any]],
+) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+    """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time."""
+    left = iter(batches)
+    while group := list(itertools.islice(left, communicator.size)):
+        feeds = [take(rows) for rows in group]
+        values: list[Mapping[str, Any]] = [{}]
+        if communicator.rank < len(group):
+            values = [evaluate(feeds[communicator.rank])]
+        if communicator.size > 1:
+            values = _exchanged(communicator, values[0])
+        yield from zip(feeds, values, strict=False)
+
+
+def _exchanged(communicator: Communicator, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the numbers and arrays of all workers."""
+    content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in own.items()})
+    found = []
+    for other in communicator.gather(content):
+        arrays = safetensors.numpy.load(other)
+        found.append({name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in arrays})
+    return found

@@ -1,0 +1,149 @@
+"""Split a training graph where workers meet: gradients of a batch, and the update from their mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
+from graphopt.graph.names import gradient_of
+from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.state import ACCUMULATED
+from graphopt.graph.traversal import ancestors, values_read
+from passes.vector_jacobian import extract_part
+
+ROWS = "rows"  # the output of `grad` that weighs a batch
+FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
+
+
+def split_step(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+    """Return the halves `grad` and `apply` of a training graph that is not simplified yet; the graph is changed.
+
+    `grad` reads data and state. It returns the loss and other numbers of the forward pass, the gradients `NAME.grad`
+    before clipping, new running statistics, and `rows`: the weight of the batch in a mean over several batches, which
+    is its number of rows, or the sum of the weights if the loss is a weighted mean, or 1 if it is a sum. `apply` reads
+    the means of the gradients and statistics over all workers, and returns the new state. State is a plain input of
+    both halves.
+
+    Dropout's masks depend on the position of a row. The input `first_row` of `grad`, if there is one, is the position
+    of the batch's first row among the rows of all workers.
+
+    Raises:
+        GraphoptError: the graph has no optimizer, accumulates gradients, or has several weighted losses.
+    """
+    gradients = {
+        y: name for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None
+    }
+    following = with_role(model, Role.NEXT)
+    if not gradients or not following:
+        raise GraphoptError("several workers need an optimizer's update, found none: set an optimizer")
+    if any(x.name == ACCUMULATED for x in with_role(model, Role.SLOT)):
+        raise GraphoptError(
+            "several workers: expected a pipeline without accumulate, found one: give each worker larger batches"
+        )
+    with state.detached(model):
+        shifted = _shift_positions(model)
+        weight = _batch_weight(model)
+        model.graph.sort()
+        local = _local(model, gradients)
+        with Emitter(model) as op:
+            for i, y in enumerate(model.graph.outputs):
+                if role_of(y) is Role.NEXT and y.producer() in local:  # a statistic
+                    name, y.name = y.name, f"{y.name}.local"
+                    model.graph.outputs[i] = set_role(op.Identity(y, _outputs=[name]), Role.NEXT)
+        after = {y: ancestors([y], local) for y in model.graph.outputs}
+        results = [
+            y
+            for y, nodes in after.items()
+            if y.producer() not in local
+            and (role_of(y) in (Role.NEXT, Role.DIAGNOSTIC) or _reads(nodes, local))
+        ]
+        read = {x for y in results for node in after[y] for x in values_read(node)}
+        met = [y for node in model.graph if node in local for y in node.outputs if y in read]
+        for x in met:
+            if x in gradients:
+                x.name = gradient_of(gradients[x])
+            set_role(x, Role.GRADIENT if x in gradients else Role.SAVED)
+        model.graph.sort()
+        reported = [y for y in model.graph.outputs if y not in results and y not in met]
+    state.take_initial(model)
+    inputs = list(model.graph.inputs)
+    grad = extract_part(model, [*inputs, *shifted], [*reported, weight, *met])
+    apply = extract_part(model, [*inputs, *met], results)
+    for half in (grad, apply):
+        _drop_unused_inputs(half)
+    return grad, apply
+
+
+def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node | None]:
+    """Return the nodes that depend on the data of one worker: the forward and backward pass."""
+    ends = {gradient.producer() for gradient in gradients}
+    fed = set(with_role(model, *FED))
+    known: set[ir.Value] = set()
+    found: set[ir.Node | None] = set()
+    for node in model.graph:
+        read = values_read(node)
+        if node in ends or any(x in fed or x in known for x in read):
+            found.add(node)
+            if node not in ends:
+                known.update(node.outputs)
+    return found
+
+
+def _reads(nodes: set[ir.Node], local: set[ir.Node | None]) -> bool:
+    return any(x.producer() in local for node in nodes for x in values_read(node))
+
+
+def _batch_weight(model: ir.Model) -> ir.Value:
+    """Emit the weight of a batch in a mean over batches."""
+    noted = [(y, kind) for node in model.graph for y in node.outputs if (kind := BATCH_WEIGHT.read(y))]
+    if len({y for y, _ in noted}) > 1:
+        raise GraphoptError(
+            "several workers: expected one loss that is a sum or a weighted mean, found several: use one"
+        )
+    summed = any(kind == "sum" for _, kind in noted)
+    if summed and any(y.name == "penalty" for y in with_role(model, Role.METRIC)):
+        raise GraphoptError(
+            "several workers: expected a loss that is a mean beside a penalty, found a sum: set loss.reduction to 'mean'"
+        )
+    state.check_free(model, ROWS)
+    with Emitter(model) as op:
+        if summed:
+            weight = op.constant(np.array(1.0, np.float32))
+        elif noted:
+            weight = op.ReduceSum(noted[0][0], keepdims=0)
+        else:
+            data = next(x for x in with_role(model, *FED) if x.shape is not None and len(x.shape) > 0)
+            weight = op.Squeeze(op.Shape(data, start=0, end=1), [0])
+        weight = op.Identity(op.Cast(weight, to=ir.DataType.FLOAT), _outputs=[ROWS])
+    BATCH_WEIGHT.write(weight, "sum" if summed else "mean")
+    return set_role(weight, Role.METRIC)
+
+
+def _shift_positions(model: ir.Model) -> list[ir.Value]:
+    """Let positions in masks count from `first_row`; return this input if there are masks."""
+    ranges = [node for node in model.graph if POSITIONS.is_set(node)]
+    if not ranges:
+        return []
+    state.check_free(model, FIRST_ROW)
+    first = ir.Value(name=FIRST_ROW, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
+    data = next(x for x in with_role(model, *FED) if x.shape is not None and len(x.shape) > 0)
+    with Emitter(model) as op:
+        rows = op.Cast(op.Squeeze(op.Shape(data, start=0, end=1), [0]), to=ir.DataType.INT32)
+        for node in ranges:
+            positions = node.outputs[0]
+            uses = list(positions.uses())
+            start = first * (node.inputs[1] / rows)
+            shifted = positions + start
+            for user, index in uses:
+                user.replace_input_with(index, shifted)
+    return [first]
+
+
+def _drop_unused_inputs(model: ir.Model) -> None:
+    for x in list(model.graph.inputs):
+        if not x.uses() and not x.is_graph_output():
+            model.graph.inputs.remove(x)
