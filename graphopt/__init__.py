@@ -7,7 +7,9 @@ graphopt, passes`.
 from typing import TYPE_CHECKING, Any
 
 from graphopt import callbacks as callbacks
-from graphopt.compiler import compile, grad, standard
+from graphopt.compiler import StepHalves, compile, grad, split_step, standard
+from graphopt.distributed.data_parallel import DataParallel
+from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load, save
@@ -30,14 +32,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "Checkpoints",
+    "DataParallel",
     "Device",
     "Executor",
     "ForwardBackward",
+    "MPI",
     "NonFiniteLoss",
     "GraphoptError",
     "OnnxClassifier",
     "OnnxRegressor",
     "Pipeline",
+    "StepHalves",
     "Trainer",
     "compile",
     "dot",
@@ -55,6 +60,7 @@ __all__ = [
     "plot",
     "run",
     "save",
+    "split_step",
     "standard",
 ]
 

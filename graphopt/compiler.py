@@ -192,7 +192,7 @@ class StepHalves:
 SIMPLIFYING = ("simplify", "fuse")
 
 
-def split(pipeline: Pipeline, model: Source) -> StepHalves:
+def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
     The halves come from the same passes: they are cut apart before `simplify`, and then simplified and fused.
@@ -203,20 +203,20 @@ def split(pipeline: Pipeline, model: Source) -> StepHalves:
     >>> import graphopt, passes
     >>> from graphopt import models
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    >>> halves = graphopt.split(pipeline, models.linear((2,), 1))
+    >>> halves = graphopt.split_step(pipeline, models.linear((2,), 1))
     >>> [output.name for output in halves.grad.graph.outputs]
     ['loss', 'y', 'rows', 'layers.0.bias.grad', 'layers.0.weight.grad']
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
-    from passes.halves import split_step
+    from passes.halves import cut
 
     names = list(pipeline)
     first = min((names.index(name) for name in SIMPLIFYING if name in names), default=len(names))
     head = Pipeline(**{name: pipeline[name] for name in names[:first]})
     tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
     whole = head(model)
-    grad, apply = split_step(whole.clone())
+    grad, apply = cut(whole.clone())
     return StepHalves(tail(whole), tail(grad), tail(apply))
 
 

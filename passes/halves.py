@@ -19,7 +19,7 @@ ROWS = "rows"  # the output of `grad` that weighs a batch
 FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
 
 
-def split_step(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """Return the halves `grad` and `apply` of a training graph that is not simplified yet; the graph is changed.
 
     `grad` reads data and state. It returns the loss and other numbers of the forward pass, the gradients `NAME.grad`
@@ -78,12 +78,12 @@ def split_step(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     return grad, apply
 
 
-def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node | None]:
+def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node]:
     """Return the nodes that depend on the data of one worker: the forward and backward pass."""
     ends = {gradient.producer() for gradient in gradients}
     fed = set(with_role(model, *FED))
     known: set[ir.Value] = set()
-    found: set[ir.Node | None] = set()
+    found: set[ir.Node] = set()
     for node in model.graph:
         read = values_read(node)
         if node in ends or any(x in fed or x in known for x in read):
@@ -93,7 +93,7 @@ def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node | Non
     return found
 
 
-def _reads(nodes: set[ir.Node], local: set[ir.Node | None]) -> bool:
+def _reads(nodes: set[ir.Node], local: set[ir.Node]) -> bool:
     return any(x.producer() in local for node in nodes for x in values_read(node))
 
 
@@ -107,7 +107,7 @@ def _batch_weight(model: ir.Model) -> ir.Value:
     summed = any(kind == "sum" for _, kind in noted)
     if summed and any(y.name == "penalty" for y in with_role(model, Role.METRIC)):
         raise GraphoptError(
-            "several workers: expected a loss that is a mean beside a penalty, found a sum: set loss.reduction to 'mean'"
+            "several workers: expected a loss that is a mean beside a penalty, found a sum: set loss.reduction=mean"
         )
     state.check_free(model, ROWS)
     with Emitter(model) as op:

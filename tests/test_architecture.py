@@ -22,6 +22,7 @@ FLOORS = [
     {"runtime", "compiler"},
     {"inspection", "testing", "on_device", "hosts", "layer"},
     {"training"},
+    {"distributed"},
     {"cli", "callbacks"},
     {"__init__", "__main__"},
 ]

@@ -69,8 +69,10 @@ class Batches:
         for column in self._columns:
             array = column.array
             found.update(f"{column.name} {array.dtype} {array.shape}".encode())
-            rows = np.linspace(0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1))
-            found.update(np.ascontiguousarray(array[rows.astype(np.int64)]))
+            rows = np.linspace(
+                0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1)
+            )
+            found.update(np.ascontiguousarray(array[rows.astype(np.int64)]).tobytes())
         return found.hexdigest()
 
     @staticmethod

@@ -19,27 +19,27 @@ from graphopt.runtime.step_runner import StepRunner
 class DataParallel(Executor):
     """Run a training step on the rows of several workers, as one process does on all rows.
 
-    A single worker runs the whole step as `Executor` does. Otherwise each worker feeds its part of a batch: different numbers of rows, or none, are allowed. All workers average their
+    Each worker feeds its part of a batch: different numbers of rows, or none, are allowed. All workers average their
     gradients, weighted by rows, or by the sums of weights if the loss is a weighted mean. They then update equal
     copies of the state. The losses and metrics that a step reports are means over all workers; other outputs are
-    those of a worker's own rows.
+    those of a worker's own rows. A single worker runs the whole step, as `Executor` does.
 
     BatchNormalization normalizes by the mean and the variance of a worker's own rows. Its running statistics are
     averaged over the workers, or kept by each worker with `statistics="local"`.
 
     Args:
-        step: the halves of a training graph, from `graphopt.split`.
-        communicator: the workers, such as `graphopt.distributed.mpi.MPI()`.
+        step: the halves of a training graph, from `graphopt.split_step`.
+        communicator: the workers, such as `graphopt.MPI()`.
         statistics: `synchronized` averages running statistics in each step; with `local`, each worker has its own, and
             the first worker's are saved.
 
     Raises:
         GraphoptError: as `Executor` does, or the workers have different graphs or versions.
 
+    >>> import numpy
     >>> from graphopt import models
-    >>> from graphopt.distributed.data_parallel import DataParallel
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    >>> executor = DataParallel(graphopt.split(pipeline, models.linear((1,), 1)))
+    >>> executor = graphopt.DataParallel(graphopt.split_step(pipeline, models.linear((1,), 1)))
     >>> zero, one = numpy.zeros((4, 1), numpy.float32), numpy.ones((4, 1), numpy.float32)
     >>> [round(executor.step(x=zero, target=one)["loss"], 4) for _ in range(3)]
     [1.0, 0.64, 0.4096]
@@ -52,6 +52,10 @@ class DataParallel(Executor):
         self._halves = step
         self.steps_per_call = 1
         super().__post_init__(step.step)
+
+    @property
+    def workers(self) -> Communicator:
+        return self.communicator
 
     def _runner_of(
         self, runner_of: Callable[[ir.Model], StepRunner], model: ir.Model

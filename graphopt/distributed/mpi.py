@@ -28,11 +28,14 @@ class MPI(Communicator):
 
     Raises:
         GraphoptError: mpi4py or its MPI library is not installed.
+
+    >>> graphopt.MPI().size
+    1
     """
 
     def __init__(self, timeout: float | None = 300.0) -> None:
         try:
-            from mpi4py import MPI as mpi
+            import mpi4py.MPI as mpi
         except (ImportError, RuntimeError) as error:
             raise GraphoptError(
                 f"launcher: expected mpi4py with an MPI library, found none ({' '.join(str(error).split())}): "

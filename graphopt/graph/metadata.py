@@ -64,7 +64,9 @@ class Text:
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name in the original model
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
-BATCH_WEIGHT = Text("graphopt.batch_weight")  # of a value: the weights that sum to the loss's divisor, or a sum
+BATCH_WEIGHT = Text(
+    "graphopt.batch_weight"
+)  # of a value: the weights that sum to the loss's divisor, or a sum
 RUNTIME = Text(
     "graphopt.needs_runtime"
 )  # of a model: the package of the only runtime that supports its operators

@@ -31,7 +31,9 @@ class Role(enum.Enum):
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
     SAVED = "saved"  # output of a forward part: a value for its backward part
-    GRADIENT = "gradient"  # output NAME.grad: the objective's derivative with respect to NAME; input of `apply`
+    GRADIENT = (
+        "gradient"  # output NAME.grad: the objective's derivative with respect to NAME; input of `apply`
+    )
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 

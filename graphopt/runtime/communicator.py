@@ -91,7 +91,9 @@ SINGLE = Communicator()
 
 def digest(content: bytes | np.ndarray) -> str:
     """Return the SHA-256 sum of bytes or of an array."""
-    return hashlib.sha256(content if isinstance(content, bytes) else np.ascontiguousarray(content)).hexdigest()
+    return hashlib.sha256(
+        content if isinstance(content, bytes) else np.ascontiguousarray(content)
+    ).hexdigest()
 
 
 def _short(text: str) -> str:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -90,8 +90,6 @@ class Executor(ExecutorState):
     >>> [round(executor.step(x=zero, target=one)["loss"], 4) for _ in range(3)]
     [1.0, 0.64, 0.4096]
     """
-
-    communicator: ClassVar[Communicator] = SINGLE
 
     def __post_init__(self, step: Source) -> None:
         super().__post_init__(step)
@@ -184,6 +182,11 @@ class Executor(ExecutorState):
     def _alone(self, batch: Batch) -> Reported:
         with self._lock, self._several.pace.timed():
             return self.step(batch)
+
+    @property
+    def workers(self) -> Communicator:
+        """Return the workers that train together; one, unless a subclass has more."""
+        return SINGLE
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.

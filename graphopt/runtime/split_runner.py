@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.metadata import BATCH_WEIGHT
+from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
@@ -80,7 +80,14 @@ class SplitRunner:
             updates = [name for name in report if name in later]
             model = reporting(apply, updates)
             return StepRunner(
-                device, model, state, updates, fixed=fixed, in_place=in_place, as_numpy=as_numpy, native=native
+                device,
+                model,
+                state,
+                updates,
+                fixed=fixed,
+                in_place=in_place,
+                as_numpy=as_numpy,
+                native=native,
             )
 
         # All workers run the same form of the update, so that their states stay the same bits.
@@ -154,7 +161,9 @@ class SplitRunner:
         communicator.sum(totals)
         total = 1.0 if self._is_sum else float(totals[0])
         for name, number in zip(names, totals[1:], strict=True):
-            reported[name] = float(number / (total if name in self._losses else totals[0])) if totals[0] else 0.0
+            reported[name] = (
+                float(number / (total if name in self._losses else totals[0])) if totals[0] else 0.0
+            )
         scale = weight / total if total else 0.0
         memory = self._memory or [value.numpy().ravel() for value in self._met.values()]
         for flat in memory:
@@ -175,6 +184,6 @@ def _zeros(y: ir.Value) -> np.ndarray:
 
 def _rows(feeds: Mapping[str, Tensor]) -> int:
     """Return the number of rows of a batch."""
-    shapes = (getattr(x, "shape", ()) for x in feeds.values())
+    shapes: list[Any] = [getattr(x, "shape", ()) for x in feeds.values()]
     sizes = (shape() if callable(shape) else shape for shape in shapes)
     return next((int(size[0]) for size in sizes if len(size)), 1)

@@ -132,14 +132,14 @@ def fit(
         prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
     elif prefetch < 0:
         raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
-    communicator = executor.communicator
+    communicator = executor.workers
     _check_sizes(
         batches.fixed_size, batch_size, communicator.size, [rows, held_out.rows if held_out else rows]
     )
     if communicator.size > 1:
         facts = {
             "training graph": graph_digest(executor),
-            "state": digest(b"".join(map(np.ascontiguousarray, executor.state.values()))),
+            "state": digest(b"".join(x.tobytes() for x in executor.state.values())),
             "data": batches.digest(),
             "options of fit": f"{batch_size}, {shuffle}, {seed}, {epochs}",
         }
@@ -367,7 +367,7 @@ class _Loop:
         """Return the batch of some rows, on the device."""
         if isinstance(rows, np.ndarray):
             rows.sort()  # read memory-mapped rows in the file's order
-        part = rows[self._run.executor.communicator.share(len(rows))]
+        part = rows[self._run.executor.workers.share(len(rows))]
         return self._run.executor.on_device(self._batches.take(part))
 
     def _reported(self, batches: Generator[dict[str, Tensor], None, None]) -> Iterator[Record]:
@@ -408,7 +408,7 @@ class _Loop:
     def _agree(self, signals: Signals) -> bool:
         """Return whether to stop, because a callback of any worker has asked for it or a signal has arrived."""
         run = self._run
-        self._ends = agree(run.executor.communicator, run.control, signals)
+        self._ends = agree(run.executor.workers, run.control, signals)
         self._stops = run.control.should_stop
         return self._stops or self._ends
 
@@ -482,7 +482,7 @@ class _Loop:
             "onnxruntime": device.ort.__version__,
             "device": device.name,
             "threads": device.threads,
-            "workers": self._run.executor.communicator.size,
+            "workers": self._run.executor.workers.size,
         }
 
     def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
@@ -580,9 +580,7 @@ class _HeldOut:
         chosen = metrics_of(executor.inputs, self._metrics)
         mean = _Mean()
         batches = Batches.split(self.rows, batch_size)
-        for feeds, values in evaluated(
-            executor.communicator, batches, self._batches.take, executor.evaluate
-        ):
+        for feeds, values in evaluated(executor.workers, batches, self._batches.take, executor.evaluate):
             for target, (output, metric) in chosen.items():
                 metric.add(values[output], feeds[target])
             mean.add(len(next(iter(feeds.values()))), values)

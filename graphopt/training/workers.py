@@ -76,7 +76,7 @@ def evaluated(
 def _exchanged(communicator: Communicator, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the numbers and arrays of all workers."""
     content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in own.items()})
-    found = []
+    found: list[Mapping[str, Any]] = []
     for other in communicator.gather(content):
         arrays = safetensors.numpy.load(other)
         found.append({name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in arrays})
