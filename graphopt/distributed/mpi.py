@@ -35,15 +35,15 @@ class MPI(Communicator):
 
     def __init__(self, timeout: float | None = 300.0) -> None:
         try:
-            import mpi4py.MPI as mpi
+            from mpi4py import MPI as library  # noqa: N811
         except (ImportError, RuntimeError) as error:
             raise GraphoptError(
                 f"launcher: expected mpi4py with an MPI library, found none ({' '.join(str(error).split())}): "
                 f"pip install graphopt[mpi], and install Open MPI or MPICH"
             ) from error
-        self._mpi, self._world = mpi, mpi.COMM_WORLD
+        self._in_place, self._world = library.IN_PLACE, library.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
-        self.local_rank = self._world.Split_type(mpi.COMM_TYPE_SHARED).rank
+        self.local_rank = self._world.Split_type(library.COMM_TYPE_SHARED).rank
         self._waits_since: float | None = None
         if timeout is not None and self.size > 1:
             threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
@@ -57,7 +57,7 @@ class MPI(Communicator):
             array[...] = wide
             return
         with self._waiting():
-            self._world.Allreduce(self._mpi.IN_PLACE, array)
+            self._world.Allreduce(self._in_place, array)
 
     def gather(self, content: bytes) -> list[bytes]:
         sizes = np.zeros(self.size, np.int64)

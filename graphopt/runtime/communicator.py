@@ -89,11 +89,9 @@ class Communicator:
 SINGLE = Communicator()
 
 
-def digest(content: bytes | np.ndarray) -> str:
-    """Return the SHA-256 sum of bytes or of an array."""
-    return hashlib.sha256(
-        content if isinstance(content, bytes) else np.ascontiguousarray(content)
-    ).hexdigest()
+def digest(content: bytes) -> str:
+    """Return the SHA-256 sum of bytes."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _short(text: str) -> str:
