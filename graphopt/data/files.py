@@ -198,7 +198,7 @@ def _read_by(pyarrow: Any, path: str, kind: str) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        if getattr(error, "errno", None) is not None:  # the system's, not pyarrow's
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of pyarrow
             raise GraphoptError(f"{path}: {reason(error)}") from error
         raise GraphoptError(f"{path}: expected {kind}: {_problem(error)}") from error
 
