@@ -44,7 +44,7 @@ class Batches:
         self._columns = [
             _Column(value, array, allow_nan) for value, array in zip(*_match(data, inputs), strict=True)
         ]
-        self._count = len(data)
+        self._count, self._fixed = len(data), fixed_batch(inputs)
         for column in self._columns:
             if not column.lazy:
                 for rows in self.split(range(self._count), CHUNK):
@@ -56,7 +56,7 @@ class Batches:
     @property
     def fixed_size(self) -> int | None:
         """Return the batch size if the graph's batch dimension is static, otherwise None."""
-        return next((column.batch for column in self._columns if column.batch is not None), None)
+        return self._fixed
 
     @property
     def memory_mapped(self) -> bool:
@@ -84,6 +84,12 @@ class Batches:
     def take(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return rows by name in the graph's types and shapes; do not copy ranges of the right type."""
         return {column.name: column.take(rows) for column in self._columns}
+
+
+def fixed_batch(inputs: Mapping[str, ir.Value]) -> int | None:
+    """Return the batch size if the batch dimension of a graph's inputs is static, otherwise None."""
+    sizes = [value.shape[0] for value in inputs.values() if value.shape]
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value], list[np.ndarray]]:
@@ -127,8 +133,6 @@ class _Column:
         self._allow_nan = allow_nan
         self._labels = labels_of(value)
         self._check_type(value.dtype)
-        dims = [] if value.shape is None else list(value.shape)
-        self.batch = dims[0] if dims and isinstance(dims[0], int) else None
         self._shape = self._row_shape(value.shape)
 
     def take(self, rows: Rows) -> np.ndarray:

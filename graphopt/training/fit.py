@@ -12,7 +12,7 @@ import pathlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -21,12 +21,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.data import Batches, Dataset
-from graphopt.data.batches import Rows
+from graphopt.data.batches import Rows, fixed_batch
 from graphopt.data.loader import Shuffle, draw
 from graphopt.data.prefetch import prefetched
+from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.communicator import digest
+from graphopt.runtime.communicator import Communicator, digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -38,7 +39,7 @@ from graphopt.training.workers import agree, evaluated, from_first
 
 AHEAD = 2  # batches that are prefetched
 
-Data = Dataset | Mapping[str, np.ndarray]
+Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
 Path = str | os.PathLike[str]
 
 
@@ -47,6 +48,7 @@ def fit(
     data: Data,
     *,
     epochs: int = 20,
+    steps_per_epoch: int | None = None,
     batch_size: int = 32,
     shuffle: Shuffle = True,
     seed: int = 0,
@@ -68,17 +70,25 @@ def fit(
     `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs. With `resume`, an
     interrupted run continues from a checkpoint, in the middle of an epoch too, to the same bits.
 
+    Data may also be an iterable of batches, such as the data loader of another library. It keeps its own order and
+    needs no length: an epoch is one pass over it. With `resume`, it continues where it was if it has `state_dict` and
+    `load_state_dict`, or its iterators have `get_state` and `set_state`. Otherwise it starts over, and a warning says
+    so.
+
     Ctrl-C, SIGTERM and SIGHUP take effect between two steps. With `checkpoint`, the state is written before.
 
     Args:
         executor: the executor of a training graph.
-        data: a data set, or arrays named like the model's inputs, and `target`.
+        data: a data set, arrays named like the model's inputs, and `target`, or an iterable of batches: mappings from
+            these names to arrays, tensors or lists.
         epochs: the number of times to train on all rows.
-        batch_size: the number of rows of a batch; the last batch of an epoch may have fewer.
+        steps_per_epoch: the number of batches of an iterable in an epoch; None for one pass, which needs an end.
+        batch_size: the number of rows of a batch; the last batch of an epoch may have fewer. Batches of an iterable
+            have their own.
         shuffle: True to draw the held-out rows and the order of each epoch; `consecutive` to draw the order of
             batches of neighbouring rows; False to keep the order of the rows and hold out the last ones.
         seed: the seed of what is drawn.
-        validation: the share of rows to hold out, another data set, or None.
+        validation: the share of rows to hold out, other data, or None. An iterable has no rows to hold out.
         validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
         metrics: the metrics of held-out rows: names such as `accuracy`, names with options such as
             `{"top_k": {"k": 3}}`, and functions of all targets and predictions. None for the accuracy of a
@@ -117,26 +127,46 @@ def fit(
             "report: expected an executor that reports its loss, found an empty report: leave it out"
         )
     metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
-    batches = Batches(data, executor.inputs, allow_nan=allow_nan)
-    held_out = None
-    rows: Rows = range(len(batches))
-    if isinstance(validation, Mapping | Dataset):
-        held_out = _HeldOut(Batches(validation, executor.inputs, allow_nan=allow_nan), metrics)
-    elif validation:
-        count = held_out_rows(len(batches), validation)
-        chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
-        order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
-        held_out = _HeldOut(batches, metrics, order)
-        rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+    if batch_size < 1:
+        raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+    share, held_out = 0.0, None
+    if isinstance(validation, int | float):
+        share = validation
+    elif validation is not None:
+        held_out = _HeldOut(_read(validation, executor, allow_nan), batch_size, metrics)
+    batches = _read(data, executor, allow_nan, steps_per_epoch, keep_positions=checkpoint is not None)
+    source: _Order | _Passes
+    if isinstance(batches, Stream):
+        if share:
+            raise GraphoptError(
+                f"validation: expected other data or None, found a share, {share}, of the rows of an iterable"
+            )
+        source = _Passes(batches, steps_per_epoch)
+        if steps_per_epoch is None and batches.steps:
+            batches.passes = round(executor.batches / batches.steps)
+    else:
+        rows: Rows = range(len(batches))
+        if share:
+            count = held_out_rows(len(batches), share)
+            chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
+            order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
+            held_out = _HeldOut(batches, batch_size, metrics, order)
+            rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+        source = _Order(batches, rows, batch_size, shuffle, seed, executor.workers)
+        source.before = round(executor.batches / source.steps)
     if prefetch is None:
         prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
     elif prefetch < 0:
         raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
     communicator = executor.workers
-    _check_sizes(
-        batches.fixed_size, batch_size, communicator.size, [rows, held_out.rows if held_out else rows]
-    )
+    counts = [part.count for part in (source, held_out or source) if part.count is not None]
+    if counts:
+        _check_sizes(fixed_batch(executor.inputs), batch_size, communicator.size, counts)
     if communicator.size > 1:
+        if isinstance(batches, Stream):
+            raise GraphoptError(
+                f"data: expected rows, which {communicator.size} workers share, found an iterable, {batches.name}"
+            )
         facts = {
             "training graph": graph_digest(executor),
             "state": digest(b"".join(x.tobytes() for x in executor.state.values())),
@@ -155,14 +185,11 @@ def fit(
         checkpoint = None
     if checkpoint is not None:
         checkpoint.prepare()
-    steps = math.ceil(len(rows) / batch_size)
-    run = Run(
-        executor, epochs, steps, len(rows), len(held_out.rows) if held_out else 0, step=executor.batches
-    )
+    validation_rows = held_out.count if held_out is not None else 0
+    run = Run(executor, epochs, source.steps, source.count, validation_rows, step=executor.batches)
     if held_out is not None:
-        run.evaluated = functools.partial(held_out.evaluated, executor, batch_size)
-    drawn = _Order(rows, batch_size, shuffle, seed, round(executor.batches / steps))
-    loop = _Loop(run, batches, drawn, held_out, validation_every, prefetch, callbacks, checkpoint)
+        run.evaluated = functools.partial(held_out.evaluated, executor)
+    loop = _Loop(run, source, held_out, validation_every, prefetch, callbacks, checkpoint)
     continued = None
     if resume is True and checkpoint is not None:
         continued = checkpoint.newest()
@@ -173,20 +200,93 @@ def fit(
     return run.records
 
 
+def _read(
+    data: Data, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
+) -> Batches | Stream:
+    """Return what cuts the rows of data into batches, or draws the batches of an iterable."""
+    if not isinstance(data, Mapping | Dataset):
+        return Stream(data, executor.inputs, allow_nan=allow_nan, steps=steps, keep_positions=keep_positions)
+    if steps is not None:
+        raise GraphoptError(
+            f"steps_per_epoch={steps}: expected an iterable of batches, found rows, all of which are an epoch: leave "
+            "it out"
+        )
+    return Batches(data, executor.inputs, allow_nan=allow_nan)
+
+
 @dataclass
 class _Order:
-    """Hold what the order of rows depends on: the seed, the epoch, and the rows themselves."""
+    """Draw rows in an order that depends on the seed, the epoch, and the rows themselves."""
 
+    batches: Batches
     rows: Rows
     batch_size: int
     shuffle: Shuffle
     seed: int
-    before: int  # epochs in previous calls of `fit`
+    workers: Communicator
+    before: int = 0  # epochs in previous calls of `fit`
+    end = None  # the position after an epoch, of which the number of rows says enough
 
-    def draw(self, epoch: int, start: int) -> Iterator[Rows]:
-        """Yield the rows of each batch of an epoch, from a position on."""
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(len(self.rows) / self.batch_size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the run that continues it have in common."""
+        return {"seed": self.seed, "shuffle": self.shuffle, "rows": len(self.rows)}
+
+    def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
+        """Yield the batches of an epoch, from a row on: this worker's part of each."""
         random = np.random.default_rng([self.seed, self.before + epoch])
-        return draw(self.rows, self.batch_size, self.shuffle, random, start)
+        for rows in draw(self.rows, self.batch_size, self.shuffle, random, start):
+            if isinstance(rows, np.ndarray):
+                rows.sort()  # read memory-mapped rows in the file's order
+            yield Drawn(len(rows), self.batches.take(rows[self.workers.share(len(rows))]))
+
+    peek = draw
+
+    def load(self, position: Any) -> None:
+        """Continue from a position: there is none."""
+
+
+@dataclass
+class _Passes:
+    """Draw the batches of an iterable, in its own order."""
+
+    stream: Stream
+    steps_per_epoch: int | None
+    before = 0
+    count = None
+
+    @property
+    def steps(self) -> int | None:
+        return self.stream.steps
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"rows": None, "steps_per_epoch": self.steps_per_epoch}
+
+    @property
+    def end(self) -> Any:
+        return self.stream.end
+
+    def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
+        return self.stream.draw(epoch)
+
+    def peek(self, epoch: int, start: int) -> Iterator[Drawn]:
+        return self.stream.peek(epoch)
+
+    def load(self, position: Any) -> None:
+        if not self.stream.load(position):
+            warnings.warn(
+                f"data: {self.stream.name} has no state_dict and load_state_dict: it starts over",
+                stacklevel=4,
+            )
 
 
 @dataclass
@@ -218,24 +318,24 @@ class _Loop:
     def __init__(
         self,
         run: Run,
-        batches: Batches,
-        order: _Order,
+        order: _Order | _Passes,
         held_out: _HeldOut | None,
         validation_every: int,
         prefetch: int,
         callbacks: Sequence[Callback],
         checkpoint: Checkpoints | None,
     ) -> None:
-        self._run, self._batches, self._order, self._held_out = run, batches, order, held_out
+        self._run, self._order, self._held_out = run, order, held_out
         self._validation_every, self._prefetch = validation_every, prefetch
         self._callbacks, self._checkpoint = callbacks, checkpoint
         self._mean = _Mean()
+        self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch before an interruption
         self._skipped = run.step - run.executor.batches  # steps that the executor does not count
         self._is_cut = False  # whether a callback has stopped the last epoch before its end
         self._stops = self._ends = False  # what all workers have agreed on: a callback's stop, a signal's end
         self._one_by_one = any(callback.reads_state for callback in callbacks)
-        run.draw = lambda: map(self._take, order.draw(len(run.records) + 1, run.row))
+        run.draw = lambda: map(self._on_device, order.peek(len(run.records) + 1, run.row))
 
     def train(self) -> None:
         """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
@@ -292,6 +392,9 @@ class _Loop:
         run.resumed, run.step, run.records = checkpoint.path, progress["step"], list(progress["records"])
         run.epoch, run.row = progress["epoch"], progress["row"]
         order.before = progress["before"]
+        self._position = progress.get("data")
+        if self._position is not None:
+            order.load(self._position)
         self._mean, self._seconds = _Mean(**progress["mean"]), progress["seconds"]
         for name, callback in self._named_callbacks():
             kept = dict(progress["callbacks"].get(name, {}))
@@ -305,17 +408,17 @@ class _Loop:
             self._checkpoint.load_values(progress["best_values"])
 
     def _epoch(self, signals: Signals) -> None:
-        run, order = self._run, self._order
+        run = self._run
         if run.row == 0:
             run.epoch = len(run.records) + 1
             self._tell("on_epoch_begin")
         start = time.perf_counter()
-        self._steps(signals)
+        has_ended = self._steps(signals)
         seconds = self._seconds + time.perf_counter() - start
         if self._ends:
             self._seconds = seconds
             return
-        if self._stops and run.row < len(order.rows):
+        if not has_ended:
             self._save(last=True)  # a run that continues from here has the rest of the epoch before it
         record = {"epoch": run.epoch, "step": run.step, **self._mean.result()}
         if self._held_out is not None and (
@@ -324,7 +427,7 @@ class _Loop:
             measured = self._evaluate()
             record |= {name: value for name, value in measured.items() if name not in record}
         record |= {"seconds": seconds, "samples_per_second": run.row / seconds}
-        self._is_cut = self._stops and run.row < len(order.rows)
+        self._is_cut = not has_ended
         self._tell("on_epoch_end", record)
         run.records.append(record)
         if self._is_cut:
@@ -336,26 +439,28 @@ class _Loop:
             if best or checkpoint.is_due_after(run.epoch) or run.control.should_save:
                 self._save(best=record[checkpoint.best] if best and checkpoint.best else None)
 
-    def _steps(self, signals: Signals) -> None:
-        """Run the steps of an epoch from its current row on, until its end or what callbacks or a signal ask for."""
-        run, executor = self._run, self._run.executor
-        drawn: deque[int] = deque()  # the sizes of batches whose results are pending
+    def _steps(self, signals: Signals) -> bool:
+        """Run the steps of an epoch from its current row on; return False if callbacks or a signal end it before."""
+        run, executor, order = self._run, self._run.executor, self._order
+        pending: deque[tuple[int, Any]] = deque()  # the rows of batches without results, the positions after
 
         def feeds() -> Iterator[dict[str, Tensor]]:
-            for rows in self._order.draw(run.epoch, run.row):
-                drawn.append(len(rows))
-                yield self._take(rows)
+            for drawn in order.draw(run.epoch, run.row):
+                pending.append((drawn.rows, drawn.position))
+                yield self._on_device(drawn)
 
         with contextlib.closing(prefetched(feeds(), self._prefetch)) as ahead:
             for values in self._reported(ahead):
-                rows = drawn.popleft()
+                rows, self._position = pending.popleft()
                 run.step += 1
                 run.row += rows
                 values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
                 self._mean.add(rows, values)
                 self._tell("on_step_end", {"epoch": run.epoch, "step": run.step, "rows": rows, **values})
                 if self._is_even() and self._is_to_stop(signals):
-                    return
+                    return run.row == order.count
+        self._position = order.end
+        return True
 
     def _is_even(self) -> bool:
         """Return whether the executor has the state after exactly the steps that have ended, not after later ones."""
@@ -363,12 +468,8 @@ class _Loop:
         self._skipped -= min(ahead, 0)  # the executor has skipped a step that is not finite
         return ahead <= 0
 
-    def _take(self, rows: Rows) -> dict[str, Tensor]:
-        """Return the batch of some rows, on the device."""
-        if isinstance(rows, np.ndarray):
-            rows.sort()  # read memory-mapped rows in the file's order
-        part = rows[self._run.executor.workers.share(len(rows))]
-        return self._run.executor.on_device(self._batches.take(part))
+    def _on_device(self, drawn: Drawn) -> dict[str, Tensor]:
+        return self._run.executor.on_device(drawn.arrays)
 
     def _reported(self, batches: Generator[dict[str, Tensor], None, None]) -> Iterator[Record]:
         """Yield what each step reports; end a call of several steps where a checkpoint is due."""
@@ -417,7 +518,7 @@ class _Loop:
         if self._held_out is None:
             return {}
         self._tell("on_evaluate_begin")
-        measured = self._held_out.measure(self._run.executor, self._order.batch_size)
+        measured = self._held_out.measure(self._run.executor)
         record = {"validation_loss": measured.pop("data_loss", measured["loss"]), **measured}
         self._tell("on_evaluate_end", record)
         return record
@@ -439,6 +540,7 @@ class _Loop:
                 "epoch": run.epoch,
                 "row": run.row,
                 "before": self._order.before,
+                "data": self._position,
                 "mean": {"rows": self._mean.rows, "sums": dict(self._mean.sums), "rate": self._mean.rate},
                 "seconds": self._seconds,
                 "records": list(run.records),
@@ -469,8 +571,7 @@ class _Loop:
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it have in common."""
-        order, graph = self._order, graph_digest(self._run.executor)
-        return {"seed": order.seed, "shuffle": order.shuffle, "rows": len(order.rows), "graph": graph}
+        return {**self._order.identity, "graph": graph_digest(self._run.executor)}
 
     @functools.cached_property
     def _environment(self) -> dict[str, Any]:
@@ -516,9 +617,9 @@ def evaluate(
 
     Args:
         executor: the executor of a training graph.
-        data: a data set, or arrays named like the model's inputs, and `target`.
+        data: the data, as in `fit`.
         metrics: the metrics, as in `fit`.
-        batch_size: the number of rows per call.
+        batch_size: the number of rows per call; batches of an iterable have their own.
         allow_nan: accept data that contains NaN or infinities.
 
     Raises:
@@ -532,8 +633,7 @@ def evaluate(
     ['loss', 'r2', 'rmse']
     """
     metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
-    held_out = _HeldOut(Batches(data, executor.inputs, allow_nan=allow_nan), metrics)
-    return held_out.measure(executor, batch_size)
+    return _HeldOut(_read(data, executor, allow_nan), batch_size, metrics).measure(executor)
 
 
 def held_out_rows(rows: int, share: float) -> int:
@@ -563,24 +663,33 @@ def reported(step: ir.Model) -> list[str]:
 class _HeldOut:
     """Hold rows out of training and evaluate them."""
 
-    def __init__(self, batches: Batches, metrics: Sequence[Wanted] | None, rows: Rows | None = None) -> None:
-        self.rows: Rows = range(len(batches)) if rows is None else rows
-        self._batches, self._metrics = batches, metrics
+    def __init__(
+        self,
+        batches: Batches | Stream,
+        batch_size: int,
+        metrics: Sequence[Wanted] | None,
+        rows: Rows | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self.count: int | None = None  # an iterable does not tell
+        self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
+        if isinstance(batches, Stream):
+            self._feeds = lambda: (drawn.arrays for drawn in batches)
+        else:
+            chosen = range(len(batches)) if rows is None else rows
+            self.count = len(chosen)
+            self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
 
-    def evaluated(
-        self, executor: Executor, batch_size: int
-    ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+    def evaluated(self, executor: Executor) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
         """Yield the data and the evaluation of each batch."""
-        for rows in Batches.split(self.rows, batch_size):
-            feeds = self._batches.take(rows)
+        for feeds in self._feeds():
             yield feeds, executor.evaluate(feeds)
 
-    def measure(self, executor: Executor, batch_size: int) -> Record:
+    def measure(self, executor: Executor) -> Record:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics_of(executor.inputs, self._metrics)
         mean = _Mean()
-        batches = Batches.split(self.rows, batch_size)
-        for feeds, values in evaluated(executor.workers, batches, self._batches.take, executor.evaluate):
+        for feeds, values in evaluated(executor.workers, self._feeds(), executor.evaluate):
             for target, (output, metric) in chosen.items():
                 metric.add(values[output], feeds[target])
             mean.add(len(next(iter(feeds.values()))), values)
@@ -591,13 +700,10 @@ class _HeldOut:
         return measured
 
 
-def _check_sizes(fixed: int | None, batch_size: int, workers: int, parts: Sequence[Rows]) -> None:
-    if batch_size < 1:
-        raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
+def _check_sizes(fixed: int | None, batch_size: int, workers: int, counts: Sequence[int]) -> None:
     fixed = fixed and fixed * workers
-    if fixed is not None and (batch_size != fixed or any(len(rows) % fixed for rows in parts)):
+    if fixed is not None and (batch_size != fixed or any(count % fixed for count in counts)):
         raise GraphoptError(
             f"batch_size: expected {fixed}, the batch of the model, and a multiple of it as number of rows, found "
-            f"batch_size={batch_size} and {' and '.join(str(len(rows)) for rows in parts)} rows: export the model with "
-            f"a dynamic batch"
+            f"batch_size={batch_size} and {' and '.join(map(str, counts))} rows: export the model with a dynamic batch"
         )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from graphopt.data.batches import Rows
 from graphopt.runtime.communicator import Communicator
 from graphopt.training.callbacks.callback import Control
 from graphopt.training.checkpoints import Checkpoint
@@ -57,20 +56,18 @@ def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Che
 
 def evaluated(
     communicator: Communicator,
-    batches: Iterable[Rows],
-    take: Callable[[Rows], dict[str, np.ndarray]],
+    batches: Iterable[dict[str, np.ndarray]],
     evaluate: Callable[[dict[str, np.ndarray]], Mapping[str, Any]],
 ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
     """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time."""
     left = iter(batches)
     while group := list(itertools.islice(left, communicator.size)):
-        feeds = [take(rows) for rows in group]
         values: list[Mapping[str, Any]] = [{}]
         if communicator.rank < len(group):
-            values = [evaluate(feeds[communicator.rank])]
+            values = [evaluate(group[communicator.rank])]
         if communicator.size > 1:
             values = _exchanged(communicator, values[0])
-        yield from zip(feeds, values, strict=False)
+        yield from zip(group, values, strict=False)
 
 
 def _exchanged(communicator: Communicator, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -40,7 +40,7 @@ class Run:
         epochs: the number of epochs to train.
         steps: the number of steps of an epoch; None if the data does not tell.
         rows: the number of rows of an epoch; None if the data does not tell.
-        validation_rows: the number of held-out rows.
+        validation_rows: the number of held-out rows; None if the data does not tell.
         epoch: the current epoch, from 1.
         step: the number of steps so far, in all epochs.
         row: the number of rows of this epoch so far.
@@ -58,7 +58,7 @@ class Run:
     epochs: int
     steps: int | None
     rows: int | None
-    validation_rows: int
+    validation_rows: int | None
     epoch: int = 0
     step: int = 0
     row: int = 0

@@ -56,7 +56,7 @@ class Monitor(Callback, ABC):
     def on_fit_begin(self, run: Run) -> None:
         if run.resumed is None:
             self._reset()
-        if self.monitor == "validation_loss" and not run.validation_rows:
+        if self.monitor == "validation_loss" and run.validation_rows == 0:
             raise GraphoptError(
                 f"{type(self).__name__}(monitor='validation_loss'): expected rows held out, found none: set "
                 "`validation`, or monitor='loss'"
@@ -69,7 +69,7 @@ class Monitor(Callback, ABC):
             GraphoptError: the record does not have such a measure.
         """
         value: float | None = record.get(self.monitor)
-        if value is None and ("validation_loss" in record or not run.validation_rows):
+        if value is None and ("validation_loss" in record or run.validation_rows == 0):
             numbers = [name for name, one in record.items() if isinstance(one, float)]
             raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
         return value

@@ -1,0 +1,230 @@
+"""Draw batches from any Python iterable, check them, and continue in the middle of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.data.batches import Batches
+from graphopt.data.states import decoded, encoded
+from graphopt.errors import GraphoptError, line
+
+STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
+
+
+class Drawn(NamedTuple):
+    """Hold a batch, the number of its rows, and the position after it, if a stream keeps positions."""
+
+    rows: int
+    arrays: dict[str, np.ndarray]
+    position: Any = None
+
+
+class Stream:
+    """Draw the batches of epochs from an iterable, and check each as `Batches` does.
+
+    An item is a batch: a mapping from the names of the graph's inputs to arrays, tensors or lists whose first axis is
+    the rows. An epoch is one pass over the iterable, or `steps` batches; passes then follow one another, and an epoch
+    begins where the one before ended. If the iterable has `set_epoch`, it is called before each pass.
+
+    A position is JSON. The data continue from it if the iterable, or an iterator of it, has `state_dict` and
+    `load_state_dict`, or `get_state` and `set_state`.
+
+    Args:
+        data: the iterable.
+        inputs: the inputs of the graph, by name: `Executor.inputs`.
+        allow_nan: accept NaN and infinities.
+        steps: the number of batches of an epoch; None for one pass.
+        keep_positions: return the position after each batch.
+
+    Raises:
+        GraphoptError: the data is no iterable, or `steps` is less than 1.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        inputs: Mapping[str, ir.Value],
+        *,
+        allow_nan: bool = False,
+        steps: int | None = None,
+        keep_positions: bool = False,
+    ) -> None:
+        if not isinstance(data, Iterable) or isinstance(data, str | bytes):
+            raise GraphoptError(
+                f"data: expected a data set, arrays by name or an iterable of batches, found {type(data).__name__}"
+            )
+        if steps is not None and steps < 1:
+            raise GraphoptError(f"steps_per_epoch: expected 1 or more, found {steps}")
+        self.name = type(data).__name__
+        self.passes = 0  # that have ended
+        self.end: Any = None  # the position after the last batch of an epoch
+        self._data, self._inputs, self._allow_nan = data, inputs, allow_nan
+        self._steps, self._keep_positions = steps, keep_positions
+        self._pass: Iterator[Any] | None = None
+        self._epoch: Iterator[Drawn] | None = None
+        self._done = 0  # batches of the epoch before `load`
+        self._peeked: deque[Drawn] = deque()
+
+    @property
+    def steps(self) -> int | None:
+        """Return the number of batches of an epoch, or None if the iterable does not tell."""
+        if self._steps is not None:
+            return self._steps
+        try:
+            return len(self._data)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    @property
+    def memory_mapped(self) -> bool:
+        """Return False: arrays are in memory."""
+        return False
+
+    def draw(self, epoch: int) -> Iterator[Drawn]:
+        """Yield the batches of an epoch, or those that are left of it.
+
+        Raises:
+            GraphoptError: a batch does not fit the graph, or the iterable has none.
+        """
+        left = self._left(epoch)
+        while self._peeked:
+            yield self._peeked.popleft()
+        yield from left
+        self._epoch = None
+
+    def peek(self, epoch: int) -> Iterator[Drawn]:
+        """Yield the batches that `draw` will yield."""
+        left = self._left(epoch)
+        yield from tuple(self._peeked)
+        for drawn in left:
+            self._peeked.append(drawn)
+            yield drawn
+
+    def __iter__(self) -> Iterator[Drawn]:
+        """Yield the batches of one pass.
+
+        Raises: as `draw`.
+        """
+        number = 0
+        for number, item in enumerate(self._data, 1):
+            yield self._checked(item, f"batch {number}")
+        if not number:
+            raise self._used_up("")
+
+    def load(self, position: Any) -> bool:
+        """Continue from a position; return False if the data has no state, so that it starts over."""
+        self._done, self.passes = position["batches"], position["passes"]
+        is_within = bool(self._done) or self._steps is not None
+        if position["state"] is None:
+            return not is_within
+        if is_within and position["of"] == "iterator":
+            self._pass = self._begin()
+            self._set(self._pass, position["state"])
+        elif position["of"] == "iterable":
+            self._set(self._data, position["state"])
+            self._pass = self._begin() if is_within else None
+        return True
+
+    def _left(self, epoch: int) -> Iterator[Drawn]:
+        if self._epoch is None:
+            self._epoch = self._batches(epoch)
+        return self._epoch
+
+    def _batches(self, epoch: int) -> Iterator[Drawn]:
+        done, self._done = self._done, 0
+        is_new = False  # whether the pass has yielded nothing
+        while self._steps is None or done < self._steps:
+            if self._pass is None:
+                self._pass, is_new = self._begin(), True
+            try:
+                item = next(self._pass)
+            except StopIteration:
+                if is_new:
+                    raise self._used_up(f" in epoch {epoch}") from None
+                self._pass = None
+                self.passes += 1
+                if self._steps is None:
+                    break
+                continue
+            is_new = False
+            done += 1
+            checked = self._checked(item, f"epoch {epoch}, batch {done}")
+            yield checked._replace(position=self._position(done))
+        self.end = self._position(0)
+
+    def _begin(self) -> Iterator[Any]:
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(self.passes)
+        return iter(self._data)
+
+    def _position(self, done: int) -> Any:
+        """Return where the data is after a number of batches of the epoch."""
+        if not self._keep_positions:
+            return None
+        position = {"batches": done, "passes": self.passes, "of": None, "state": None}
+        for of, one in (("iterator", self._pass), ("iterable", self._data)):
+            for get, put in STATE_METHODS:
+                if callable(getattr(one, get, None)) and callable(getattr(one, put, None)):
+                    return {**position, "of": of, "state": encoded(getattr(one, get)())}
+        return position
+
+    @staticmethod
+    def _set(one: Any, state: Any) -> None:
+        put = next(put for _, put in STATE_METHODS if callable(getattr(one, put, None)))
+        getattr(one, put)(decoded(state))
+
+    def _checked(self, item: Any, where: str) -> Drawn:
+        """Return a batch in the graph's types.
+
+        Raises:
+            GraphoptError: it does not fit the graph.
+        """
+        try:
+            if not isinstance(item, Mapping):
+                names = ", ".join(f"{name!r}: ..." for name in self._inputs)
+                raise GraphoptError(
+                    f"data: expected a dict of arrays by name, found a {type(item).__name__}: yield {{{names}}}"
+                )
+            batches = Batches(
+                {name: _array(name, value) for name, value in item.items()},
+                self._inputs,
+                allow_nan=self._allow_nan,
+            )
+            rows = len(batches)
+            if batches.fixed_size not in (None, rows):
+                raise GraphoptError(
+                    f"data: expected {batches.fixed_size} rows, the batch of the model, found {rows}: drop an "
+                    "incomplete last batch, or export the model with a dynamic batch"
+                )
+            return Drawn(rows, batches.take(range(rows)))
+        except GraphoptError as error:
+            raise GraphoptError(f"{where}: {error}") from error
+
+    def _used_up(self, where: str) -> GraphoptError:
+        mend = (
+            "an iterator is used up after one pass: give an object whose __iter__ begins a new one"
+            if iter(self._data) is self._data
+            else "give an iterable that is not empty"
+        )
+        return GraphoptError(f"data: expected batches{where}, found none in {self.name}: {mend}")
+
+
+def _array(name: Any, value: Any) -> np.ndarray:
+    """Return a copy of an array, a tensor or a list: an iterable may change what it has yielded."""
+    try:
+        array = np.asarray(value).copy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GraphoptError(
+            f"data {name!r}: expected an array, found a {type(value).__name__}: {line(error)}"
+        ) from error
+    if array.ndim == 0:
+        raise GraphoptError(
+            f"data {name!r}: expected an array whose first axis is the rows of a batch, found one "
+            f"{type(value).__name__}: yield batches, such as those of .batch(32)"
+        )
+    return array
