@@ -20,6 +20,7 @@ from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
@@ -44,6 +45,7 @@ __all__ = [
     "Pipeline",
     "StepHalves",
     "Trainer",
+    "adapt",
     "compile",
     "dot",
     "evaluate",

@@ -30,6 +30,7 @@ Steps = Step | Sequence[Step] | None
 def standard(
     *,
     normalize: Steps | Default = DEFAULT,
+    standardize: Steps = None,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
     training: Steps = None,
@@ -73,6 +74,7 @@ def compile(
     model: Source,
     *,
     normalize: Steps | Default = DEFAULT,
+    standardize: Steps = None,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
     training: Steps = None,
@@ -98,6 +100,8 @@ def compile(
         normalize: converts the model to opset 21 unless it needs a newer one, inlines functions, replaces operators of
             `com.microsoft` and `ai.onnx.ml` by standard ones, turns weights into initializers and infers all types;
             `passes.Normalize()` by default.
+        standardize: centers and scales the model's inputs, so that the training graph and the trained model take raw
+            input, for example `passes.Standardize(mean, scale)`; see `graphopt.adapt`.
         parameters: chooses the weights that train: by default those that trained in the exported program;
             `passes.Parameters()` by default.
         sort: sorts the parameters by name; `passes.SortInitializers()` by default.

@@ -12,7 +12,14 @@ from graphopt.errors import GraphoptError
 _KEY = "interval"
 
 
-def within(interval: str, default: Any, *, whole: bool | None = None, kw_only: bool = False) -> Any:
+def within(
+    interval: str,
+    default: Any,
+    *,
+    whole: bool | None = None,
+    kw_only: bool = False,
+    choices: tuple[str, ...] = (),
+) -> Any:
     """Return a dataclass field for a number in an interval, or for a sequence or mapping of such numbers.
 
     Args:
@@ -20,9 +27,10 @@ def within(interval: str, default: Any, *, whole: bool | None = None, kw_only: b
             not.
         default: a number, None, or a default factory. The default itself is not checked.
         whole: require whole numbers; by default, if the default is a whole number.
+        choices: words that may stand for numbers.
     """
     whole = isinstance(default, int) if whole is None else whole
-    metadata = {_KEY: (interval, whole)}
+    metadata = {_KEY: (interval, whole, choices)}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata, kw_only=kw_only)
     return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
@@ -33,8 +41,8 @@ def check_intervals(options: Any) -> None:
     for field in dataclasses.fields(options):
         if _KEY in field.metadata:
             value = getattr(options, field.name)
-            interval, whole = field.metadata[_KEY]
-            for number in _numbers(value) if value != field.default else ():
+            interval, whole, choices = field.metadata[_KEY]
+            for number in () if value == field.default or value in choices else _numbers(value):
                 if not _lies_in(number, interval) or (whole and number != int(number)):
                     kind = "a whole number" if whole else "a number"
                     raise GraphoptError(

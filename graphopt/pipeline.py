@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source, load
+from graphopt.graph.rewriting import Pass, Read
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,26 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
             if observe is not None:
                 observe(name, model)
         return model
+
+    @property
+    def learns(self) -> bool:
+        """Return whether a pass learns options from data."""
+        return any(isinstance(one, Pass) and one.learns for step in self._steps.values() for one in step)
+
+    def adapted(self, model: ir.Model, read: Read) -> Pipeline:
+        """Return the pipeline with what its passes learn from data; see `graphopt.adapt`."""
+        return Pipeline(
+            **{
+                name: tuple(
+                    one.adapted(model, read) if isinstance(one, Pass) and one.learns else one for one in step
+                )
+                for name, step in self._steps.items()
+            }
+        )
+
+    def without(self, name: str) -> Pipeline:
+        """Return the pipeline without the step `name`, if it has one."""
+        return Pipeline(**{one: step for one, step in self._steps.items() if one != name})
 
     def until(self, name: str) -> Pipeline:
         """Return the steps up to and including `name`."""

@@ -42,6 +42,7 @@ from passes.schedules import (
 )
 from passes.simplify import Simplify
 from passes.sort_initializers import SortInitializers
+from passes.standardize import Standardize
 from passes.training_mode import TrainingMode
 from passes.unroll_loops import UnrollLoops
 from passes.vector_jacobian import VectorJacobianProduct
@@ -101,6 +102,7 @@ __all__ = [
     "Schedule",
     "Simplify",
     "SortInitializers",
+    "Standardize",
     "StepDecay",
     "StopGradient",
     "TrainingMode",

@@ -17,6 +17,7 @@ from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_recipe
 from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.data import Dataset
+from graphopt.data.training_rows import held_out_rows
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
@@ -24,11 +25,12 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback, MedianStopping
 from graphopt.training.callbacks.logs import FileLog
 from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.fit import held_out_rows, reported
+from graphopt.training.fit import reported
 from graphopt.training.metrics import Wanted
 
 
@@ -67,8 +69,32 @@ class Recipe:
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
+        return self._adapted(self._pipeline)
+
+    @functools.cached_property
+    def _pipeline(self) -> Pipeline:
+        """Return the pipeline as the recipe describes it, before its passes learn from data."""
         pipeline: Pipeline = self._build("pipeline")
         return pipeline
+
+    def _adapted(self, pipeline: Pipeline) -> Pipeline:
+        """Return a pipeline whose passes have learnt from the training rows, if any of them learns."""
+        if not pipeline.learns:
+            return pipeline
+        fields = self.fields["fit"]
+        share = fields.get("validation")
+        return adapt(
+            pipeline,
+            self.model(),
+            self.data,
+            validation=share if isinstance(share, int | float) else None,
+            **{name: fields[name] for name in ("shuffle", "seed", "allow_nan") if name in fields},
+        )
+
+    @property
+    def learns(self) -> bool:
+        """Return whether passes learn from the data."""
+        return self._pipeline.learns
 
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
@@ -155,19 +181,21 @@ class Recipe:
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
-        task = next((step.task for step in self.pipeline.get("loss", ()) if hasattr(step, "task")), "")
+        task = next((step.task for step in self._pipeline.get("loss", ()) if hasattr(step, "task")), "")
         outputs = models[name].get("outputs") or self.data.outputs(task)
         features = next(iter(inputs.values())).shape[1:]
         model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
         return model
 
-    def compile(self, file: Path | None = None) -> ir.Model:
+    def compile(self, file: Path | None = None, *, is_trained: bool = False) -> ir.Model:
         """Return the training graph.
 
         Args:
             file: a file instead of the recipe's model.
+            is_trained: the model standardizes its inputs itself, if at all.
         """
-        if not with_role(step := self.pipeline(self.model(file)), Role.NEXT):
+        pipeline = self._adapted(self._pipeline.without("standardize")) if is_trained else self.pipeline
+        if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
 

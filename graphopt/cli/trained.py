@@ -93,8 +93,14 @@ class Trained:
         """Return the executor of the training graph, with the trained weights."""
         if self.step is not None:
             executor = self.recipe.executor(self._load(self.step))
+        elif self.checkpoint is not None and self.recipe.learns:
+            raise GraphoptError(
+                f"{self.checkpoint}: expected step.onnx in the folder of the run, which has what it learnt from its "
+                "data, found none"
+            )
         else:
-            executor = self.recipe.executor(self.recipe.compile(self.model))
+            is_trained = self.checkpoint is None
+            executor = self.recipe.executor(self.recipe.compile(self.model, is_trained=is_trained))
         if self.checkpoint is not None:
             executor.update_state(read(self.checkpoint).state)
         elif self.model is not None and self.step is not None:

@@ -6,15 +6,20 @@ from graphopt.data.files import arrow, csv, npy, npz, parquet
 from graphopt.data.loader import Loader
 from graphopt.data.prefetch import prefetched
 from graphopt.data.samples import diabetes, digits, text
+from graphopt.data.training_rows import hold_out
+from graphopt.statistics import balanced_class_weights, mean_and_scale
 
 __all__ = [
     "Batches",
     "Dataset",
     "Loader",
     "arrow",
+    "balanced_class_weights",
     "csv",
     "diabetes",
     "digits",
+    "hold_out",
+    "mean_and_scale",
     "npy",
     "npz",
     "parquet",

@@ -94,11 +94,7 @@ def fixed_batch(inputs: Mapping[str, ir.Value]) -> int | None:
 
 def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value], list[np.ndarray]]:
     """Pair the graph's inputs with arrays by name."""
-    arrays = dict(data.arrays)
-    missing = [value for name, value in inputs.items() if name not in arrays]
-    missing = [value for value in missing if role_of(value) is Role.DATA]
-    if data.features is not None and data.features not in inputs and len(missing) == 1:
-        arrays = {missing[0].name if name == data.features else name: a for name, a in arrays.items()}  # type: ignore[misc]
+    arrays = data.feeding([name for name, value in inputs.items() if role_of(value) is Role.DATA])
     for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:

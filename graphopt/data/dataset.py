@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,17 @@ class Dataset:
             for name, array in self.arrays.items()
             if name != TARGET and not name.startswith(f"{TARGET}_") and name != "sample_weight"
         }
+
+    def feeding(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return the arrays by name, the features under the name of the only input that has no array.
+
+        Args:
+            names: the names of the model's inputs.
+        """
+        missing = [name for name in names if name not in self.arrays]
+        if self.features is None or self.features in names or len(missing) != 1:
+            return dict(self.arrays)
+        return {missing[0] if name == self.features else name: x for name, x in self.arrays.items()}
 
     def outputs(self, task: str) -> int:
         """Return the number of outputs that a model needs per row, or per position of a sequence.

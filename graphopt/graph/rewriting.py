@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
 
+import numpy as np
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -23,6 +24,8 @@ from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
 from graphopt.intervals import check_intervals
+
+Read = Callable[[str], Iterator[np.ndarray]]
 
 # Exceptions of ONNX's packages for models that pass the checker but that they cannot handle.
 LIBRARIES = (
@@ -43,10 +46,26 @@ class Pass(ir.passes.InPlacePass):
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
     passes, the model is valid, self-contained ONNX. While `rewrite` runs, initial values of state are detached (see
     `graphopt.graph.state`), so that any rewriter is safe.
+
+    A pass that learns options from data says so in `learns`, and `adapted` returns the pass with these options.
     """
 
     def __post_init__(self) -> None:
         check_intervals(self)
+
+    @property
+    def learns(self) -> bool:
+        """Return whether options are to be learnt from the training rows."""
+        return False
+
+    def adapted(self, model: ir.Model, read: Read) -> Pass:
+        """Return the pass with the options that it learns from the training rows; see `graphopt.adapt`.
+
+        Args:
+            model: the model before the pipeline.
+            read: returns the training rows of the array of an input or a target, in pieces.
+        """
+        return self
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:

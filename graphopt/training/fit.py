@@ -25,6 +25,7 @@ from graphopt.data.batches import Rows, fixed_batch
 from graphopt.data.loader import Shuffle, draw
 from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn, Stream
+from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.communicator import Communicator, digest
@@ -147,11 +148,8 @@ def fit(
     else:
         rows: Rows = range(len(batches))
         if share:
-            count = held_out_rows(len(batches), share)
-            chosen = np.random.default_rng(seed).permutation(len(batches))[:count]
-            order = np.sort(chosen) if shuffle else rows[len(rows) - count :]
-            held_out = _HeldOut(batches, batch_size, metrics, order)
-            rows = np.delete(np.arange(len(batches)), order) if shuffle else rows[: len(rows) - count]
+            rows, held = hold_out(len(batches), share, shuffle=shuffle, seed=seed)
+            held_out = _HeldOut(batches, batch_size, metrics, held)
         source = _Order(batches, rows, batch_size, shuffle, seed, executor.workers)
         source.before = round(executor.batches / source.steps)
     if prefetch is None:
@@ -634,24 +632,6 @@ def evaluate(
     """
     metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
     return _HeldOut(_read(data, executor, allow_nan), batch_size, metrics).measure(executor)
-
-
-def held_out_rows(rows: int, share: float) -> int:
-    """Return the number of rows to hold out for validation.
-
-    Raises:
-        GraphoptError: the share is not in [0, 1), or leaves no row to train on.
-    """
-    if not 0 <= share < 1:
-        raise GraphoptError(
-            f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
-        )
-    count = math.ceil(rows * share)
-    if count >= rows:
-        raise GraphoptError(
-            f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows"
-        )
-    return count
 
 
 def reported(step: ir.Model) -> list[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Read
+from graphopt.graph.values import is_floating
 from graphopt.intervals import within
+from graphopt.statistics import weights_of
 from passes.losses.loss import Loss, epsilon, positive
 
 MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
@@ -86,7 +89,8 @@ class CrossEntropy(Loss):
             class indices in this shape without `axis`.
         label_smoothing: the share of q that is spread over all classes (Szegedy et al. 2016).
         class_weights: a weight w for each class. The mean over integer targets is weighted by the weights of their
-            classes.
+            classes. `balanced` lets `graphopt.adapt` and recipes learn them from the labels of the training rows, as
+            `graphopt.data.balanced_class_weights` does.
         ignore_index: the integer target that adds nothing to the loss or to its count.
 
     >>> import numpy
@@ -101,10 +105,38 @@ class CrossEntropy(Loss):
     from_logits: bool = True
     target_probabilities: bool = False
     label_smoothing: float = within("[0, 1]", 0.0)
-    class_weights: tuple[float, ...] | None = within("[0, inf)", None)
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = within(
+        "[0, inf)", None, choices=("balanced",)
+    )
     ignore_index: int | None = None
 
     task = "classification"
+
+    @property
+    def learns(self) -> bool:
+        return self.class_weights == "balanced"
+
+    def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
+        if not self.learns:
+            return self
+        if self.target_probabilities:
+            raise GraphoptError(
+                "CrossEntropy(class_weights='balanced'): expected class numbers as targets, found "
+                "target_probabilities=True: give a number for each class"
+            )
+        weights = weights_of(read(target_name), self._classes_of(model), self.ignore_index)
+        return replace(self, class_weights=weights)
+
+    def _classes_of(self, model: ir.Model) -> int | None:
+        """Return the number of classes that a model predicts, or None if its file does not say."""
+        outputs = [y for y in model.graph.outputs if is_floating(y) and self.output in (None, y.name)]
+        if (
+            len(outputs) != 1
+            or (shape := outputs[0].shape) is None
+            or not -len(shape) <= self.axis < len(shape)
+        ):
+            return None
+        return _classes(outputs[0], self.axis)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
@@ -179,6 +211,11 @@ class CrossEntropy(Loss):
         return hot
 
     def _weights(self, op: Emitter, prediction: ir.Value) -> ir.Value:
+        if self.learns:
+            raise GraphoptError(
+                "CrossEntropy(class_weights='balanced'): expected a number for each class, found none: learn them by "
+                "graphopt.adapt, or by graphopt.data.balanced_class_weights"
+            )
         weights = np.array(self.class_weights)
         classes = _classes(prediction, self.axis)
         if classes not in (None, len(weights)):

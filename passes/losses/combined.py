@@ -12,7 +12,7 @@ from onnxscript import OnnxFunction
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, set_role
 from graphopt.intervals import within
 from passes.losses.loss import Loss, report_loss
@@ -66,6 +66,17 @@ class Losses(Pass):
 
     losses: Mapping[str, Loss]
     weights: Mapping[str, float] = within("(-inf, inf)", dict)
+
+    @property
+    def learns(self) -> bool:
+        return any(loss.learns for loss in self.losses.values())
+
+    def adapted(self, model: ir.Model, read: Read) -> Losses:
+        losses = {
+            output: replace(loss, output=output).adapted(model, read, f"target_{output}")
+            for output, loss in self.losses.items()
+        }
+        return replace(self, losses=losses)
 
     def rewrite(self, model: ir.Model) -> None:
         unknown = set(self.weights) - set(self.losses)

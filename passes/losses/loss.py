@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import is_floating
 
@@ -52,6 +52,9 @@ class Loss(Pass):
         super().__post_init__()
         if self.reduction not in ("mean", "sum", "none"):
             raise GraphoptError(f"reduction: expected 'mean', 'sum' or 'none', found {self.reduction!r}")
+
+    def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
+        return self
 
     @final
     def rewrite(self, model: ir.Model) -> None:

@@ -1,0 +1,58 @@
+"""Let the passes of a pipeline learn options from the rows that `fit` trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from graphopt.data import Dataset
+from graphopt.data.dataset import as_dataset
+from graphopt.data.loader import Shuffle
+from graphopt.data.training_rows import TrainingRows, hold_out
+from graphopt.graph.loading import Source, load
+from graphopt.pipeline import Pipeline
+
+
+def adapt(
+    pipeline: Pipeline,
+    model: Source,
+    data: Dataset | Mapping[str, np.ndarray],
+    *,
+    validation: float | Dataset | Mapping[str, np.ndarray] | None = 0.2,
+    shuffle: Shuffle = True,
+    seed: int = 0,
+    allow_nan: bool = False,
+) -> Pipeline:
+    """Return a pipeline whose passes have learnt from the training rows of a data set.
+
+    `passes.Standardize()` learns means and standard deviations, and `passes.CrossEntropy(class_weights="balanced")`
+    learns class weights. Held-out rows do not count. Give `validation`, `shuffle` and `seed` as to `fit`.
+
+    Args:
+        pipeline: the pipeline; it is not changed.
+        model: the inference model that the pipeline will rewrite.
+        data: a data set, or arrays named like the model's inputs, and `target`; memory-mapped arrays are read once,
+            in pieces.
+        validation: the share of rows to hold out; with another data set or None, all rows train.
+        shuffle: whether held-out rows are drawn, as in `fit`.
+        seed: the seed of what is drawn.
+        allow_nan: accept NaN and infinities in arrays that no pass learns from.
+
+    Raises:
+        GraphoptError: the data does not fit the model, or a pass cannot learn from it.
+
+    >>> from graphopt import data, models
+    >>> digits, model = data.digits(), models.mlp((1, 8, 8), 10)
+    >>> loss = passes.CrossEntropy(class_weights="balanced")
+    >>> pipeline = graphopt.standard(standardize=passes.Standardize(), loss=loss, optimizer=passes.AdamW())
+    >>> executor = graphopt.Executor(graphopt.adapt(pipeline, model, digits)(model))
+    >>> graphopt.fit(executor, digits, epochs=5)[-1]["accuracy"] > 0.9
+    True
+    """
+    if not pipeline.learns:
+        return pipeline
+    data, loaded = as_dataset(data), load(model)
+    share = 0.0 if validation is None or isinstance(validation, Mapping | Dataset) else validation
+    rows, _ = hold_out(len(data), share, shuffle=shuffle, seed=seed)
+    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)

@@ -1,0 +1,213 @@
+"""Standardize the inputs of a model."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import FROZEN
+from graphopt.graph.rewriting import Pass, Pattern, Read, matches
+from graphopt.graph.roles import Role, role_of
+from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.values import is_floating
+from graphopt.statistics import Moments
+
+Numbers = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Standardize(Pass):
+    """Replace each floating-point input x by (x - mean) / scale, for numbers of each feature that do not train.
+
+    The training graph, the trained model and graphs for hosts then take raw input. Without numbers, the pass learns
+    them from the training rows: `graphopt.adapt` and recipes set them to the mean and the standard deviation (1 for a
+    constant feature), as scikit-learn's StandardScaler does.
+
+    Args:
+        mean: a number per feature, or one for all; for several inputs, those of each, by name.
+        scale: the divisors, in the same form.
+        axis: the axis of the features: 1 for the columns of a table and the channels of images [N, C, H, W], as in
+            BatchNormalization; -1 for sequences of features [N, T, C].
+        inputs: shell-style patterns of the names of inputs, one or several. By default, all floating-point inputs,
+            except those that only a single number reads, such as the targets of a model that computes its own loss.
+
+    Raises:
+        GraphoptError: the model has no such input, its rank is unknown, it is already standardized, the numbers do not
+            fit its features or its type, or there are none.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> X = numpy.array([[1, 200], [3, 400]], numpy.float32)
+    >>> scaling = passes.Standardize(*graphopt.data.mean_and_scale(X))
+    >>> step = graphopt.compile(models.linear((2,), 1), standardize=scaling, loss=passes.MeanSquaredError())
+    >>> [node.op_type for node in step.graph][:2]
+    ['Sub', 'Div']
+    """
+
+    mean: Numbers | Mapping[str, Numbers] | None = field(default=None, repr=False)
+    scale: Numbers | Mapping[str, Numbers] | None = field(default=None, repr=False)
+    axis: int = 1
+    inputs: Pattern = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("mean", "scale"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))
+        forms = {type(numbers) for numbers in (self.mean, self.scale)}
+        names = [set(numbers) for numbers in (self.mean, self.scale) if isinstance(numbers, dict)]
+        if len(forms) > 1 or (names and names[0] != names[1]):
+            raise GraphoptError(
+                "Standardize: expected mean and scale, of the same inputs, or neither to learn them, found others"
+            )
+
+    @property
+    def learns(self) -> bool:
+        return self.mean is None
+
+    def adapted(self, model: ir.Model, read: Read) -> Standardize:
+        mean, scale = {}, {}
+        for x in self._chosen(model):
+            name, moments = str(x.name), Moments(self.axis)
+            try:
+                for piece in read(name):
+                    moments.add(piece)
+                mean[name], scale[name] = moments.mean.tolist(), moments.scale.tolist()
+            except GraphoptError as error:
+                raise GraphoptError(f"Standardize: {error}") from error
+        return replace(self, mean=mean, scale=scale)
+
+    def rewrite(self, model: ir.Model) -> None:
+        if self.mean is None or self.scale is None:
+            raise GraphoptError(
+                "Standardize: expected mean and scale, found none: learn them by graphopt.adapt, or by "
+                "graphopt.data.mean_and_scale"
+            )
+        chosen = {str(x.name): x for x in self._chosen(model)}
+        means: Any = self.mean
+        scales: Any = self.scale
+        if not isinstance(means, Mapping) and len(chosen) == 1:
+            (name,) = chosen
+            means, scales = {name: means}, {name: scales}
+        elif not isinstance(means, Mapping):
+            raise GraphoptError(
+                f"Standardize: expected mean and scale by the names of the inputs, {', '.join(map(repr, chosen))}, "
+                "found those of one"
+            )
+        if unknown := sorted(set(means) - set(chosen)):
+            raise GraphoptError(
+                f"Standardize: expected floating-point inputs, {', '.join(map(repr, chosen))}, found numbers of "
+                f"{unknown[0]!r}"
+            )
+        for name in means:
+            _standardize(model, chosen[name], np.array(means[name]), np.array(scales[name]), self.axis)
+
+    def _chosen(self, model: ir.Model) -> list[ir.Value]:
+        """Return the inputs to standardize."""
+        inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
+        if self.inputs is not None:
+            chosen = [x for x in inputs if is_floating(x) and matches(x.name, self.inputs)]
+        else:
+            results = [y for y in model.graph.outputs if y.shape is None or any(dim != 1 for dim in y.shape)]
+            needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
+            chosen = [x for x in inputs if is_floating(x) and (x in needed or not results)]
+        if not chosen:
+            wanted = "" if self.inputs is None else f" {self.inputs!r}"
+            found = ", ".join(f"{x.name!r} of type {x.dtype}" for x in inputs)
+            raise GraphoptError(
+                f"Standardize: expected a floating-point input{wanted}, the model has {found or 'no input'}"
+            )
+        return chosen
+
+
+def _plain(name: str, numbers: Any) -> Any:
+    """Return numbers as a tuple, or tuples by name, of floats."""
+    if numbers is None:
+        return None
+    if isinstance(numbers, Mapping):
+        return {str(key): _plain(name, one) for key, one in numbers.items()}
+    try:
+        array = np.atleast_1d(np.asarray(numbers, np.float64))
+    except (TypeError, ValueError):
+        array = np.full((0, 0), np.nan)
+    right = np.isfinite(array) & (array > 0 if name == "scale" else True)
+    if array.ndim != 1 or not array.size or not right.all():
+        what = "positive numbers" if name == "scale" else "numbers"
+        raise GraphoptError(f"Standardize({name}=...): expected {what}, one per feature, found {numbers!r}")
+    return tuple(array.tolist())
+
+
+def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarray, axis: int) -> None:
+    assert x.dtype is not None
+    if x.shape is None:
+        raise GraphoptError(
+            f"Standardize: expected an input of known rank, found {x.name!r}: declare its shape"
+        )
+    uses = list(x.uses())
+    if uses and all(_is_centering(node) for node, _ in uses):
+        raise GraphoptError(
+            f"Standardize: expected an input that is not standardized, found that the model standardizes {x.name!r}: "
+            "leave out this step, or train the original model"
+        )
+    rank = len(x.shape)
+    if rank > 1 and not (-rank <= axis < rank and axis % rank):
+        raise GraphoptError(
+            f"Standardize(axis={axis}): expected an axis of the features of {x.name!r}, from 1 to {rank - 1}"
+        )
+    size = x.shape[axis] if rank > 1 else 1
+    for numbers in (mean, scale):
+        if len(numbers) != 1 and isinstance(size, int) and len(numbers) != size:
+            raise GraphoptError(
+                f"Standardize: input {x.name!r}: expected {size} numbers, one per feature, or one for all, found "
+                f"{len(numbers)}"
+            )
+    shape = [-1 if i == axis % rank else 1 for i in range(rank)] if rank > 1 else [-1]
+    held = [
+        _constant(model, x, name, numbers.reshape(shape) if rank else numbers.reshape(()))
+        for name, numbers in (("mean", mean), ("scale", scale))
+    ]
+    resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
+    if (coarse := np.flatnonzero(scale < resolution * np.abs(mean))).size:
+        place = int(coarse[0])
+        warnings.warn(
+            f"Standardize: input {x.name!r}: {x.dtype} cannot tell numbers of feature {place} apart, whose mean is "
+            f"{np.broadcast_to(mean, scale.shape)[place]:g} and whose scale is {scale[place]:g}: subtract a constant "
+            "from the data",
+            stacklevel=2,
+        )
+    with Emitter(model) as op:
+        standardized = op.Div(op.Sub(x, held[0]), held[1])
+    for node, index in uses:
+        node.replace_input_with(index, standardized)
+
+
+def _is_centering(node: ir.Node) -> bool:
+    """Return whether a node subtracts statistics of data from its input."""
+    return node.op_type == "Sub" and any(x is not None and FROZEN.is_set(x) for x in node.inputs)
+
+
+def _constant(model: ir.Model, x: ir.Value, name: str, numbers: np.ndarray) -> ir.Value:
+    """Add an initializer that does not train, in the type of an input."""
+    assert x.dtype is not None
+    with np.errstate(over="ignore"):
+        array = numbers.astype(x.dtype.numpy())
+    plain = array.astype(np.float64)
+    if not np.isfinite(plain).all() or (name == "scale" and not (plain > 0).all()):
+        raise GraphoptError(
+            f"Standardize: input {x.name!r}: expected a {name} in the range of {x.dtype}, found "
+            f"{numbers.ravel()[int(np.argmax(~np.isfinite(plain) | (plain == 0)))]:g}: scale the data"
+        )
+    values = ir.convenience.create_value_mapping(model.graph)
+    full = next(one for i in itertools.count() if (one := f"{x.name}.{name}" + "_" * i) not in values)
+    tensor = ir.tensor(array, name=full)
+    value = ir.Value(name=full, type=ir.TensorType(x.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    model.graph.register_initializer(value)
+    FROZEN.set(value)
+    return value
