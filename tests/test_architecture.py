@@ -16,7 +16,7 @@ SOURCES = sorted(
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
     {"errors"},
-    {"intervals", "files"},
+    {"intervals", "files", "statistics"},
     {"graph"},
     {"native", "passes", "pipeline", "data", "models"},
     {"runtime", "compiler"},

@@ -61,6 +61,9 @@ GRAPHS = {
         optimizer=passes.SGD(),
         loss_scale=passes.DynamicLossScale(),
     ),
+    "cnn_standardized": lambda: graphopt.compile(
+        cnn(), standardize=passes.Standardize([0.5], [2.0]), loss=passes.CrossEntropy()
+    ),
     "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
 }
 
