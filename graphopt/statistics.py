@@ -96,7 +96,8 @@ class Moments:
     """Gather the mean and the variance of each feature from pieces of an array, in float64.
 
     Along all axes but `axis`, numbers are those of one feature. An array without this axis, of a number per row, is
-    one feature. Pieces join by the formulas of Chan, Golub and LeVeque (1983), which do not cancel.
+    one feature. Pieces are centered by the mean of the first one, and join by the formulas of Chan, Golub and LeVeque
+    (1983), so that nothing cancels.
 
     Args:
         axis: the axis of the features, by default the channels of images [N, C, H, W] and the columns of a table.
@@ -105,7 +106,7 @@ class Moments:
     def __init__(self, axis: int = 1) -> None:
         self._axis = axis
         self._count = 0
-        self._mean = self._squares = np.zeros(0)
+        self._center = self._mean = self._squares = np.zeros(0)  # the mean is that of what is centered
 
     def add(self, x: np.ndarray) -> None:
         """Add a piece: rows of the array.
@@ -124,18 +125,17 @@ class Moments:
         if not count:
             return
         with np.errstate(invalid="ignore", over="ignore"):
+            if not self._count:
+                self._center = columns.mean(axis=0)
+                self._mean = self._squares = np.zeros_like(self._center)
+            columns -= self._center
             mean = columns.mean(axis=0)
             columns -= mean
-            rest = columns.mean(axis=0)  # what rounding has left in the mean
-            squares = (columns * columns).sum(axis=0) - count * rest * rest
-            mean += rest
-            if not self._count:
-                self._mean, self._squares = mean, squares
-            else:
-                share = count / (self._count + count)
-                apart = mean - self._mean
-                self._mean = self._mean + share * apart
-                self._squares = self._squares + squares + self._count * share * apart * apart
+            share, apart = count / (self._count + count), mean - self._mean
+            self._mean = self._mean + share * apart
+            self._squares = (
+                self._squares + (columns * columns).sum(axis=0) + self._count * share * apart * apart
+            )
         self._count += count
 
     @property
@@ -145,15 +145,14 @@ class Moments:
         Raises:
             GraphoptError: a mean or a standard deviation is not finite.
         """
-        wrong = ~(np.isfinite(self._mean) & np.isfinite(self._squares))
+        mean = self._center + self._mean
+        wrong = ~(np.isfinite(mean) & np.isfinite(self._squares))
         if wrong.any():
-            place = int(np.argmax(wrong))
-            found = str(self._mean[place]).replace("nan", "NaN")
             raise GraphoptError(
-                f"mean and scale: expected finite numbers, found a mean of {found} in feature {place}: fill in or "
-                f"leave out what is missing"
+                f"mean and scale: expected finite numbers whose squares are finite, found others in feature "
+                f"{int(np.argmax(wrong))}: fill in what is missing, or leave it out"
             )
-        return self._mean
+        return mean
 
     @property
     def scale(self) -> np.ndarray:

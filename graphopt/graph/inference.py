@@ -47,6 +47,11 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
 
     def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
         cut = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
+        for (
+            name
+        ) in graph.initializers:  # which come out of a set, so that their order differs from run to run
+            if name in cut.initializers:
+                cut.initializers[name] = cut.initializers.pop(name)
         return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
     extracted = part(model.graph, outputs)
