@@ -30,7 +30,8 @@ def diabetes(*, standardize: bool = True) -> Dataset:
     """Return scikit-learn's 442 diabetes patients: ten measurements, and the disease progression after a year.
 
     Args:
-        standardize: scale the measurements to mean 0 and standard deviation 1.
+        standardize: scale the measurements of all rows to mean 0 and standard deviation 1; `passes.Standardize` does so
+            in the model, by the rows that train.
     """
     x, target = _datasets("diabetes").load_diabetes(return_X_y=True, scaled=False)
     if standardize:
