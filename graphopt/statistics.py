@@ -9,6 +9,7 @@ import numpy as np
 from graphopt.errors import GraphoptError
 
 Rows = range | np.ndarray
+MANY = 2**24  # classes, whose counts fit into memory
 ELEMENTS = 2**20  # of a piece, whose numbers are copied as float64
 
 
@@ -70,6 +71,9 @@ def weights_of(
     parts: Iterable[np.ndarray], classes: int | None = None, ignore_index: int | None = None
 ) -> tuple[float, ...]:
     """Return balanced class weights of labels that come in pieces; see `balanced_class_weights`."""
+    most = MANY if classes is None else classes
+    if most > MANY:
+        raise GraphoptError(f"class weights: expected at most {MANY} classes, found {most}")
     counts = np.zeros(classes or 0, np.int64)
     for part in parts:
         if part.dtype.kind not in "iub":
@@ -78,9 +82,10 @@ def weights_of(
         if ignore_index is not None:
             labels = labels[labels != ignore_index]
         for label in (labels.min(initial=0), labels.max(initial=0)):
-            if not 0 <= label < (classes or np.inf):
-                known = f"from 0 to {classes - 1}" if classes else "from 0 on"
-                raise GraphoptError(f"class weights: expected labels {known} as target, found {label}")
+            if not 0 <= label < most:
+                raise GraphoptError(
+                    f"class weights: expected labels from 0 to {most - 1} as target, found {label}"
+                )
         found = np.bincount(labels.astype(np.int64), minlength=len(counts))
         found[: len(counts)] += counts
         counts = found

@@ -320,7 +320,18 @@ def test_a_balanced_loss_is_the_one_with_the_numbers(several: bool) -> None:
             lambda: balanced_class_weights(np.array([0.0, 1.0])),
             "expected class numbers as target, found float64",
         ),
-        (lambda: balanced_class_weights(np.array([0, -1])), "expected labels from 0 on as target, found -1"),
+        (
+            lambda: balanced_class_weights(np.array([0, -1])),
+            "expected labels from 0 to 16777215 as target, found -1",
+        ),
+        (
+            lambda: balanced_class_weights(np.array([2**60])),
+            "from 0 to 16777215 as target, found 1152921504606846976",
+        ),
+        (
+            lambda: balanced_class_weights(np.array([0]), classes=2**40),
+            "expected at most 16777216 classes",
+        ),
         (
             lambda: balanced_class_weights(np.array([0, 3]), classes=3),
             "labels from 0 to 2 as target, found 3",
