@@ -451,6 +451,10 @@ def test_other_errors_of_passes_that_have_not_learnt() -> None:
         graphopt.GraphoptError, match="expected class numbers as targets, found target_probabilities"
     ):
         adapted(mlp(), {"x": X, "target": Y}, loss=shares)
+    with pytest.raises(
+        graphopt.GraphoptError, match="adapt: expected a data set or arrays by name, found list"
+    ):
+        adapted(mlp(), [{"x": X, "target": Y}])
     unknown = graphopt.load(mlp())
     unknown.graph.inputs[0].shape = None
     with pytest.raises(

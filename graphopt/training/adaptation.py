@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from graphopt.data import Dataset
 from graphopt.data.dataset import as_dataset
 from graphopt.data.loader import Shuffle
 from graphopt.data.training_rows import TrainingRows, hold_out
+from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline
+from graphopt.training.fit import Data
 
 
 def adapt(
     pipeline: Pipeline,
     model: Source,
-    data: Dataset | Mapping[str, np.ndarray],
+    data: Data,
     *,
-    validation: float | Dataset | Mapping[str, np.ndarray] | None = 0.2,
+    validation: float | Data | None = 0.2,
     shuffle: Shuffle = True,
     seed: int = 0,
     allow_nan: bool = False,
@@ -34,7 +34,7 @@ def adapt(
         model: the inference model that the pipeline will rewrite.
         data: a data set, or arrays named like the model's inputs, and `target`; memory-mapped arrays are read once,
             in pieces.
-        validation: the share of rows to hold out; with another data set or None, all rows train.
+        validation: the share of rows to hold out; with other data or None, all rows train.
         shuffle: whether held-out rows are drawn, as in `fit`.
         seed: the seed of what is drawn.
         allow_nan: accept NaN and infinities in arrays that no pass learns from.
@@ -52,7 +52,12 @@ def adapt(
     """
     if not pipeline.learns:
         return pipeline
+    if not isinstance(data, Mapping | Dataset):
+        raise GraphoptError(
+            f"adapt: expected a data set or arrays by name, found {type(data).__name__}: give the passes their "
+            "numbers, such as passes.Standardize(mean, scale)"
+        )
     data, loaded = as_dataset(data), load(model)
-    share = 0.0 if validation is None or isinstance(validation, Mapping | Dataset) else validation
+    share = validation if isinstance(validation, int | float) else 0.0
     rows, _ = hold_out(len(data), share, shuffle=shuffle, seed=seed)
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)
