@@ -34,6 +34,12 @@ IMAGE, IMAGE_LABELS = RNG.standard_normal((2, 3, 4, 5)), RNG.integers(0, 3, (2, 
 CLASS_WEIGHTS = (0.5, 1.0, 2.0, 0.25)
 W = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
 
+
+def weighted_binary(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    weight = 0.5 * (1 - t) + 3 * t
+    return F.binary_cross_entropy_with_logits(p, t, weight=weight, reduction="sum") / weight.sum()
+
+
 CASES = [
     (passes.MeanSquaredError(), P, T, F.mse_loss),
     (passes.MeanSquaredError(reduction="sum"), P, T, lambda p, t: F.mse_loss(p, t, reduction="sum")),
@@ -52,6 +58,20 @@ CASES = [
     (passes.BinaryCrossEntropy(), P, BINARY, F.binary_cross_entropy_with_logits),
     (passes.BinaryCrossEntropy(), 60 * P, BINARY, F.binary_cross_entropy_with_logits),
     (passes.BinaryCrossEntropy(from_logits=False), UNIT, BINARY, F.binary_cross_entropy),
+    (passes.BinaryCrossEntropy(class_weights=(0.5, 3.0)), P, BINARY, weighted_binary),
+    (passes.BinaryCrossEntropy(class_weights=(0.5, 3.0)), 60 * P, BINARY, weighted_binary),
+    (
+        passes.BinaryCrossEntropy(from_logits=False, class_weights=(0.5, 3.0)),
+        UNIT,
+        BINARY,
+        lambda p, t: weighted_binary(torch.logit(p), t),
+    ),
+    (
+        passes.BinaryCrossEntropy(class_weights=(1.0, 3.0), reduction="sum"),
+        P,
+        BINARY,
+        lambda p, t: F.binary_cross_entropy_with_logits(p, t, pos_weight=torch.tensor(3.0), reduction="sum"),
+    ),
     (passes.CrossEntropy(), P, LABELS, F.cross_entropy),
     (passes.CrossEntropy(), 300 * P, LABELS, F.cross_entropy),
     (passes.CrossEntropy(reduction="sum"), P, LABELS, lambda p, t: F.cross_entropy(p, t, reduction="sum")),
@@ -317,6 +337,7 @@ def test_a_target_tells_its_metric():
             lambda: passes.CrossEntropy(axis=0),
             r"axis=0\): expected the axis of the classes, found the axis of the rows",
         ),
+        (lambda: passes.BinaryCrossEntropy(class_weights=(1.0,)), "expected 2 numbers, .* found 1"),
         (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one per class, found 1"),
         (
             lambda: passes.MeanSquaredError(output="z"),

@@ -61,6 +61,7 @@ REFUSED = [
     (passes.Quantile, {"quantile": 1.0}),
     (passes.CrossEntropy, {"label_smoothing": -0.1}),
     (passes.CrossEntropy, {"class_weights": (1.0, -1.0, 1.0)}),
+    (passes.BinaryCrossEntropy, {"class_weights": (1.0, NAN)}),
     (passes.Losses, {"losses": {}, "weights": {"y": NAN}}),
     (passes.Accumulate, {"steps": 0}),
     (passes.Accumulate, {"steps": 2.5}),

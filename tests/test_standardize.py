@@ -312,6 +312,57 @@ def test_a_balanced_loss_is_the_one_with_the_numbers(several: bool) -> None:
     assert graphopt.listing(found(mlp())) == graphopt.listing(expected)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, bool])
+def test_a_balanced_binary_loss_is_that_of_two_classes(dtype: Any) -> None:
+    hit = (X[:, 0] > 1).astype(dtype)
+    one = graphopt.load(models.linear((4,), 1))
+    balanced = passes.BinaryCrossEntropy(class_weights="balanced")
+    step = adapted(one, {"x": X, "target": hit[:, None]}, loss=balanced, validation=None)
+    numbers = compute_class_weight("balanced", classes=np.array([False, True]), y=hit.astype(bool))
+    scaled = StandardScaler().fit_transform(X.astype(float)).astype(np.float32)
+    logits = graphopt.run(one, {"x": scaled})["y"]
+    two = model("g (float[N,2] x) => (float[N,2] y) { y = Mul(x, w) }", w=np.ones(2))
+    expected = graphopt.compile(two, loss=passes.CrossEntropy(class_weights=tuple(numbers.tolist())))
+    both = np.concatenate([np.zeros_like(logits), logits], axis=1)
+    theirs = graphopt.run(expected, {"x": both, "target": hit.astype(np.int64)})["loss"]
+    assert graphopt.Executor(step).evaluate({"x": X, "target": hit[:, None].astype(np.float32)})[
+        "loss"
+    ] == pytest.approx(float(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (np.full(len(X), 0.5), "expected targets 0 and 1, found 0.5"),
+        (np.where(X[:, 0] > 0, 1, -1), "expected labels from 0 to 1 as target, found -1"),
+        (np.ones(len(X)), "of 2 classes to train on, found none of class 0"),
+        (np.full(len(X), "no"), "expected class numbers as target, found <U2"),
+    ],
+)
+def test_binary_targets_that_are_no_labels_are_errors_of_one_line(target: np.ndarray, message: str) -> None:
+    loss = passes.BinaryCrossEntropy(class_weights="balanced")
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        adapted(models.linear((4,), 1), {"x": X, "target": target}, loss=loss)
+
+
+def test_mixed_precision_standardizes_in_the_type_of_the_input() -> None:
+    scaling, precision = passes.Standardize(5e5, 2.0), passes.MixedPrecision()
+    step = graphopt.compile(mlp(), standardize=scaling, loss=passes.CrossEntropy(), precision=precision)
+    types = {node.op_type: node.outputs[0].dtype for node in list(step.graph)[:3]}
+    assert types == {"Sub": ir.DataType.FLOAT, "Div": ir.DataType.FLOAT, "Cast": ir.DataType.FLOAT16}
+
+
+def test_a_pipeline_that_scikit_learn_exports_is_not_standardized_twice() -> None:
+    skl2onnx = pytest.importorskip("skl2onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        pipeline = make_pipeline(StandardScaler(), MLPClassifier((8,), max_iter=2)).fit(X, Y)
+    proto = skl2onnx.to_onnx(pipeline, X[:1], options={"zipmap": False})
+    loss = passes.CrossEntropy(from_logits=False, class_weights="balanced")
+    with pytest.raises(graphopt.GraphoptError, match="found that the model standardizes 'X'"):
+        adapted(proto, {"X": X, "target": Y}, loss=loss)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

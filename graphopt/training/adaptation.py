@@ -26,8 +26,9 @@ def adapt(
 ) -> Pipeline:
     """Return a pipeline whose passes have learnt from the training rows of a data set.
 
-    `passes.Standardize()` learns means and standard deviations, and `passes.CrossEntropy(class_weights="balanced")`
-    learns class weights. Held-out rows do not count. Give `validation`, `shuffle` and `seed` as to `fit`.
+    `passes.Standardize()` learns means and standard deviations, and `class_weights="balanced"` of `passes.CrossEntropy`
+    and `passes.BinaryCrossEntropy` learns class weights. Held-out rows do not count. Give `validation`, `shuffle` and
+    `seed` as to `fit`.
 
     Args:
         pipeline: the pipeline; it is not changed.

@@ -43,12 +43,14 @@ class Hinge(Loss):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Loss):
-    """Compute -t log p - (1 - t) log(1 - p), for a probability p and a target t from 0 to 1.
+    """Compute -w1 t log p - w0 (1 - t) log(1 - p), for a probability p, a target t from 0 to 1, and weights w.
 
     Args:
         from_logits: the model predicts logits x, and p = sigmoid(x). The loss is then softplus(x) - t x, which does
             not overflow. Otherwise the model predicts probabilities, which are clipped away from 0 and 1 unless a
             Sigmoid computes them.
+        class_weights: the weights w0 and w1 of the targets 0 and 1, in all columns. The mean is weighted by
+            w1 t + w0 (1 - t). `balanced` learns them as in `CrossEntropy`. PyTorch's `pos_weight` is w1 / w0.
 
     >>> import numpy
     >>> from graphopt import models
@@ -59,15 +61,49 @@ class BinaryCrossEntropy(Loss):
     """
 
     from_logits: bool = True
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = within(
+        "[0, inf)", None, choices=("balanced",)
+    )
 
     task = "binary"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.class_weights not in (None, "balanced") and len(self.class_weights) != 2:
+            raise GraphoptError(
+                f"BinaryCrossEntropy(class_weights=...): expected 2 numbers, of the targets 0 and 1, found "
+                f"{len(self.class_weights)}"
+            )
+
+    @property
+    def learns(self) -> bool:
+        return self.class_weights == "balanced"
+
+    def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
+        if not self.learns:
+            return self
+        return replace(self, class_weights=weights_of(map(_class_numbers, read(target_name)), 2))
+
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         logits = _logits(prediction, "Sigmoid", self.from_logits)
-        if logits is not None:
+        if logits is None:
+            p = op.Clip(prediction, epsilon(prediction), 1 - epsilon(prediction))
+            log_p, log_rest = op.Log(p), op.Log(1 - p)
+        elif self.class_weights is None:
             return _softplus(op, logits) - target * logits
-        p = op.Clip(prediction, epsilon(prediction), 1 - epsilon(prediction))
-        return -(target * op.Log(p) + (1 - target) * op.Log(1 - p))
+        else:
+            log_p, log_rest = -_softplus(op, -logits), -_softplus(op, logits)
+        w0, w1 = self._weights()
+        return -(_times(w1, target) * log_p + _times(w0, 1 - target) * log_rest)
+
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+        if self.class_weights is None:
+            return None
+        w0, w1 = self._weights()
+        return _times(w1, target) + _times(w0, 1 - target)
+
+    def _weights(self) -> tuple[float, ...]:
+        return (1.0, 1.0) if self.class_weights is None else _known(self, self.class_weights)
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
         return {"threshold": 0.0 if self.from_logits else 0.5, "labels": [0, 1]}
@@ -211,12 +247,8 @@ class CrossEntropy(Loss):
         return hot
 
     def _weights(self, op: Emitter, prediction: ir.Value) -> ir.Value:
-        if self.learns:
-            raise GraphoptError(
-                "CrossEntropy(class_weights='balanced'): expected a number for each class, found none: learn them by "
-                "graphopt.adapt, or by graphopt.data.balanced_class_weights"
-            )
-        weights = np.array(self.class_weights)
+        assert self.class_weights is not None
+        weights = np.array(_known(self, self.class_weights))
         classes = _classes(prediction, self.axis)
         if classes not in (None, len(weights)):
             raise GraphoptError(
@@ -259,6 +291,34 @@ class KLDivergence(Loss):
             "target_probabilities": True,
             "from_logits": self.from_logits,
         }
+
+
+def _known(loss: Loss, weights: tuple[float, ...] | Literal["balanced"]) -> tuple[float, ...]:
+    """Return class weights.
+
+    Raises:
+        GraphoptError: they have not been learnt.
+    """
+    if weights == "balanced":
+        raise GraphoptError(
+            f"{type(loss).__name__}(class_weights='balanced'): expected a number for each class, found none: learn "
+            "them by graphopt.adapt, or by graphopt.data.balanced_class_weights"
+        )
+    return weights
+
+
+def _class_numbers(target: np.ndarray) -> np.ndarray:
+    """Return binary targets, which may be floats, as whole numbers."""
+    if target.dtype.kind != "f":
+        return target
+    wrong = (target != 0) & (target != 1)
+    if wrong.any():
+        raise GraphoptError(f"class weights: expected targets 0 and 1, found {target[wrong][0]}")
+    return target.astype(np.int64)
+
+
+def _times(factor: float, value: ir.Value) -> ir.Value:
+    return value if factor == 1 else factor * value
 
 
 def _classes(prediction: ir.Value, axis: int) -> int | None:
