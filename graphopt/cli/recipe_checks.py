@@ -82,13 +82,20 @@ def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, file in _files(fields):
         if command_line.names(field):
             continue
-        beneath = [os.path.join(file, name) for name in os.listdir(file)] if os.path.isdir(file) else []
-        for path in map(os.path.realpath, (file, *beneath)):
+        for path in map(os.path.realpath, (file, *_beneath(file))):
             if not any(os.path.commonpath((path, folder)) == folder for folder in allowed):
                 raise GraphoptError(
                     f"{field}: expected a file below the working directory or the recipe's folder, "
                     f"found {file!r} in a recipe: to allow it, say {field}={file} on the command line"
                 )
+
+
+def _beneath(folder: str) -> Iterator[str]:
+    """Yield what lies in a folder and below it, and below links to folders in it."""
+    tops = [folder, *(entry.path for entry in os.scandir(folder))] if os.path.isdir(folder) else []
+    for top in tops:
+        for at, folders, files in os.walk(top):
+            yield from (os.path.join(at, name) for name in (*folders, *files))
 
 
 def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:

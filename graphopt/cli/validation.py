@@ -38,7 +38,7 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
         f"graphopt.data.{name}"
-        for name in ("arrow", "csv", "diabetes", "digits", "npy", "npz", "parquet", "text")
+        for name in ("arrow", "csv", "diabetes", "digits", "images", "npy", "npz", "parquet", "text")
     ),
     "executor": ("graphopt.Executor",),
     "models": tuple(f"graphopt.models.{name}" for name in ("cnn", "linear", "mlp", "transformer")),

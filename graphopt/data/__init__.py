@@ -3,6 +3,8 @@
 from graphopt.data.batches import Batches
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import arrow, csv, npy, npz, parquet
+from graphopt.data.image_folders import images
+from graphopt.data.lazy import LazyArray
 from graphopt.data.loader import Loader
 from graphopt.data.prefetch import prefetched
 from graphopt.data.samples import diabetes, digits, text
@@ -12,6 +14,7 @@ from graphopt.statistics import balanced_class_weights, mean_and_scale
 __all__ = [
     "Batches",
     "Dataset",
+    "LazyArray",
     "Loader",
     "arrow",
     "balanced_class_weights",
@@ -19,6 +22,7 @@ __all__ = [
     "diabetes",
     "digits",
     "hold_out",
+    "images",
     "mean_and_scale",
     "npy",
     "npz",

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
@@ -22,7 +23,7 @@ HASHED_BYTES = 2**26  # of each array
 class Batches:
     """Check a data set against a training graph's inputs, and cut it into batches of the graph's types.
 
-    Arrays in memory are checked at once. Memory-mapped arrays are checked batch by batch.
+    Arrays in memory are checked at once. Memory-mapped and lazy arrays are checked batch by batch.
 
     Args:
         data: a data set, or arrays by name.
@@ -35,7 +36,7 @@ class Batches:
 
     def __init__(
         self,
-        data: Dataset | Mapping[str, np.ndarray],
+        data: Dataset | Mapping[str, Array],
         inputs: Mapping[str, ir.Value],
         *,
         allow_nan: bool = False,
@@ -59,8 +60,8 @@ class Batches:
         return self._fixed
 
     @property
-    def memory_mapped(self) -> bool:
-        """Return whether any array is memory-mapped."""
+    def is_lazy(self) -> bool:
+        """Return whether rows of any array are read when a batch needs them."""
         return any(column.lazy for column in self._columns)
 
     def digest(self) -> str:
@@ -92,7 +93,7 @@ def fixed_batch(inputs: Mapping[str, ir.Value]) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value], list[np.ndarray]]:
+def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value], list[Array]]:
     """Pair the graph's inputs with arrays by name."""
     arrays = data.feeding([name for name, value in inputs.items() if role_of(value) is Role.DATA])
     for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
@@ -119,12 +120,12 @@ def _index(rows: Rows) -> Any:
 class _Column:
     """Pair an array with the input that it feeds."""
 
-    def __init__(self, value: ir.Value, array: np.ndarray, allow_nan: bool) -> None:
+    def __init__(self, value: ir.Value, array: Array, allow_nan: bool) -> None:
         assert value.dtype is not None
         assert value.name is not None
         self.name = value.name
         self.array = array
-        self.lazy = isinstance(array, np.memmap)
+        self.lazy = isinstance(array, np.memmap | LazyArray)
         self._dtype = np.dtype(value.dtype.numpy())
         self._allow_nan = allow_nan
         self._labels = labels_of(value)

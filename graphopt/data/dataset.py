@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 
 TARGET = "target"
@@ -17,7 +18,7 @@ class Dataset:
     """Hold arrays by name: the model's inputs, `target`, and optionally `sample_weight`.
 
     Args:
-        arrays: the arrays, in memory or memory-mapped; the first axis is the rows.
+        arrays: the arrays, in memory, memory-mapped or lazy; the first axis is the rows.
         features: the name of the array that feeds a model with a single input, regardless of that input's name.
         classes: the number of classes of the labels; the largest label + 1 by default.
         labels: the names of the classes in order, if they have names.
@@ -26,14 +27,14 @@ class Dataset:
         GraphoptError: the arrays have no rows, or different numbers of rows.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Array]
     features: str | None = None
     classes: int | None = None
     labels: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name, array in self.arrays.items():
-            if not isinstance(array, np.ndarray) or array.ndim == 0:
+            if not isinstance(array, np.ndarray | LazyArray) or array.ndim == 0:
                 raise GraphoptError(f"data {name!r}: expected an array of rows, found {array!r}")
         rows = {name: len(array) for name, array in self.arrays.items()}
         if len(set(rows.values())) > 1:
@@ -45,7 +46,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
-    def inputs(self) -> dict[str, np.ndarray]:
+    def inputs(self) -> dict[str, Array]:
         """Return the arrays for the model's inputs, without targets and sample weights."""
         return {
             name: array
@@ -53,7 +54,7 @@ class Dataset:
             if name != TARGET and not name.startswith(f"{TARGET}_") and name != "sample_weight"
         }
 
-    def feeding(self, names: Collection[str]) -> dict[str, np.ndarray]:
+    def feeding(self, names: Collection[str]) -> dict[str, Array]:
         """Return the arrays by name, the features under the name of the only input that has no array.
 
         Args:
@@ -74,10 +75,10 @@ class Dataset:
             raise GraphoptError(f"data: expected an array 'target', found {', '.join(self.arrays)}")
         target = self.arrays[TARGET]
         if task == "classification" and target.dtype.kind in "iub":
-            return self.classes or int(target.max()) + 1
+            return self.classes or int(np.max(target)) + 1
         return int(np.prod(target.shape[1:], dtype=np.int64))
 
 
-def as_dataset(data: Dataset | Mapping[str, np.ndarray]) -> Dataset:
+def as_dataset(data: Dataset | Mapping[str, Array]) -> Dataset:
     """Convert named arrays to a data set."""
     return data if isinstance(data, Dataset) else Dataset(data)

@@ -59,7 +59,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     with archive:
         members = archive.zip.infolist()
         _check_expansion(path, sum(member.file_size for member in members), expansion)
-        _refuse_twice(path, "array", archive.files)
+        refuse_twice(path, "array", archive.files)
         try:
             arrays = {name: archive[name] for name in archive.files}
         except OSError as error:
@@ -126,7 +126,7 @@ def csv(
         if len(row) != len(names):
             raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
     names = [name.strip() for name in names]
-    _refuse_twice(path, "column", names)
+    refuse_twice(path, "column", names)
     columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
     return _table(path, columns, target, features, sample_weight, labels)
 
@@ -209,7 +209,7 @@ def _cells(pyarrow: Any, path: str, schema: Any) -> int:
     Raises:
         GraphoptError: two columns have the same name, or a row of one holds neither a cell nor an array of them.
     """
-    _refuse_twice(path, "column", schema.names)
+    refuse_twice(path, "column", schema.names)
     cells = 0
     for column in schema:
         item, size = column.type, 1
@@ -297,7 +297,8 @@ def _check_expansion(path: str, size: int, expansion: int) -> None:
         )
 
 
-def _refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
+def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
+    """Raise an error if a name comes twice."""
     for name, count in Counter(names).items():
         if count > 1:
             raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
@@ -323,7 +324,7 @@ def _table(
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
-    _refuse_twice(path, "label", map(str, labels or ()))
+    refuse_twice(path, "label", map(str, labels or ()))
     arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
     if target is not None and labels is None:
         arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))

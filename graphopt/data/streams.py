@@ -81,8 +81,8 @@ class Stream:
             return None
 
     @property
-    def memory_mapped(self) -> bool:
-        """Return False: arrays are in memory."""
+    def is_lazy(self) -> bool:
+        """Return False: a batch that has come is in memory."""
         return False
 
     def draw(self, epoch: int) -> Iterator[Drawn]:

@@ -95,8 +95,8 @@ def fit(
             `{"top_k": {"k": 3}}`, and functions of all targets and predictions. None for the accuracy of a
             classification, and for R2 and the mean absolute error of a regression.
         allow_nan: train on data that contains NaN or infinities.
-        prefetch: the number of batches that a thread prepares while steps run; None for 2 with memory-mapped data or
-            on a GPU, and 0 otherwise.
+        prefetch: the number of batches that a thread prepares while steps run; None for 2 with data that is read
+            when a batch needs it or on a GPU, and 0 otherwise.
         callbacks: objects that watch the run and steer it; see `graphopt.Callback`.
         checkpoint: when and where to write checkpoints, or only the folder; None to write none.
         resume: True to continue from the newest checkpoint of `checkpoint`, if there is one; or the path of a
@@ -153,7 +153,7 @@ def fit(
         source = _Order(batches, rows, batch_size, shuffle, seed, executor.workers)
         source.before = round(executor.batches / source.steps)
     if prefetch is None:
-        prefetch = AHEAD if batches.memory_mapped or executor.device != "cpu" else 0
+        prefetch = AHEAD if batches.is_lazy or executor.device != "cpu" else 0
     elif prefetch < 0:
         raise GraphoptError(f"prefetch: expected 0 or more batches, or None, found {prefetch}")
     communicator = executor.workers

@@ -1,0 +1,204 @@
+"""Read a folder of images, with a folder for each class."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from graphopt.data.dataset import TARGET, Dataset
+from graphopt.data.files import BROKEN, check_regular, reason, refuse_twice
+from graphopt.data.lazy import LazyArray
+from graphopt.errors import GraphoptError, line
+
+FORMATS = (
+    "BMP",
+    "GIF",
+    "JPEG",
+    "PNG",
+    "PPM",
+    "TIFF",
+    "WEBP",
+)  # read by Pillow itself, without other programs
+MODES = {1: "L", 3: "RGB"}  # by the number of channels
+
+
+def images(
+    path: str,
+    *,
+    size: Sequence[int] | None = None,
+    channels: int = 3,
+    scale: bool = True,
+    resample: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = "bilinear",
+    target: Literal["folder"] | None = "folder",
+    labels: Sequence[str] | None = None,
+) -> Dataset:
+    """Read a folder of images as arrays [N, C, H, W], each image when its batch needs it.
+
+    Each folder in it is a class; the classes are numbered in the order of their names, and images may lie deeper. Names
+    that start with a dot are skipped. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
+    JPEG, PNG, PPM, TIFF and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in
+    EXIF data does not turn an image. Of 16 bits, the upper 8 count.
+
+    Args:
+        size: the height and the width to resize to; None if all images have the same.
+        channels: 3 for colours, 1 for gray.
+        scale: return float32 from 0 to 1; otherwise uint8 from 0 to 255.
+        resample: how Pillow resizes.
+        target: `folder` for the class of each image; None for no target, for predictions. Images may then also lie
+            in the folder itself.
+        labels: the names of the classes in order, if there are others than those of the folders.
+
+    Raises:
+        GraphoptError: Pillow is not installed, the folder has no classes or no images, or a file is not an image.
+    """
+    pillow = _pillow()
+    if channels not in MODES:
+        raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise GraphoptError(
+            f"data.size: expected a height and a width, such as [224,224], found {list(size)}"
+        )
+    root = Path(path)
+    if not root.is_dir():
+        raise GraphoptError(
+            f"{path}: expected a folder of images, found {'a file' if root.exists() else 'none'}"
+        )
+    files, classes, names = _found(root, target is not None, labels)
+    with ThreadPoolExecutor() as threads:
+        sizes = list(threads.map(lambda file: _size(pillow, file), files))
+    if size is None:
+        other = next((i for i, one in enumerate(sizes) if one != sizes[0]), None)
+        if other is not None:
+            raise GraphoptError(
+                f"{files[other]}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(sizes[other])}: "
+                "set data.size=[HEIGHT,WIDTH] to resize all"
+            )
+        size = sizes[0]
+    arrays: dict[str, Any] = {"x": Images(files, (size[0], size[1]), channels, scale, resample)}
+    if target is None:
+        return Dataset(arrays, features="x")
+    return Dataset({**arrays, TARGET: classes}, features="x", classes=len(names), labels=names)
+
+
+class Images(LazyArray):
+    """Read images as rows [C, H, W] of an array."""
+
+    def __init__(
+        self, files: Sequence[Path], size: tuple[int, int], channels: int, scale: bool, resample: str
+    ) -> None:
+        super().__init__((len(files), channels, *size), np.float32 if scale else np.uint8)
+        self._files, self._size, self._mode = files, size, MODES[channels]
+        self._pillow = _pillow()
+        self._resample = self._pillow.Resampling[resample.upper()]
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        with ThreadPoolExecutor() as threads:  # Pillow decodes without Python's lock
+            for i, pixels in enumerate(threads.map(self._pixels, rows)):
+                found[i] = pixels
+        return found / np.float32(255) if self.dtype.kind == "f" else found
+
+    def _pixels(self, row: int) -> np.ndarray:
+        file, (height, width) = self._files[row], self._size
+        with _opened(self._pillow, file) as image:
+            if image.mode.startswith(
+                "I;16"
+            ):  # of which Pillow's own conversion would cut off the bright part
+                image = self._pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise GraphoptError(f"{file}: expected 8 or 16 bits per channel, found 32")
+            image = image.convert(self._mode)
+            if image.size != (width, height):
+                image = image.resize((width, height), self._resample)
+            pixels = np.asarray(image)
+        return pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None]
+
+
+def _found(
+    root: Path, is_labelled: bool, labels: Sequence[str] | None
+) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
+    """Return the files, the class of each, and the names of the classes."""
+    try:
+        if not is_labelled:
+            files = list(_below(root))
+            if not files:
+                raise GraphoptError(f"{root}: expected images, found an empty folder")
+            return files, np.zeros(0, np.int64), ()
+        folders = sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+        if not folders:
+            raise GraphoptError(
+                f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
+            )
+        names = tuple(one.name for one in folders) if labels is None else tuple(map(str, labels))
+        if len(names) < 2:
+            raise GraphoptError(
+                f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
+            )
+        refuse_twice(str(root), "label", names)
+        files_of = {one: list(_below(one)) for one in folders}
+    except OSError as error:
+        raise GraphoptError(f"{error.filename}: {reason(error)}") from error
+    for folder, found in files_of.items():
+        if folder.name not in names:
+            raise GraphoptError(
+                f"{folder}: expected a folder of {', '.join(names)}: add it to data.labels, or remove it"
+            )
+        if not found:
+            raise GraphoptError(f"{folder}: expected images, found an empty folder")
+    classes = [names.index(folder.name) for folder, found in files_of.items() for _ in found]
+    return [file for found in files_of.values() for file in found], np.array(classes, np.int64), names
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and below it, in order."""
+    for at, folders, files in os.walk(folder, onerror=_raise):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(at, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _size(pillow: Any, file: Path) -> tuple[int, int]:
+    """Return the height and the width of an image."""
+    with _opened(pillow, file) as image:
+        return image.height, image.width
+
+
+@contextlib.contextmanager
+def _opened(pillow: Any, file: Path) -> Iterator[Any]:
+    """Open an image, and raise Pillow's errors as those of its file."""
+    check_regular(file)
+    try:
+        with pillow.open(file, formats=FORMATS) as image:
+            yield image
+    except GraphoptError:
+        raise
+    except pillow.UnidentifiedImageError as error:
+        raise GraphoptError(
+            f"{file}: expected an image ({', '.join(FORMATS)}), found another file"
+        ) from error
+    except (OSError, pillow.DecompressionBombError, *BROKEN) as error:
+        found = reason(error) if isinstance(error, OSError) else line(error)
+        raise GraphoptError(f"{file}: expected a whole image: {found}") from error
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise GraphoptError(
+            "data=images: expected the package Pillow, found none: pip install pillow"
+        ) from error
+    return PIL.Image
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
