@@ -174,7 +174,8 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
         for name, numbers in (("mean", mean), ("scale", scale))
     ]
     resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
-    if (coarse := np.flatnonzero(scale < resolution * np.abs(mean))).size:
+    varies = scale != 1  # the scale of a constant feature
+    if (coarse := np.flatnonzero(varies & (scale < resolution * np.abs(mean)))).size:
         place = int(coarse[0])
         warnings.warn(
             f"Standardize: input {x.name!r}: {x.dtype} cannot tell numbers of feature {place} apart, whose mean is "

@@ -521,6 +521,18 @@ def test_numbers_that_the_type_cannot_tell_apart_are_a_warning() -> None:
         )
 
 
+def test_a_constant_feature_far_from_zero_is_zero_without_a_warning() -> None:
+    x = X.copy()
+    x[:, 2] = 3e8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = adapted(mlp(), {"x": x, "target": Y}, validation=None)
+    scaled = StandardScaler().fit_transform(x.astype(float)).astype(np.float32)
+    assert not scaled[:, 2].any()
+    found = graphopt.Executor(step).predict({"x": x})["y"]
+    np.testing.assert_allclose(found, outputs(mlp(), x=scaled), rtol=1e-4, atol=1e-5)
+
+
 # The command.
 
 
