@@ -162,8 +162,9 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
             f"Standardize(axis={axis}): expected an axis of the features of {x.name!r}, from 1 to {rank - 1}"
         )
     size = x.shape[axis] if rank > 1 else 1
+    size = size if isinstance(size, int) else max(len(mean), len(scale))
     for numbers in (mean, scale):
-        if len(numbers) != 1 and isinstance(size, int) and len(numbers) != size:
+        if len(numbers) not in (1, size):
             raise GraphoptError(
                 f"Standardize: input {x.name!r}: expected {size} numbers, one per feature, or one for all, found "
                 f"{len(numbers)}"
@@ -174,12 +175,13 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
         for name, numbers in (("mean", mean), ("scale", scale))
     ]
     resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
-    varies = scale != 1  # the scale of a constant feature
-    if (coarse := np.flatnonzero(varies & (scale < resolution * np.abs(mean)))).size:
+    means, scales = np.broadcast_arrays(mean, scale)
+    varies = scales != 1  # the scale of a constant feature
+    if (coarse := np.flatnonzero(varies & (scales < resolution * np.abs(means)))).size:
         place = int(coarse[0])
         warnings.warn(
             f"Standardize: input {x.name!r}: {x.dtype} cannot tell numbers of feature {place} apart, whose mean is "
-            f"{np.broadcast_to(mean, scale.shape)[place]:g} and whose scale is {scale[place]:g}: subtract a constant "
+            f"{means[place]:g} and whose scale is {scales[place]:g}: subtract a constant "
             "from the data",
             stacklevel=2,
         )

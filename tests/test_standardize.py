@@ -521,6 +521,18 @@ def test_numbers_that_the_type_cannot_tell_apart_are_a_warning() -> None:
         )
 
 
+def test_one_number_for_all_features_and_features_whose_number_is_open() -> None:
+    for mean, scale in (([0, 1.7e9, 0, 0], 10), (1.7e9, [1, 1, 1, 10])):
+        with pytest.warns(UserWarning, match=r"apart, whose mean is 1\.7e\+09 and whose scale is 10"):
+            graphopt.compile(mlp(), standardize=passes.Standardize(mean, scale), loss=passes.CrossEntropy())
+    proto = model("g (float[N,F] x) => (float[N,F] y) { y = Mul(x, w) }", w=np.ones(1))
+    wrong = passes.Standardize([1, 2], [1, 2, 3])
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected 3 numbers, one per feature, or one for all, found 2"
+    ):
+        graphopt.compile(proto, standardize=wrong, loss=passes.MeanSquaredError())
+
+
 def test_a_constant_feature_far_from_zero_is_zero_without_a_warning() -> None:
     x = X.copy()
     x[:, 2] = 3e8
