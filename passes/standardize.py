@@ -174,21 +174,26 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
         _constant(model, x, name, numbers.reshape(shape) if rank else numbers.reshape(()))
         for name, numbers in (("mean", mean), ("scale", scale))
     ]
-    resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
-    means, scales = np.broadcast_arrays(mean, scale)
-    varies = scales != 1  # the scale of a constant feature
-    if (coarse := np.flatnonzero(varies & (scales < resolution * np.abs(means)))).size:
-        place = int(coarse[0])
-        warnings.warn(
-            f"Standardize: input {x.name!r}: {x.dtype} cannot tell numbers of feature {place} apart, whose mean is "
-            f"{means[place]:g} and whose scale is {scales[place]:g}: subtract a constant "
-            "from the data",
-            stacklevel=2,
-        )
+    _warn(x, mean, scale)
     with Emitter(model) as op:
         standardized = op.Div(op.Sub(x, held[0]), held[1])
     for node, index in uses:
         node.replace_input_with(index, standardized)
+
+
+def _warn(x: ir.Value, mean: np.ndarray, scale: np.ndarray) -> None:
+    """Warn about a feature that varies by less than the distance of numbers near its mean."""
+    assert x.dtype is not None
+    resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
+    means, scales = np.broadcast_arrays(mean, scale)
+    varies = scales != 1  # the scale of a constant feature
+    coarse = np.flatnonzero(varies & (scales < resolution * np.abs(means)))
+    if coarse.size:
+        warnings.warn(
+            f"Standardize: input {x.name!r}: {x.dtype} cannot tell numbers of feature {coarse[0]} apart, whose mean is "
+            f"{means[coarse[0]]:g} and whose scale is {scales[coarse[0]]:g}: subtract a constant from the data",
+            stacklevel=2,
+        )
 
 
 def _is_centering(node: ir.Node) -> bool:
