@@ -426,3 +426,28 @@ def test_grain_s_data_set(tmp_path: Path, step: int) -> None:
     fit(executor(), data(), checkpoint=tmp_path, callbacks=[StopAt(step)])
     assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
     assert same(runner, twin)
+
+
+@pytest.mark.parametrize("workers", [None, "shuffled"])
+@pytest.mark.parametrize("step", [3, 10, 11, 15, 22])
+def test_a_hugging_face_stream(tmp_path: Path, workers: str | None, step: int) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def data() -> Any:
+        rows = datasets.Dataset.from_dict({name: array.tolist() for name, array in DATA.items()})
+        rows = rows.to_iterable_dataset(num_shards=4)
+        if workers:
+            rows = rows.shuffle(seed=3, buffer_size=1)  # of the shards; a larger buffer is not in its state
+        return rows.batch(SIZE)
+
+    twin, runner = executor(), executor()
+    expected = fit(twin, data())
+    fit(executor(), data(), checkpoint=tmp_path, callbacks=[StopAt(step)])
+    assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
+    assert same(runner, twin)
+    if workers:
+        with pytest.raises(GraphoptError, match=r"found one .*: yield batches, such as those of .batch"):
+            fit(
+                executor(),
+                datasets.Dataset.from_dict({"x": X.tolist(), "target": DATA["target"]}).to_iterable_dataset(),
+            )

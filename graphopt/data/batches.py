@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.data.dataset import Dataset
+from graphopt.data.foreign import as_dataset
 from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
@@ -140,7 +141,13 @@ class _Column:
         return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
 
     def check(self, rows: Rows, part: np.ndarray) -> None:
-        """Raise an error if numbers are not finite in the graph's type, or labels are outside the classes."""
+        """Raise an error if numbers are not finite in the graph's type, or labels are outside the classes.
+
+        Rows of a lazy array may also have another type or shape than its first one.
+        """
+        found, expected = (f"{x.dtype} rows of shape {_text(x.shape[1:])}" for x in (part, self.array))
+        if found != expected:
+            raise GraphoptError(f"data {self.name!r}: expected {expected} as the first, found {found}")
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))

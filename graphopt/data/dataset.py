@@ -10,7 +10,7 @@ import numpy as np
 from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 
-TARGET = "target"
+TARGET, WEIGHT = "target", "sample_weight"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Dataset:
     def __post_init__(self) -> None:
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray | LazyArray) or array.ndim == 0:
-                raise GraphoptError(f"data {name!r}: expected an array of rows, found {array!r}")
+                found = "a scalar" if isinstance(array, np.ndarray) else type(array).__name__
+                raise GraphoptError(f"data {name!r}: expected an array of rows, found {found}")
         rows = {name: len(array) for name, array in self.arrays.items()}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"{name!r} {count}" for name, count in rows.items())
@@ -51,7 +52,7 @@ class Dataset:
         return {
             name: array
             for name, array in self.arrays.items()
-            if name != TARGET and not name.startswith(f"{TARGET}_") and name != "sample_weight"
+            if name != TARGET and not name.startswith(f"{TARGET}_") and name != WEIGHT
         }
 
     def feeding(self, names: Collection[str]) -> dict[str, Array]:
@@ -77,8 +78,3 @@ class Dataset:
         if task == "classification" and target.dtype.kind in "iub":
             return self.classes or int(np.max(target)) + 1
         return int(np.prod(target.shape[1:], dtype=np.int64))
-
-
-def as_dataset(data: Dataset | Mapping[str, Array]) -> Dataset:
-    """Convert named arrays to a data set."""
-    return data if isinstance(data, Dataset) else Dataset(data)

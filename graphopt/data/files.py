@@ -128,7 +128,7 @@ def csv(
     names = [name.strip() for name in names]
     refuse_twice(path, "column", names)
     columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
-    return _table(path, columns, target, features, sample_weight, labels)
+    return of_columns(path, columns, target, features, sample_weight, labels)
 
 
 def parquet(
@@ -154,7 +154,7 @@ def parquet(
         cells = _cells(pyarrow, path, file.schema_arrow)
         _check_expansion(path, NUMBER * file.metadata.num_rows * cells, expansion)
         columns = _columns(path, file.read())
-    return _table(path, columns, target, features, sample_weight, labels)
+    return of_columns(path, columns, target, features, sample_weight, labels)
 
 
 def arrow(
@@ -189,7 +189,7 @@ def arrow(
         table = pyarrow.Table.from_batches(batches, reader.schema)
         table.validate(full=True)  # a damaged file may point beyond its end
         columns = _columns(path, table)
-    return _table(path, columns, target, features, sample_weight, labels)
+    return of_columns(path, columns, target, features, sample_weight, labels)
 
 
 @contextlib.contextmanager
@@ -304,15 +304,19 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
             raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
 
 
-def _table(
+def of_columns(
     path: str,
     columns: Mapping[str, Any],
     target: str | int | Sequence[str | int] | None,
-    features: Sequence[str | int] | Mapping[str, Any] | None,
-    sample_weight: str | int | None,
-    labels: Sequence[str] | None,
+    features: Sequence[str | int] | Mapping[str, Any] | None = None,
+    sample_weight: str | int | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Dataset:
-    """Build a data set from a table's columns."""
+    """Return a data set of a table's columns; see `csv` for the arguments.
+
+    Args:
+        path: what errors name.
+    """
     targets = [] if target is None else _names(target)
     weights = [] if sample_weight is None else _names(sample_weight)
     if features is None:

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from graphopt.data.batches import Batches, Rows
-from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.data.dataset import Dataset
+from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 
 Shuffle = bool | Literal["consecutive"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from graphopt.data import Dataset
-from graphopt.data.dataset import as_dataset
+from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.data.loader import Shuffle
 from graphopt.data.training_rows import TrainingRows, hold_out
 from graphopt.errors import GraphoptError
@@ -53,7 +50,7 @@ def adapt(
     """
     if not pipeline.learns:
         return pipeline
-    if not isinstance(data, Mapping | Dataset):
+    if not has_rows(data):
         raise GraphoptError(
             f"adapt: expected a data set or arrays by name, found {type(data).__name__}: give the passes their "
             "numbers, such as passes.Standardize(mean, scale)"

@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows, fixed_batch
+from graphopt.data.foreign import has_rows
 from graphopt.data.loader import Shuffle, draw
 from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn, Stream
@@ -199,10 +200,10 @@ def fit(
 
 
 def _read(
-    data: Data, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
+    data: Any, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
 ) -> Batches | Stream:
     """Return what cuts the rows of data into batches, or draws the batches of an iterable."""
-    if not isinstance(data, Mapping | Dataset):
+    if not has_rows(data):
         return Stream(data, executor.inputs, allow_nan=allow_nan, steps=steps, keep_positions=keep_positions)
     if steps is not None:
         raise GraphoptError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from graphopt.data import Batches, Dataset
-from graphopt.data.dataset import as_dataset
+from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, set_role
