@@ -1,0 +1,161 @@
+"""Train as a client of Flower, the extra `federated`: a server averages what its clients have trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from graphopt.data.dataset import as_dataset
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import Role, with_role
+from graphopt.runtime.executor import Executor
+from graphopt.training.fit import Data, evaluate, fit
+
+OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in its context, and an entry of it
+
+
+def arrays(executor: Executor) -> ArrayRecord:
+    """Return what travels between a server and its clients, by name in alphabetical order.
+
+    These are the parameters and the running statistics of BatchNormalization. Frozen weights do not travel: of a model
+    that trains only adapters, only the adapters do.
+
+    Args:
+        executor: the executor of a training graph.
+    """
+    names = sorted(str(value.name) for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC))
+    state = executor.state
+    return ArrayRecord({name: Array(state[name]) for name in names})
+
+
+def set_arrays(executor: Executor, record: ArrayRecord) -> None:
+    """Replace what travels by the arrays of a record, such as the result of a strategy of Flower.
+
+    Args:
+        executor: the executor of a training graph.
+        record: an array for each name in `arrays`. Floating-point numbers are converted to the type of the state.
+
+    Raises:
+        GraphoptError: a name is missing or unknown, or an array has the wrong type or shape. Nothing is replaced.
+    """
+    expected = arrays(executor)
+    if wrong := sorted(expected.keys() ^ record.keys()):
+        raise GraphoptError(
+            f"arrays: expected {len(expected)} as in this training graph, found {len(record)}; only one side has "
+            f"{', '.join(map(repr, wrong))}: use the same training graph on the server and on each client"
+        )
+    new = {name: array.numpy() for name, array in record.items()}
+    types = {name: expected[name].dtype if x.dtype.kind == "f" else x.dtype for name, x in new.items()}
+    executor.update_state({name: x.astype(types[name]) for name, x in new.items()})
+
+
+class FlowerClient:
+    """Train and evaluate on the data of one client, when a server of Flower asks for it.
+
+    What a client sends weighs as much as it has rows. The optimizer's state and the counters do not travel: Flower
+    keeps them in the client's context from round to round. A server can feed hyperparameters of the training graph,
+    such as `learning_rate`, by name in its `train_config`.
+
+    Args:
+        executor: the executor of a training graph.
+        data: a data set, or arrays named like the model's inputs, and `target`.
+        validation: the held-out data that `evaluate` measures.
+        restart: begin each round with the initial state of the optimizer, and with counters of 0.
+        epochs: the number of times to train on all rows in a round.
+        options: further options of `graphopt.fit`, such as `batch_size`, `metrics` and `seed`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        data: Data,
+        validation: Data | None = None,
+        *,
+        restart: bool = False,
+        **options: Any,
+    ) -> None:
+        self._executor, self._data, self._validation = executor, as_dataset(data), validation
+        self._restart, self._options = restart, {"epochs": 1, **options, "validation": None}
+        self._initial = self._own()
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Train from the arrays of a message, and return a reply with the trained arrays and the mean loss.
+
+        Raises:
+            GraphoptError: the arrays are another graph's, the data does not fit, or the strategy is FedProx, whose
+                term the loss of a training graph does not have.
+            NonFiniteLoss: the loss is infinite or not a number.
+        """
+        executor, received = self._executor, _arrays_in(message)
+        config = {
+            name: value for one in message.content.config_records.values() for name, value in one.items()
+        }
+        if mu := config.get("proximal-mu"):
+            raise GraphoptError(f"proximal-mu: expected 0, found {mu}: use FedAvg instead of FedProx")
+        own = self._initial if self._restart else context.state.array_records.get(OWN, self._initial)
+        state = {name: array.numpy() for name, array in own.items()}
+        batches = int(state.pop(BATCHES))
+        executor.update_state(state)
+        executor.set_batches(batches)
+        set_arrays(executor, received)
+        executor.set_hyperparameters(
+            **{name: config[name] for name in executor.hyperparameters if name in config}
+        )
+        loss = fit(executor, self._data, **self._options)[-1]["loss"]
+        context.state[OWN] = self._own()
+        trained = arrays(executor)
+        in_order = ArrayRecord(
+            {name: trained[name] for name in received}
+        )  # strategies pair arrays by position
+        return _reply(message, len(self._data), {"loss": loss}, arrays=in_order)
+
+    def evaluate(self, message: Message) -> Message:
+        """Measure the arrays of a message on the held-out data, and return a reply with the loss and the metrics.
+
+        Raises:
+            GraphoptError: the client has no held-out data, or the arrays are another graph's.
+        """
+        if self._validation is None:
+            raise GraphoptError(
+                "validation: expected data, found None: set it, or fraction_evaluate=0 of the strategy"
+            )
+        set_arrays(self._executor, _arrays_in(message))
+        options = {name: self._options[name] for name in ("metrics", "allow_nan") if name in self._options}
+        measured = evaluate(self._executor, self._validation, **options)
+        numbers = {name: value for name, value in measured.items() if isinstance(value, float)}
+        return _reply(message, len(as_dataset(self._validation)), numbers)
+
+    def _own(self) -> ArrayRecord:
+        """Return the state that does not travel, and the number of batches, on which the order of rows depends."""
+        travelling = arrays(self._executor)
+        own = {name: array for name, array in self._executor.state.items() if name not in travelling}
+        own[BATCHES] = np.array(self._executor.batches)
+        return ArrayRecord({name: Array(array) for name, array in own.items()})
+
+
+def client_app(client: Callable[[Context], FlowerClient], mods: Iterable[Mod] = ()) -> ClientApp:
+    """Return an app of Flower whose clients train and evaluate.
+
+    Args:
+        client: a function that returns the client of a context; it runs for each message.
+        mods: mods of Flower around training, such as `flwr.clientapp.mod.fixedclipping_mod`.
+    """
+    app = ClientApp()
+    app.train(mods=list(mods))(lambda message, context: client(context).train(message, context))
+    app.evaluate()(lambda message, context: client(context).evaluate(message))
+    return app
+
+
+def _arrays_in(message: Message) -> ArrayRecord:
+    (record,) = message.content.array_records.values()
+    return record
+
+
+def _reply(message: Message, rows: int, metrics: dict[str, float], **records: ArrayRecord) -> Message:
+    counted = MetricRecord({**metrics, "num-examples": rows})
+    return Message(RecordDict({**records, "metrics": counted}), reply_to=message)
