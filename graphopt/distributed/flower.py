@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,61 +59,46 @@ class FlowerClient:
     """Train and evaluate on the data of one client, when a server of Flower asks for it.
 
     What a client sends weighs as much as it has rows. The optimizer's state and the counters do not travel: Flower
-    keeps them in the client's context from round to round. A server can feed hyperparameters of the training graph,
-    such as `learning_rate`, by name in its `train_config`.
+    keeps them in the client's context from round to round, until you clear `context.state`. A server can feed
+    hyperparameters of the training graph, such as `learning_rate`, by name in its `train_config`.
 
     Args:
         executor: the executor of a training graph.
         data: a data set, or arrays named like the model's inputs, and `target`.
         validation: the held-out data that `evaluate` measures.
-        restart: begin each round with the initial state of the optimizer, and with counters of 0.
-        epochs: the number of times to train on all rows in a round.
-        options: further options of `graphopt.fit`, such as `batch_size`, `metrics` and `seed`.
+        options: options of `graphopt.fit`, such as `epochs`, which is 1 by default, `batch_size` and `metrics`.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        data: Data,
-        validation: Data | None = None,
-        *,
-        restart: bool = False,
-        **options: Any,
+        self, executor: Executor, data: Data, validation: Data | None = None, **options: Any
     ) -> None:
         self._executor, self._data, self._validation = executor, as_dataset(data), validation
-        self._restart, self._options = restart, {"epochs": 1, **options, "validation": None}
+        self._options = {"epochs": 1, **options, "validation": None}
         self._initial = self._own()
 
     def train(self, message: Message, context: Context) -> Message:
-        """Train from the arrays of a message, and return a reply with the trained arrays and the mean loss.
+        """Train from the arrays of a message, and return a reply with the trained arrays and `train_loss`.
 
         Raises:
             GraphoptError: the arrays are another graph's, the data does not fit, or the strategy is FedProx, whose
                 term the loss of a training graph does not have.
             NonFiniteLoss: the loss is infinite or not a number.
         """
-        executor, received = self._executor, _arrays_in(message)
-        config = {
-            name: value for one in message.content.config_records.values() for name, value in one.items()
-        }
+        executor, config = self._executor, ChainMap(*message.content.config_records.values())
         if mu := config.get("proximal-mu"):
             raise GraphoptError(f"proximal-mu: expected 0, found {mu}: use FedAvg instead of FedProx")
-        own = self._initial if self._restart else context.state.array_records.get(OWN, self._initial)
+        own = context.state.array_records.get(OWN, self._initial)
         state = {name: array.numpy() for name, array in own.items()}
         batches = int(state.pop(BATCHES))
         executor.update_state(state)
         executor.set_batches(batches)
+        (received,) = message.content.array_records.values()
         set_arrays(executor, received)
-        executor.set_hyperparameters(
-            **{name: config[name] for name in executor.hyperparameters if name in config}
-        )
+        executor.set_hyperparameters(**{x: config[x] for x in executor.hyperparameters if x in config})
         loss = fit(executor, self._data, **self._options)[-1]["loss"]
-        context.state[OWN] = self._own()
-        trained = arrays(executor)
-        in_order = ArrayRecord(
-            {name: trained[name] for name in received}
-        )  # strategies pair arrays by position
-        return _reply(message, len(self._data), {"loss": loss}, arrays=in_order)
+        context.state[OWN], trained = self._own(), arrays(executor)
+        trained = ArrayRecord({name: trained[name] for name in received})  # strategies pair them by position
+        return _reply(message, len(self._data), {"train_loss": loss}, arrays=trained)
 
     def evaluate(self, message: Message) -> Message:
         """Measure the arrays of a message on the held-out data, and return a reply with the loss and the metrics.
@@ -122,9 +108,9 @@ class FlowerClient:
         """
         if self._validation is None:
             raise GraphoptError(
-                "validation: expected data, found None: set it, or fraction_evaluate=0 of the strategy"
+                "validation: expected data, found none: set fraction_evaluate=0 in the strategy"
             )
-        set_arrays(self._executor, _arrays_in(message))
+        set_arrays(self._executor, *message.content.array_records.values())
         options = {name: self._options[name] for name in ("metrics", "allow_nan") if name in self._options}
         measured = evaluate(self._executor, self._validation, **options)
         numbers = {name: value for name, value in measured.items() if isinstance(value, float)}
@@ -149,11 +135,6 @@ def client_app(client: Callable[[Context], FlowerClient], mods: Iterable[Mod] = 
     app.train(mods=list(mods))(lambda message, context: client(context).train(message, context))
     app.evaluate()(lambda message, context: client(context).evaluate(message))
     return app
-
-
-def _arrays_in(message: Message) -> ArrayRecord:
-    (record,) = message.content.array_records.values()
-    return record
 
 
 def _reply(message: Message, rows: int, metrics: dict[str, float], **records: ArrayRecord) -> Message:
