@@ -221,9 +221,9 @@ def test_a_server_feeds_hyperparameters() -> None:
     ids=lambda chosen: type(chosen).__name__,
 )
 def test_strategies_of_flower_learn(chosen: strategy.Strategy) -> None:
-    _, result = federated(parted(rows(), 8, 8, 8, 8, 8), chosen, rounds=10)
+    _, result = federated(parted(rows(), 8, 8, 8, 8, 8), chosen, rounds=5)
     losses = [measured["loss"] for _, measured in sorted(result.evaluate_metrics_clientapp.items())]
-    assert len(losses) == 10 and losses[-1] < 0.8 * graphopt.evaluate(executor(), rows())["loss"]
+    assert len(losses) == 5 and losses[-1] < 0.9 * graphopt.evaluate(executor(), rows())["loss"]
 
 
 def test_fed_prox_is_refused() -> None:

@@ -23,6 +23,7 @@ from graphopt.cli.help import described
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
+NEEDS = {"federated": ("flwr", "ray")}  # packages of a page that only an environment of its own has
 NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
 WORDS = 1000  # that the README has at most
 NUMBERS = (
@@ -52,6 +53,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 
     def run(page: Path) -> Path:
         if page not in folders:
+            for package in NEEDS.get(page.stem, ()):
+                pytest.importorskip(package)
             folder = tmp_path_factory.mktemp(page.stem)
             (folder / "page.py").write_text("\n".join(blocks(page, "python")))
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
