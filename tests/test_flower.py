@@ -351,7 +351,7 @@ def test_ten_simulated_clients_learn_the_digits(tmp_path: Path, monkeypatch: pyt
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         start = arrays(graphopt.Executor(path))
-        found.append(strategy.FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=3))
+        found.append(strategy.FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=8))
 
     run_simulation(
         server, client_app(client), num_supernodes=10, backend_config={"client_resources": {"num_cpus": 1}}
@@ -359,7 +359,7 @@ def test_ten_simulated_clients_learn_the_digits(tmp_path: Path, monkeypatch: pyt
     trained = graphopt.Executor(path)
     set_arrays(trained, found[0].arrays)
     unseen = {name: array[1500:] for name, array in data.digits().arrays.items()}
-    assert graphopt.evaluate(trained, unseen)["accuracy"] > 0.85
+    assert graphopt.evaluate(trained, unseen)["accuracy"] > 0.88
 
 
 def replaced(record: ArrayRecord, **changed: np.ndarray | None) -> ArrayRecord:

@@ -59,7 +59,12 @@ from graphopt.training.signals import deferred, ending
 INTERRUPTED = 130
 NOT_FINITE = 3
 RUNS = ("train", "evaluate", "predict", "compile", "hosts", "artifacts", "report", "compare")
-PLUGINS = {"joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}  # of recipes/sweep
+PLUGINS = {  # of recipes/sweep
+    "joblib": "hydra-joblib-launcher",
+    "optuna": "hydra-optuna-sweeper",
+    "ray": "hydra-ray-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+}
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -181,6 +186,8 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
             write_hydra(folder, recipe.composed)
         return runs[run](recipe, folder)
     except USER_ERRORS as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
+            raise GraphoptError(_line(error)) from None
         _complain(error)
         raise SystemExit(
             NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
