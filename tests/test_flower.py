@@ -332,8 +332,8 @@ def test_adapters_alone_travel() -> None:
     assert (server.parameters["lora.B"] != 0).any()
 
 
-def test_ten_simulated_clients_learn_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs flwr[simulation]")
+def test_ten_simulated_clients_learn_the_digits(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="needs flwr[simulation]")
     step = graphopt.compile(
         models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1, momentum=0.9)
     )
@@ -353,9 +353,10 @@ def test_ten_simulated_clients_learn_the_digits(tmp_path: Path, monkeypatch: pyt
         start = arrays(graphopt.Executor(path))
         found.append(strategy.FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=8))
 
-    run_simulation(
-        server, client_app(client), num_supernodes=10, backend_config={"client_resources": {"num_cpus": 1}}
-    )
+    try:
+        run_simulation(server, client_app(client), num_supernodes=10)
+    finally:
+        ray.shutdown()
     trained = graphopt.Executor(path)
     set_arrays(trained, found[0].arrays)
     unseen = {name: array[1500:] for name, array in data.digits().arrays.items()}

@@ -23,7 +23,8 @@ from graphopt.cli.help import described
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
-NEEDS = {"federated": ("flwr", "ray")}  # packages of a page that only an environment of its own has
+# Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
+NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
 NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
 WORDS = 1000  # that the README has at most
 NUMBERS = (
@@ -46,6 +47,12 @@ def commands(page: Path) -> list[str]:
     ]
 
 
+def need(text: str) -> None:
+    """Skip the test if the environment lacks packages of the page or the command."""
+    for package in (package for name, packages in NEEDS.items() if name in text for package in packages):
+        pytest.importorskip(package)
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in."""
@@ -53,8 +60,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 
     def run(page: Path) -> Path:
         if page not in folders:
-            for package in NEEDS.get(page.stem, ()):
-                pytest.importorskip(package)
+            need(page.stem)
             folder = tmp_path_factory.mktemp(page.stem)
             (folder / "page.py").write_text("\n".join(blocks(page, "python")))
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -92,6 +98,7 @@ def test_a_command_runs(
 ) -> None:
     program, *arguments = shlex.split(command, comments=True)
     assert program == "graphopt"
+    need(command)
     monkeypatch.chdir(folder_of(page))
     shorter = [] if "--help" in arguments or "fit.epochs" in command else ["fit.epochs=1"]
     assert cli.main([*arguments, *shorter]) == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,96 @@ def test_jobs_in_processes_equal_jobs_one_by_one(capfd: pytest.CaptureFixture[st
     Path("one_by_one").rename("out")
     for run in range(2):
         assert all((parallel[run][name] == array).all() for name, array in state(run).items())
+
+
+# Launchers of clusters, and the package of each; submitit_local runs in processes of this machine what sweep=slurm runs
+# on a cluster's nodes.
+CLUSTERS = {
+    "sweep=ray": "hydra_plugins.hydra_ray_launcher",
+    "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
+}
+
+
+@pytest.fixture
+def ray() -> Iterator[Any]:
+    """Stop what runs of Ray in this process: a test starts it in its own folder."""
+    package = pytest.importorskip("ray", reason="needs the extra `cluster`")
+    package.shutdown()
+    yield package
+    package.shutdown()
+
+
+@pytest.fixture(params=CLUSTERS)
+def cluster(request: pytest.FixtureRequest) -> str:
+    """Return the argument that chooses a launcher."""
+    pytest.importorskip(CLUSTERS[request.param], reason="needs the extra `cluster`")
+    if request.param == "sweep=ray":
+        request.getfixturevalue("ray")
+    return str(request.param)
+
+
+def test_jobs_on_a_cluster_equal_jobs_one_by_one(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SWEEP, cluster]) == 0
+    said = capfd.readouterr().out
+    assert len(re.findall("^│", said, re.MULTILINE)) == 2 and Path("out/compare.html").exists()
+    trained = [Path(f"out/{run}/trained.onnx").stat().st_mtime_ns for run in range(2)]
+    found = [state(run) for run in range(2)]
+    assert cli.main([*SWEEP, cluster]) == 0  # what is complete does not run again
+    assert trained == [Path(f"out/{run}/trained.onnx").stat().st_mtime_ns for run in range(2)]
+    Path("out").rename("cluster")
+    assert cli.main(SWEEP) == 0
+    for run in range(2):
+        assert all((found[run][name] == array).all() for name, array in state(run).items())
+
+
+def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(
+    cluster: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", cluster]) == 1
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith("graphopt: error: model 'missing.onnx': no such file")
+    assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
+
+
+def test_a_running_cluster_of_ray_needs_an_absolute_folder(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray.init(num_cpus=1, include_dashboard=False)  # its processes run in this folder
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    Path("rows.csv").write_text("a,target\n" + "".join(f"{x},{2 * x}\n" for x in range(8)))
+    sweep = ["-m", "sweep=ray", "data=csv", "data.path=rows.csv", "data.target=target", "fit.epochs=1,2"]
+    sweep += ["model=linear", "loss=mean_squared_error"]
+    assert cli.main([*sweep, "folder=out"]) == 1
+    assert "folder: expected an absolute path, because the cluster runs jobs in" in capfd.readouterr().err
+    assert cli.main([*sweep, f"folder={tmp_path}/elsewhere/out"]) == 0
+    assert all(Path(f"out/{run}/result.json").exists() for run in range(2))
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_job_that_fails_does_not_end_the_others(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+    failing = ["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", f"hydra/launcher={launcher}"]
+    assert cli.main(failing) == 1
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith("graphopt: error: model 'missing.onnx': no such file")
+    assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
+
+
+def test_the_recipe_of_slurm_submits_jobs_that_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(CLUSTERS["hydra/launcher=submitit_local"], reason="needs the extra `cluster`")
+    shown = ["sweep=slurm", "hydra.launcher.partition=gpu", "--cfg", "hydra", "-p", "hydra.launcher"]
+    assert cli.main(shown) == 0
+    launcher = yaml.safe_load(capsys.readouterr().out.partition("\n")[2])
+    assert launcher["_target_"].endswith("SlurmLauncher") and launcher["max_num_timeout"] > 0
+    assert (launcher["partition"], launcher["timeout_min"], launcher["cpus_per_task"]) == ("gpu", 60, 1)
+
+
+@pytest.mark.parametrize("recipe", ["ray", "slurm"])
+def test_a_launcher_that_is_not_installed_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("hydra_plugins.hydra_ray_launcher") is not None:
+        pytest.skip("the extra `cluster` is installed")
+    assert cli.main(["-m", f"sweep={recipe}", "optimizer=sgd,adamw"]) == 1
+    assert "which is not installed: pip install it" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_run_again_does_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     """Run a recipe; return the validation loss, or the training loss if no rows are held out."""
     try:
         hydra = HydraConfig.get()
+        _go_where_the_sweep_is(hydra)
         recipe = Recipe(config, hydra.runtime.choices, command_line)
         runners = (_train, _evaluate, _predict, _compile, _hosts, _artifacts, _report, _compare)
         runs = dict(zip(RUNS, runners, strict=True))
@@ -192,6 +193,21 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         raise SystemExit(
             NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
         ) from error  # Hydra passes it on without a message of its own
+
+
+def _go_where_the_sweep_is(hydra: DictConfig) -> None:
+    """Change to the working directory of the command, from which a process of a running cluster can differ.
+
+    Raises:
+        GraphoptError: it differs, and the folder is relative to it.
+    """
+    here, there = os.getcwd(), hydra.runtime.cwd
+    if here != there and not os.path.isabs(hydra.sweep.dir):
+        raise GraphoptError(
+            f"folder: expected an absolute path, because the cluster runs jobs in {here}, found {hydra.sweep.dir!r}"
+        )
+    if here != there:
+        os.chdir(there)
 
 
 def _train(recipe: Recipe, folder: Path) -> float:
