@@ -411,7 +411,9 @@ def test_arrays_in_float64_and_in_another_order_are_accepted() -> None:
 
 def test_a_client_without_held_out_data_does_not_evaluate() -> None:
     app = client_app(lambda _: FlowerClient(executor(), rows()))
-    with pytest.raises(GraphoptError, match="validation: expected data, found none: set fraction_evaluate=0"):
+    with pytest.raises(
+        GraphoptError, match="validation: expected data, found none: give it, or set fraction_evaluate=0"
+    ):
         fed_avg().start(InOneProcess(app, 1), arrays(executor()), num_rounds=1)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import onnx_ir as ir
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
@@ -195,7 +196,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         ) from error  # Hydra passes it on without a message of its own
 
 
-def _go_where_the_sweep_is(hydra: DictConfig) -> None:
+def _go_where_the_sweep_is(hydra: HydraConf) -> None:
     """Change to the working directory of the command, from which a process of a running cluster can differ.
 
     Raises:

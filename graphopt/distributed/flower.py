@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from graphopt.data.dataset import as_dataset
+from graphopt.data.dataset import Dataset, as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.training.fit import Data, evaluate, fit
+from graphopt.training.fit import evaluate, fit
 
+Data = Dataset | Mapping[str, np.ndarray]
 OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in its context, and an entry of it
 
 
@@ -107,9 +108,7 @@ class FlowerClient:
             GraphoptError: the client has no held-out data, or the arrays are another graph's.
         """
         if self._validation is None:
-            raise GraphoptError(
-                "validation: expected data, found none: set fraction_evaluate=0 in the strategy"
-            )
+            raise GraphoptError("validation: expected data, found none: give it, or set fraction_evaluate=0")
         set_arrays(self._executor, *message.content.array_records.values())
         options = {name: self._options[name] for name in ("metrics", "allow_nan") if name in self._options}
         measured = evaluate(self._executor, self._validation, **options)
