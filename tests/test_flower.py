@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp, strategy
 from flwr.simulation import run_simulation
 from flwr.supercore.task_identity import TaskIdentity
 
+from graphopt.distributed import flower
 from graphopt.distributed.flower import FlowerClient, arrays, client_app, set_arrays
 
 FEATURES, ROWS = 5, 40
@@ -421,3 +423,7 @@ def test_wrong_data_is_refused() -> None:
     whole = {"x": rows()["x"][:, :3], "target": rows()["target"]}
     with pytest.raises(GraphoptError, match="data 'x': expected rows of shape"):
         federated([whole], fed_avg())
+
+
+def test_the_examples_in_docstrings_run() -> None:
+    assert doctest.testmod(flower, extraglobs={"graphopt": graphopt, "passes": passes}) == (0, 14)

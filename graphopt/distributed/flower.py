@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,12 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from graphopt.data.dataset import Dataset, as_dataset
+from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.training.fit import evaluate, fit
+from graphopt.training.fit import Data, evaluate, fit
 
-Data = Dataset | Mapping[str, np.ndarray]
 OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in its context, and an entry of it
 
 
@@ -29,6 +28,12 @@ def arrays(executor: Executor) -> ArrayRecord:
 
     Args:
         executor: the executor of a training graph.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam()}
+    >>> step = graphopt.compile(models.mlp((4,), 1), parameters=passes.Parameters("layers.4.*"), **steps)
+    >>> list(arrays(graphopt.Executor(step)))
+    ['layers.4.bias', 'layers.4.weight']
     """
     names = sorted(str(value.name) for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC))
     state = executor.state
@@ -44,6 +49,15 @@ def set_arrays(executor: Executor, record: ArrayRecord) -> None:
 
     Raises:
         GraphoptError: a name is missing or unknown, or an array has the wrong type or shape. Nothing is replaced.
+
+    >>> from graphopt import models
+    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    >>> one, other = (graphopt.Executor(graphopt.compile(models.linear((n,), 1), **steps)) for n in (2, 3))
+    >>> try:
+    ...     set_arrays(one, arrays(other))
+    ... except graphopt.GraphoptError as error:
+    ...     print(error)
+    input 'layers.0.weight': expected shape [2,1], found [3, 1]
     """
     expected = arrays(executor)
     if wrong := sorted(expected.keys() ^ record.keys()):
@@ -65,9 +79,16 @@ class FlowerClient:
 
     Args:
         executor: the executor of a training graph.
-        data: a data set, or arrays named like the model's inputs, and `target`.
+        data: data with rows, as in `graphopt.fit`.
         validation: the held-out data that `evaluate` measures.
         options: options of `graphopt.fit`, such as `epochs`, which is 1 by default, `batch_size` and `metrics`.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
+    >>> client = FlowerClient(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, epochs=2, batch_size=10)
+    >>> app = client_app(lambda context: client)
     """
 
     def __init__(
@@ -129,6 +150,8 @@ def client_app(client: Callable[[Context], FlowerClient], mods: Iterable[Mod] = 
     Args:
         client: a function that returns the client of a context; it runs for each message.
         mods: mods of Flower around training, such as `flwr.clientapp.mod.fixedclipping_mod`.
+
+    An example is in `FlowerClient`.
     """
     app = ClientApp()
     app.train(mods=list(mods))(lambda message, context: client(context).train(message, context))
