@@ -656,6 +656,23 @@ def test_labels_in_text_and_images_are_learnt_from(folder: Path) -> None:
     assert weights["x.mean"].shape == (1, 3, 1, 1)
 
 
+def test_a_folder_of_images_is_read_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pixels = RNG.integers(0, 255, (12, 6, 5, 3), np.uint8)
+    for i, image in enumerate(pixels):
+        place = Path("images", "ab"[i % 3 == 0])
+        place.mkdir(parents=True, exist_ok=True)
+        pillow.fromarray(image).save(place / f"{i}.png")
+    monkeypatch.setattr(statistics, "ELEMENTS", 3 * 6 * 5 * 2)
+    given = ["model=cnn", "data=images", "data.path=images", *LEARNT, "fit.validation=null", "fit.epochs=1"]
+    assert cli.main([*given, "folder=run"]) == 0
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in onnx.load("run/trained.onnx").graph.initializer}
+    np.testing.assert_allclose(weights["x.mean"].ravel(), pixels.mean((0, 1, 2)) / 255, rtol=1e-5)
+    np.testing.assert_allclose(weights["x.scale"].ravel(), pixels.std((0, 1, 2)) / 255, rtol=1e-5)
+    logged = re.search(r"class_weights=\(([^)]*)\)", Path("run/graphopt.log").read_text())
+    assert [float(x) for x in logged[1].split(",")] == [12 / 2 / 8, 12 / 2 / 4]
+
+
 def test_other_runs_of_a_recipe_that_learns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in ("compile", "hosts", "report"):
         assert cli.main([run, "my.onnx", *RECIPE, *LEARNT, f"folder={run}"]) == 0

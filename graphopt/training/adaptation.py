@@ -30,7 +30,7 @@ def adapt(
     Args:
         pipeline: the pipeline; it is not changed.
         model: the inference model that the pipeline will rewrite.
-        data: a data set, or arrays named like the model's inputs, and `target`; memory-mapped arrays are read once,
+        data: data with rows, as in `fit`; arrays that are memory-mapped or read from files are read once for each pass,
             in pieces.
         validation: the share of rows to hold out; with other data or None, all rows train.
         shuffle: whether held-out rows are drawn, as in `fit`.
