@@ -11,7 +11,7 @@ from builders import mlp
 
 import graphopt
 import passes
-from graphopt import data
+from graphopt import cli, data
 from graphopt.data import Batches
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.errors import GraphoptError
@@ -181,3 +181,19 @@ def test_hugging_face_data_sets_learn_a_standardization() -> None:
     model = mlp((3, 8, 2))
     adapted = [graphopt.adapt(pipeline, model, rows)(model) for rows in (DATA, hugging_face())]
     assert same(*map(graphopt.Executor, adapted))
+
+
+def test_a_function_of_one_s_own_may_return_them_in_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_tables.py").write_text(
+        "import polars\n"
+        "def table():\n    return polars.DataFrame({'a': [1.0, 2, 3, 4], 'target': [0, 1, 0, 1]})\n"
+        "def batches():\n    return [{'x': [[1.0]], 'target': [0]}]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = ["model=mlp", "trust=[my_tables]", "fit.epochs=1", "executor.threads=1", "~data.images"]
+    assert cli.main([*run, "data._target_=my_tables.table", "folder=one"]) == 0
+    assert cli.main([*run, "data._target_=my_tables.batches", "folder=two"]) == 1
+    assert "error: data: expected a data set or arrays by name, found list" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
     expected = {
         name: value
         for name, value in expected.items()
-        if name not in ("executor", "data", "callbacks", "checkpoint", "resume")
+        if name not in ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch")
     }
     every = {name: x for name, x in defaults(graphopt.Checkpoints).items() if name != "folder"}
     assert config["fit"] == {**expected, "checkpoint": every, "log_steps": False}

@@ -17,6 +17,7 @@ from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_recipe
 from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.data import Dataset
+from graphopt.data.foreign import as_dataset
 from graphopt.data.training_rows import held_out_rows
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
@@ -64,8 +65,7 @@ class Recipe:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        data: Dataset = self._build("data")
-        return data
+        return as_dataset(self._build("data"))
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:

@@ -66,7 +66,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         fit,
         {**training, "validation": None},
         "fit",
-        ("executor", "data", "callbacks", "checkpoint", "resume"),
+        ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch"),
     )
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
