@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt import callbacks as callbacks
 from graphopt.compiler import StepHalves, compile, grad, split_step, standard
 from graphopt.distributed.data_parallel import DataParallel
+from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing
@@ -37,6 +38,7 @@ __all__ = [
     "Device",
     "Executor",
     "ForwardBackward",
+    "LocalSGD",
     "MPI",
     "NonFiniteLoss",
     "GraphoptError",

@@ -224,6 +224,34 @@ def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
     return StepHalves(tail(whole), tail(grad), tail(apply))
 
 
+def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
+    """Return the graph that updates the weights of several workers after each has trained on its own.
+
+    An input `NAME.grad` for each parameter NAME is what the workers' own steps have subtracted from it, in the mean
+    over the workers. The optimizer takes it for the gradient. Running statistics are averaged. Names of the optimizer's
+    own state begin with `outer.`.
+
+    Args:
+        step: a training graph; it is not changed.
+        optimizer: an optimizer; by default that of DiLoCo (Douillard et al. 2023), `passes.SGD(0.7, momentum=0.9,
+            nesterov=True)`. `passes.SGD(1.0)` replaces the weights by the mean over the workers.
+
+    Raises:
+        GraphoptError: the graph updates no weights, or the optimizer rejects them.
+
+    >>> import graphopt, passes
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> outer = graphopt.compiler.outer_step(step, passes.SGD(1.0))
+    >>> [output.name for output in outer.graph.outputs]
+    ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
+    """
+    import passes
+    from passes.outer_step import outer_step as outer
+
+    return outer(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
+
+
 @dataclass(frozen=True)
 class LayerGraphs:
     """Hold the graphs of a layer: the joint graph of outputs and gradients, and its forward and backward parts."""

@@ -188,6 +188,14 @@ class Executor(ExecutorState):
         """Return the workers that train together; one, unless a subclass has more."""
         return SINGLE
 
+    @property
+    def is_synchronized(self) -> bool:
+        """Return whether the workers have met since the latest step; a subclass may let them train apart."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let workers that train apart meet; all of them call this."""
+
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
 

@@ -43,7 +43,11 @@ class ExecutorState(ExecutorOptions):
         self._lock = threading.RLock()
         self._batches = 0
         self.properties: dict[str, Property] = {}  # set by the user and saved in checkpoints
-        self._buffers = StateBuffers(self._device, self._model)
+        self._buffers = self._buffers_of(self._model)
+
+    def _buffers_of(self, model: ir.Model) -> StateBuffers:
+        """Return the buffers of the state, whose initial values are removed from the graph."""
+        return StateBuffers(self._device, model)
 
     @abstractmethod
     def _open(self) -> None:
@@ -184,7 +188,7 @@ class ExecutorState(ExecutorOptions):
         arrays, properties = self._buffers.load(path)
         with self._lock:
             self.update_state(arrays)
-            self._batches = int(properties.pop(_BATCHES, self.steps))
+            self.set_batches(int(properties.pop(_BATCHES, self.steps)))
             self.properties = properties
 
     def _of(self, *roles: Role) -> list[str]:

@@ -17,7 +17,7 @@ from graphopt.runtime.reported_outputs import reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
-from graphopt.runtime.tensors import Tensor, buffer, buffers
+from graphopt.runtime.tensors import Tensor, buffer, buffers, rows_of
 
 FIRST_ROW = "first_row"
 
@@ -112,7 +112,7 @@ class SplitRunner:
         Args:
             feeds: tensors of this worker's rows, which `check` has accepted; they may have no rows.
         """
-        rows = _rows(feeds)
+        rows = rows_of(feeds)
         if self._has_positions and self._communicator.size > 1:
             self._place(rows)
         reported: Reported = dict.fromkeys([*self._numbers, self._weight], 0.0)
@@ -180,10 +180,3 @@ class SplitRunner:
 def _zeros(y: ir.Value) -> np.ndarray:
     assert y.shape is not None and y.dtype is not None
     return np.zeros(y.shape.numpy(), y.dtype.numpy())
-
-
-def _rows(feeds: Mapping[str, Tensor]) -> int:
-    """Return the number of rows of a batch."""
-    shapes: list[Any] = [getattr(x, "shape", ()) for x in feeds.values()]
-    sizes = (shape() if callable(shape) else shape for shape in shapes)
-    return next((int(size[0]) for size in sizes if len(size)), 1)

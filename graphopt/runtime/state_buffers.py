@@ -110,6 +110,11 @@ class StateBuffers:
         """Return the buffers for the next step to read."""
         return {**self.sets[self.current], **self.fed}
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all state."""
+        return list(self.sets[0])
+
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
@@ -126,13 +131,21 @@ class StateBuffers:
         Raises:
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
+        self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
-            if name not in buffers:
-                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(buffers)}")
-            self._inputs[name].check(np.asarray(array))
-        for name, array in arrays.items():
             buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+    def check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Check arrays for part of the state without replacing any.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
+        """
+        for name, array in arrays.items():
+            if name not in self._inputs or name in self.fed:
+                raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(self.names)}")
+            self._inputs[name].check(np.asarray(array))
 
     def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Check values for hyperparameters without replacing any.
@@ -172,7 +185,7 @@ class StateBuffers:
             GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph.
         """
         arrays, properties = load_state(path)
-        unlike = sorted(set(arrays) ^ set(self.sets[0]))
+        unlike = sorted(set(arrays) ^ set(self.names))
         if unlike:
             raise GraphoptError(
                 f"{path}: expected the state of this training graph, found another's: "

@@ -156,6 +156,13 @@ def number_or_array(array: np.ndarray) -> Any:
     return array if array.ndim else array.item()
 
 
+def rows_of(feeds: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a batch."""
+    shapes: list[Any] = [getattr(x, "shape", ()) for x in feeds.values()]
+    sizes = (shape() if callable(shape) else shape for shape in shapes)
+    return next((int(size[0]) for size in sizes if len(size)), 1)
+
+
 def _cut(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
     """Cut a byte vector into parts of the given sizes."""
     return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)

@@ -29,15 +29,15 @@ from graphopt.data.streams import Drawn, Stream
 from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.communicator import Communicator, digest
+from graphopt.runtime.communicator import SINGLE, Communicator, digest
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.signals import Signals, deferred
-from graphopt.training.workers import agree, evaluated, from_first
+from graphopt.training.workers import agree, evaluated, from_first, summed
 
 AHEAD = 2  # batches that are prefetched
 
@@ -303,9 +303,10 @@ class _Mean:
                 self.sums[name] = self.sums.get(name, 0.0) + rows * value
         self.rate = values.get("learning_rate")
 
-    def result(self) -> Record:
-        """Return the mean of each number, weighted by rows, and the last learning rate."""
-        means: Record = {name: value / self.rows for name, value in self.sums.items()}
+    def result(self, communicator: Communicator = SINGLE) -> Record:
+        """Return the mean of each number over the rows of all workers, and the last learning rate."""
+        rows, sums = summed(communicator, self.rows, self.sums)
+        means: Record = {name: value / rows for name, value in sums.items()}
         if "learning_rate" in means:
             means["learning_rate"] = self.rate
         return means
@@ -331,6 +332,7 @@ class _Loop:
         self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch before an interruption
         self._skipped = run.step - run.executor.batches  # steps that the executor does not count
+        self._is_due = False  # whether a checkpoint is due, which waits until the workers meet
         self._is_cut = False  # whether a callback has stopped the last epoch before its end
         self._stops = self._ends = False  # what all workers have agreed on: a callback's stop, a signal's end
         self._one_by_one = any(callback.reads_state for callback in callbacks)
@@ -419,7 +421,9 @@ class _Loop:
             return
         if not has_ended:
             self._save(last=True)  # a run that continues from here has the rest of the epoch before it
-        record = {"epoch": run.epoch, "step": run.step, **self._mean.result()}
+        if run.epoch == run.epochs:
+            run.executor.synchronize()
+        record = {"epoch": run.epoch, "step": run.step, **self._mean.result(run.executor.workers)}
         if self._held_out is not None and (
             run.epoch % self._validation_every == 0 or run.epoch == run.epochs or self._stops
         ):
@@ -441,22 +445,26 @@ class _Loop:
     def _steps(self, signals: Signals) -> bool:
         """Run the steps of an epoch from its current row on; return False if callbacks or a signal end it before."""
         run, executor, order = self._run, self._run.executor, self._order
-        pending: deque[tuple[int, Any]] = deque()  # the rows of batches without results, the positions after
+        pending: deque[tuple[int, int, Any]] = (
+            deque()
+        )  # of batches without results: rows, own rows, the position
 
         def feeds() -> Iterator[dict[str, Tensor]]:
             for drawn in order.draw(run.epoch, run.row):
-                pending.append((drawn.rows, drawn.position))
+                pending.append((drawn.rows, rows_of(drawn.arrays), drawn.position))
                 yield self._on_device(drawn)
 
         with contextlib.closing(prefetched(feeds(), self._prefetch)) as ahead:
             for values in self._reported(ahead):
-                rows, self._position = pending.popleft()
+                rows, own, self._position = pending.popleft()
                 run.step += 1
                 run.row += rows
                 values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
-                self._mean.add(rows, values)
+                self._mean.add(own, values)
                 self._tell("on_step_end", {"epoch": run.epoch, "step": run.step, "rows": rows, **values})
-                if self._is_even() and self._is_to_stop(signals):
+                if self._checkpoint is not None and self._checkpoint.is_due(run.step):
+                    self._is_due = True
+                if self._is_even() and executor.is_synchronized and self._is_to_stop(signals):
                     return run.row == order.count
         self._position = order.end
         return True
@@ -500,9 +508,9 @@ class _Loop:
             self._agree(signals)
         if checkpoint is not None:
             self._tell_saved(checkpoint.finished())
-            if control.should_save or (checkpoint.is_due(self._run.step) and not checkpoint.is_writing):
+            if control.should_save or (self._is_due and not checkpoint.is_writing):
                 self._save()
-        control.should_save = False
+        control.should_save = self._is_due = False
         return self._stops or self._ends
 
     def _agree(self, signals: Signals) -> bool:

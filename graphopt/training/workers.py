@@ -54,6 +54,15 @@ def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Che
     return Checkpoint(Path(found["path"]), state, kept, found["progress"])
 
 
+def summed(communicator: Communicator, rows: int, sums: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """Return the number of rows and sums over them, of all workers together; all have the same names."""
+    if communicator.size == 1:
+        return rows, dict(sums)
+    totals = np.array([rows, *sums.values()], np.float64)
+    communicator.sum(totals)
+    return int(totals[0]), dict(zip(sums, totals[1:].tolist(), strict=True))
+
+
 def evaluated(
     communicator: Communicator,
     batches: Iterable[dict[str, np.ndarray]],
