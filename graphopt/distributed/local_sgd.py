@@ -125,7 +125,8 @@ class LocalSGD(Executor):
                 reported = super().step(feeds)
             else:
                 self.set_hyperparameters(**self._split(feeds)[0])
-                reported = dict.fromkeys(self._report, 0.0)
+                scalars = {y.name for y in self._model.graph.outputs if y.shape == ()}
+                reported = {name: 0.0 for name in self._report if name in scalars}
                 self._batches += 1
             self._done += 1
             if self._done == self.sync_every:

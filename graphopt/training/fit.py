@@ -301,7 +301,8 @@ class _Mean:
         for name, value in values.items():
             if isinstance(value, float):
                 self.sums[name] = self.sums.get(name, 0.0) + rows * value
-        self.rate = values.get("learning_rate")
+        if rows:
+            self.rate = values.get("learning_rate")
 
     def result(self, communicator: Communicator = SINGLE) -> Record:
         """Return the mean of each number over the rows of all workers, and the last learning rate."""
