@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -324,13 +322,15 @@ def test_the_third_dropped_round_in_succession_is_an_error_for_all_workers() -> 
     def work(workers: Communicator) -> tuple[int, str]:
         executor = graphopt.LocalSGD(step, communicator=workers, sync_every=2)
         before, steps = executor.parameters, 0
+
+        def train() -> None:
+            nonlocal steps
+            for steps in range(1, 20):  # noqa: B007
+                data = batch(steps, workers.rank, 2)
+                executor.step({**data, "x": data["x"] * np.float32(np.inf)} if workers.rank else data)
+
         with pytest.raises(graphopt.NonFiniteLoss) as caught:
-            for i in range(20):
-                data = batch(i, workers.rank, 2)
-                if workers.rank:
-                    data["x"] = data["x"] * np.float32(np.inf)
-                steps = i + 1
-                executor.step(data)
+            train()
         for name, array in executor.parameters.items():
             np.testing.assert_array_equal(before[name], array)
         executor.step(batch(0))  # of a new round
@@ -424,3 +424,109 @@ def test_a_graph_that_updates_nothing_is_an_error() -> None:
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError())
     with pytest.raises(graphopt.GraphoptError, match="an outer step needs an optimizer's update, found none"):
         outer_step(step)
+
+
+# Real processes, which `mpiexec` starts.
+
+PROGRAM = r"""
+import hashlib, json, os, signal, sys
+import numpy as np
+import graphopt, passes
+from graphopt import models
+
+job, folder = sys.argv[1:]
+rng = np.random.default_rng(0)
+x = rng.standard_normal((160, 3)).astype(np.float32)
+data = {"x": x, "target": (x @ rng.standard_normal((3, 2)) + 1).astype(np.float32)}
+workers = graphopt.MPI(timeout=60)
+pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
+model = models.mlp((3,), 2, hidden=(8,))
+
+
+def digest(executor):
+    return hashlib.sha256(b"".join(array.tobytes() for array in executor.parameters.values())).hexdigest()
+
+
+def say(**values):  # in one piece: the workers' lines do not mix
+    os.write(1, (json.dumps({"rank": workers.rank, **values}) + "\n").encode())
+
+
+class Watch(graphopt.Callback):
+    def on_fit_begin(self, run):
+        say(at=run.step, weights=digest(run.executor))
+
+    def on_step_end(self, run, record):
+        if run.executor.is_synchronized:
+            say(at=run.step, weights=digest(run.executor))
+        if job == "dies" and workers.rank == 1 and run.step == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if job == "equal":
+    apart = graphopt.LocalSGD(pipeline(model), communicator=workers, sync_every=1, outer=passes.SGD(1.0))
+    together = graphopt.DataParallel(graphopt.split_step(pipeline, model), communicator=workers)
+    options = {"epochs": 3, "batch_size": 16, "validation": 0.25}
+    records = [graphopt.fit(executor, data, **options) for executor in (apart, together)]
+    ours, theirs = apart.parameters, together.parameters
+    difference = max(float(np.abs(ours[name] - theirs[name]).max()) for name in ours)
+    say(difference=difference, weights=digest(apart),
+        records=[[{k: r[k] for k in ("loss", "validation_loss")} for r in each] for each in records])
+else:
+    executor = graphopt.LocalSGD(pipeline(model), communicator=workers, sync_every=5)
+    checkpoint = graphopt.Checkpoints(folder, every="5 steps")
+    graphopt.fit(executor, data, epochs=3, batch_size=16, validation=None, callbacks=[Watch()],
+                 checkpoint=checkpoint, resume=job == "resumes")
+    say(at=executor.batches, weights=digest(executor))
+"""
+MPIEXEC = shutil.which(
+    "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+)
+PROCESSES = pytest.mark.skipif(MPIEXEC is None, reason="expected mpiexec, of the extra mpi")
+
+
+def processes(job: str, folder: Path, count: int = 2) -> tuple[int, list[dict[str, Any]], str]:
+    """Run the program in several processes; return the exit code, what they say, and their errors."""
+    (folder / "program.py").write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+    command = [MPIEXEC, "-n", str(count), sys.executable, "program.py", job, "checkpoints"]
+    done = subprocess.run(  # type: ignore[call-overload]
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.returncode, said, done.stderr
+
+
+@PROCESSES
+def test_processes_that_meet_after_each_step_train_as_together(tmp_path: Path) -> None:
+    code, said, errors = processes("equal", tmp_path)
+    assert code == 0, errors
+    first, second = sorted(said, key=lambda each: each["rank"])
+    assert first["difference"] < 1e-6
+    assert (first["weights"], first["records"]) == (second["weights"], second["records"])
+    ours, theirs = first["records"]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+@PROCESSES
+def test_after_the_death_of_a_process_training_resumes_from_the_last_synchronisation(tmp_path: Path) -> None:
+    code, said, _ = processes("dies", tmp_path)
+    assert code != 0
+    synchronized = {each["at"]: each["weights"] for each in said if each["rank"] == 0}
+    assert {0, 5, 10, 15} <= set(synchronized)
+    code, said, errors = processes("resumes", tmp_path)
+    assert code == 0, errors
+    first, second = ([each for each in said if each["rank"] == rank] for rank in (0, 1))
+    start = first[0]["at"]
+    assert start in (10, 15)  # the checkpoint of step 15 may not have been complete
+    assert first[0]["weights"] == second[0]["weights"] == synchronized[start]
+    assert first[-1]["at"] == 30
+    assert first[-1]["weights"] == second[-1]["weights"]

@@ -59,7 +59,9 @@ def main(
     rows = np.random.default_rng(0).permutation(len(data))
     count = math.ceil(0.2 * len(data))
     arrays = dict(data.arrays)
-    held_out, training = ({key: x[part] for key, x in arrays.items()} for part in (rows[:count], rows[count:]))
+    held_out, training = (
+        {key: x[part] for key, x in arrays.items()} for part in (rows[:count], rows[count:])
+    )
     steps = epochs * math.ceil((len(rows) - count) / 32)
     losses: dict[str, list[float]] = {"synchronous": [], "local": []}
     sent = {}
