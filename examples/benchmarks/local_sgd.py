@@ -1,4 +1,4 @@
-"""Train apart with `graphopt.LocalSGD`, and together with `graphopt.DataParallel`: losses, and bytes that a worker sends.
+"""Compare `graphopt.LocalSGD` with `graphopt.DataParallel`: the losses, and the bytes that a worker sends.
 
 Both see the same batches and make the same number of steps from the same weights. A worker computes its part of each
 batch. The loss is that of held-out rows after the last step, in the mean over seeds.
