@@ -131,6 +131,14 @@ def fit(runner: graphopt.Executor, data: Any, **options: Any) -> list[Record]:
     return graphopt.fit(runner, data, **{"epochs": 3, "validation": DATA, **options})
 
 
+def interrupt(data: Any, folder: Path, step: int | None) -> None:
+    """Train until a step, or until the end of the first epoch."""
+    if step is None:
+        fit(executor(), data, checkpoint=folder, epochs=1)
+    else:
+        fit(executor(), data, checkpoint=folder, callbacks=[StopAt(step)])
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_the_bits_are_those_of_arrays(prefetch: int, steps_per_call: int) -> None:
@@ -205,6 +213,20 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert alike(records) == alike(expected)
     assert seen.steps == list(range(stop.steps[-1] + 1, expected[-1]["step"] + 1))
     assert fit(executor(), data(), **options, resume=True) == records  # nothing is left to do
+
+
+@pytest.mark.parametrize("steps", [None, 7])
+@pytest.mark.parametrize("data", [Shuffled, Counted])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_continues_between_two_epochs(
+    tmp_path: Path, epochs: int, data: Any, steps: int | None
+) -> None:
+    twin, runner = executor(), executor()
+    expected = fit(twin, data(), steps_per_epoch=steps)
+    options = {"steps_per_epoch": steps, "checkpoint": tmp_path}
+    fit(executor(), data(), **options, epochs=epochs)
+    assert alike(fit(runner, data(), **options, resume=True)) == alike(expected)
+    assert same(runner, twin)
 
 
 def test_an_iterable_that_raises_an_error_continues_after_it(tmp_path: Path) -> None:
@@ -375,7 +397,7 @@ def test_the_learning_rate_finder_leaves_all_batches_to_the_training() -> None:
         assert same(one, other)
 
 
-@pytest.mark.parametrize(("step", "workers"), [(3, 0), (11, 0), (15, 0), (15, 2)])
+@pytest.mark.parametrize(("step", "workers"), [(3, 0), (11, 0), (15, 0), (None, 0), (15, 2)])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_torchdata_s_loader(tmp_path: Path, workers: int, step: int) -> None:
     torch = pytest.importorskip("torch")
@@ -392,7 +414,7 @@ def test_torchdata_s_loader(tmp_path: Path, workers: int, step: int) -> None:
 
     twin, runner = executor(), executor()
     expected = fit(twin, loader())
-    fit(executor(), loader(), checkpoint=tmp_path, callbacks=[StopAt(step)])
+    interrupt(loader(), tmp_path, step)
     assert alike(fit(runner, loader(), checkpoint=tmp_path, resume=True)) == alike(expected)
     assert same(runner, twin)
 
@@ -413,8 +435,8 @@ def test_pytorch_s_loader() -> None:
         fit(executor(), trained)
 
 
-@pytest.mark.parametrize("step", [3, 11, 15])
-def test_grain_s_data_set(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize("step", [3, 11, 15, None])
+def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
     grain = pytest.importorskip("grain")
 
     def data() -> Any:
@@ -423,13 +445,13 @@ def test_grain_s_data_set(tmp_path: Path, step: int) -> None:
 
     twin, runner = executor(), executor()
     expected = fit(twin, data())
-    fit(executor(), data(), checkpoint=tmp_path, callbacks=[StopAt(step)])
+    interrupt(data(), tmp_path, step)
     assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
     assert same(runner, twin)
 
 
 @pytest.mark.parametrize("workers", [None, "shuffled"])
-@pytest.mark.parametrize("step", [3, 10, 11, 15, 22])
+@pytest.mark.parametrize("step", [3, 10, 11, 15, 22, None])
 def test_a_hugging_face_stream(tmp_path: Path, workers: str | None, step: int) -> None:
     datasets = pytest.importorskip("datasets")
 
@@ -442,7 +464,7 @@ def test_a_hugging_face_stream(tmp_path: Path, workers: str | None, step: int) -
 
     twin, runner = executor(), executor()
     expected = fit(twin, data())
-    fit(executor(), data(), checkpoint=tmp_path, callbacks=[StopAt(step)])
+    interrupt(data(), tmp_path, step)
     assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
     assert same(runner, twin)
     if workers:

@@ -145,8 +145,8 @@ class _Column:
 
         Rows of a lazy array may also have another type or shape than its first one.
         """
-        found, expected = (f"{x.dtype} rows of shape {_text(x.shape[1:])}" for x in (part, self.array))
-        if found != expected:
+        if (part.dtype, part.shape[1:]) != (self.array.dtype, self.array.shape[1:]):
+            found, expected = (f"{x.dtype} rows of shape {_text(x.shape[1:])}" for x in (part, self.array))
             raise GraphoptError(f"data {self.name!r}: expected {expected} as the first, found {found}")
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
