@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
@@ -144,7 +143,7 @@ class FlowerClient:
         return ArrayRecord({name: Array(array) for name, array in own.items()})
 
 
-def client_app(client: Callable[[Context], FlowerClient], mods: Iterable[Mod] = ()) -> ClientApp:
+def client_app(client: Callable[[Context], FlowerClient], mods: Iterable[Any] = ()) -> ClientApp:
     """Return an app of Flower whose clients train and evaluate.
 
     Args:
