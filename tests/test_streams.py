@@ -17,6 +17,7 @@ import graphopt
 import passes
 from graphopt.data.states import decoded, encoded
 from graphopt.errors import GraphoptError
+from graphopt.runtime.communicator import Communicator
 from graphopt.training.callbacks import Record, Run
 from graphopt.training.checkpoints import find, read
 
@@ -162,6 +163,15 @@ def test_a_list_of_batches_tells_its_length() -> None:
     fit(executor(), list(in_order()), callbacks=[See()], validation=Again())
     fit(executor(), Again(), callbacks=[See()], validation=None)
     assert [(run.steps, run.rows, run.validation_rows) for run in seen] == [(11, None, None), (None, None, 0)]
+
+
+def test_several_workers_need_data_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(Communicator):
+        size = 2
+
+    monkeypatch.setattr(graphopt.Executor, "workers", Two())
+    with pytest.raises(GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"):
+        fit(executor(), Again())
 
 
 def test_an_endless_iterable() -> None:

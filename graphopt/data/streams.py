@@ -77,7 +77,7 @@ class Stream:
             return self._steps
         try:
             return len(self._data)  # type: ignore[arg-type]
-        except TypeError:
+        except (TypeError, NotImplementedError):  # as PyTorch's samplers say it
             return None
 
     @property
