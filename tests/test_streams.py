@@ -170,7 +170,9 @@ def test_several_workers_need_data_with_rows(monkeypatch: pytest.MonkeyPatch) ->
         size = 2
 
     monkeypatch.setattr(graphopt.Executor, "workers", Two())
-    with pytest.raises(GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"):
+    with pytest.raises(
+        GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"
+    ):
         fit(executor(), Again())
 
 
