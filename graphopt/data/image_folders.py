@@ -16,15 +16,8 @@ from graphopt.data.files import BROKEN, check_regular, reason, refuse_twice
 from graphopt.data.lazy import LazyArray
 from graphopt.errors import GraphoptError, line
 
-FORMATS = (
-    "BMP",
-    "GIF",
-    "JPEG",
-    "PNG",
-    "PPM",
-    "TIFF",
-    "WEBP",
-)  # read by Pillow itself, without other programs
+# Formats that Pillow reads itself, without other programs.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MODES = {1: "L", 3: "RGB"}  # by the number of channels
 
 
@@ -56,6 +49,14 @@ def images(
 
     Raises:
         GraphoptError: Pillow is not installed, the folder has no classes or no images, or a file is not an image.
+
+    >>> import pathlib, PIL.Image
+    >>> for name in ("cat", "dog"):
+    ...     pathlib.Path("animals", name).mkdir(parents=True, exist_ok=True)
+    ...     PIL.Image.new("RGB", (40, 30), "red").save(f"animals/{name}/1.png")
+    >>> found = graphopt.data.images("animals", size=[24, 32])
+    >>> found.arrays["x"].shape, found.labels
+    ((2, 3, 24, 32), ('cat', 'dog'))
     """
     pillow = _pillow()
     if channels not in MODES:

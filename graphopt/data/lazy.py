@@ -16,6 +16,12 @@ class LazyArray(ABC):
     Args:
         shape: the shape; the first axis is the rows.
         dtype: the type.
+
+    >>> class Squares(graphopt.data.LazyArray):
+    ...     def read(self, rows):
+    ...         return (rows[:, None] ** 2).astype(self.dtype)
+    >>> Squares((10, 1), "float32")[2:4].tolist()
+    [[4.0], [9.0]]
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -23,7 +29,7 @@ class LazyArray(ABC):
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows by their indices."""
+        """Return rows by their indices, in the array's type."""
 
     def __len__(self) -> int:
         return self.shape[0]
