@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +113,30 @@ def test_a_running_cluster_of_ray_needs_an_absolute_folder(
     assert "folder: expected an absolute path, because the cluster runs jobs in" in capfd.readouterr().err
     assert cli.main([*sweep, f"folder={tmp_path}/elsewhere/out"]) == 0
     assert all(Path(f"out/{run}/result.json").exists() for run in range(2))
+
+
+@pytest.mark.exhaustive
+def test_a_job_of_ray_that_is_killed_continues_to_the_same_bits(ray: Any) -> None:
+    sweep = ["-m", "folder=out", "fit.epochs=600", "optimizer=adamw", "fit.seed=0,1", "executor.threads=1"]
+    often = "fit.checkpoint.every='1 s'"
+    command = [sys.executable, "-m", "graphopt", *sweep, often, "sweep=ray"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        said = next(line for line in run.stdout if "_run_job pid=" in line)
+        while not list(Path("out").glob("*/checkpoints/step-*")):
+            assert run.poll() is None
+            time.sleep(0.1)
+        os.kill(int(re.findall(r"_run_job pid=(\d+)", said)[0]), signal.SIGKILL)
+        rest = run.stdout.read()
+    assert run.returncode == 0 and rest.count("trained   27,000 steps") == 2
+    assert (
+        len(set(re.findall(r"_run_job pid=(\d+)", said + rest))) == 3
+    )  # the killed process, and one in its place
+    found = [state(run) for run in range(2)]
+    Path("out").rename("killed")
+    assert cli.main(sweep) == 0
+    for number in range(2):
+        assert all((found[number][name] == array).all() for name, array in state(number).items())
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
