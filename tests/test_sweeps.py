@@ -32,6 +32,7 @@ SWEEP = ["-m", "folder=out", "fit.epochs=3", "optimizer=sgd,adamw", "executor.th
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    get_reusable_executor().shutdown(wait=True)  # processes of an earlier sweep run in its folder
 
 
 def state(run: int) -> dict[str, np.ndarray]:
