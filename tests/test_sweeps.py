@@ -32,7 +32,9 @@ SWEEP = ["-m", "folder=out", "fit.epochs=3", "optimizer=sgd,adamw", "executor.th
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    get_reusable_executor().shutdown(wait=True)  # processes of an earlier sweep run in its folder
+    get_reusable_executor().shutdown(
+        wait=True
+    )  # processes of another test run in its folder, and print there
 
 
 def state(run: int) -> dict[str, np.ndarray]:
@@ -40,7 +42,6 @@ def state(run: int) -> dict[str, np.ndarray]:
 
 
 def test_jobs_in_processes_equal_jobs_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
-    get_reusable_executor().shutdown()  # processes that other tests started print to where those tests printed
     assert cli.main([*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2"]) == 0
     said = capfd.readouterr().out
     assert said.count("written ") == 2 and len(re.findall("^│", said, re.MULTILINE)) == 2
