@@ -45,7 +45,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
             "several workers: expected a pipeline without accumulate, found one: give each worker larger batches"
         )
     with state.detached(model):
-        shifted = _shift_positions(model)
+        _shift_positions(model)
         weight = _batch_weight(model)
         model.graph.sort()
         local = _local(model, gradients)
@@ -71,7 +71,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         reported = [y for y in model.graph.outputs if y not in results and y not in met]
     state.take_initial(model)
     inputs = list(model.graph.inputs)
-    grad = extract_part(model, [*inputs, *shifted], [*reported, weight, *met])
+    grad = extract_part(model, inputs, [*reported, weight, *met])
     apply = extract_part(model, [*inputs, *met], results)
     for half in (grad, apply):
         _drop_unused_inputs(half)
@@ -123,13 +123,14 @@ def _batch_weight(model: ir.Model) -> ir.Value:
     return set_role(weight, Role.METRIC)
 
 
-def _shift_positions(model: ir.Model) -> list[ir.Value]:
-    """Let positions in masks count from `first_row`; return this input if there are masks."""
+def _shift_positions(model: ir.Model) -> None:
+    """Let positions in masks count from the new input `first_row`."""
     ranges = [node for node in model.graph if POSITIONS.is_set(node)]
     if not ranges:
-        return []
+        return
     state.check_free(model, FIRST_ROW)
     first = ir.Value(name=FIRST_ROW, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
+    model.graph.inputs.append(set_role(first, Role.SAVED))
     data = next(x for x in with_role(model, *FED) if x.shape is not None and len(x.shape) > 0)
     with Emitter(model) as op:
         rows = op.Cast(op.Squeeze(op.Shape(data, start=0, end=1), [0]), to=ir.DataType.INT32)
@@ -140,7 +141,6 @@ def _shift_positions(model: ir.Model) -> list[ir.Value]:
             shifted = positions + start
             for user, index in uses:
                 user.replace_input_with(index, shifted)
-    return [first]
 
 
 def _drop_unused_inputs(model: ir.Model) -> None:

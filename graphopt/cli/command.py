@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -41,16 +40,17 @@ from graphopt.cli.run_folder import (
     write_result,
 )
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
+from graphopt.cli.workers import NOT_FINITE, compiled, follow, leave_to_first, together
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
-from graphopt.graph.metadata import LABELS
 from graphopt.graph.roles import Role, with_role
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
 from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
+from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures
@@ -58,7 +58,6 @@ from graphopt.training.fit import fit
 from graphopt.training.signals import deferred, ending
 
 INTERRUPTED = 130
-NOT_FINITE = 3
 RUNS = ("train", "evaluate", "predict", "compile", "hosts", "artifacts", "report", "compare")
 PLUGINS = {  # of recipes/sweep
     "joblib": "hydra-joblib-launcher",
@@ -190,10 +189,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(_line(error)) from None
-        _complain(error)
-        raise SystemExit(
-            NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
-        ) from error  # Hydra passes it on without a message of its own
+        raise SystemExit(_complain(error)) from error  # Hydra passes it on without a message of its own
 
 
 def _go_where_the_sweep_is(hydra: HydraConf) -> None:
@@ -211,7 +207,25 @@ def _go_where_the_sweep_is(hydra: HydraConf) -> None:
         os.chdir(there)
 
 
-def _train(recipe: Recipe, folder: Path) -> float:
+def _train(recipe: Recipe, folder: Path) -> float | None:
+    launcher = recipe.launcher
+    if recipe.fields.get("launcher") and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise GraphoptError(
+            "launcher: expected a single run, found a sweep: leave it out, or run the jobs of the sweep one by one"
+        )
+    if launcher.starts():
+        leave_to_first(recipe, folder)
+        recipe.halves()  # raises its errors before any worker starts
+        launcher.start(recipe.arguments)
+    communicator = launcher.communicator()
+    with together(communicator, _complain):
+        if communicator.leads:
+            return _lead(recipe, communicator, folder)
+        follow(recipe, communicator, folder)
+    return None
+
+
+def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     console = Console(quiet=recipe.fields["quiet"])
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
@@ -226,14 +240,11 @@ def _train(recipe: Recipe, folder: Path) -> float:
         if not resume:
             check_new(folder)
         write_hydra(folder, recipe.composed)
-        step = recipe.compile()
-        if recipe.data.labels is not None:
-            LABELS.write(step, json.dumps(list(recipe.data.labels)))
-        executor = recipe.executor(step)
+        step, executor = compiled(recipe, communicator)
         trained = folder / "trained.onnx"
         files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
         model = f"{recipe.fields['model']}, {_parameters(step)}"
-        header = Header(console, title, model=model, data=recipe.choices["data"])
+        header = Header(console, title, model=model, data=recipe.choices["data"], workers=communicator.size)
         page = Page(
             folder / "report.html",
             f"{recipe.fields['model']} on {recipe.choices['data']}",
@@ -414,8 +425,10 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"graphopt: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _complain(error: BaseException) -> None:
+def _complain(error: BaseException) -> int:
+    """Print an error in one line, and return the exit code."""
     print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+    return NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
 
 
 def _line(error: BaseException) -> str:

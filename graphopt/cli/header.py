@@ -13,11 +13,14 @@ class Header(Callback):
     reads_state = False
     on_every_worker = False
 
-    def __init__(self, console: Console, title: str | None = None, *, model: str, data: str) -> None:
+    def __init__(
+        self, console: Console, title: str | None = None, *, model: str, data: str, workers: int = 1
+    ) -> None:
         self._console = console
         self._title = title
         self._model = model
         self._data = data
+        self._workers = workers
 
     def on_fit_begin(self, run: Run) -> None:
         if self._title is not None:
@@ -27,7 +30,8 @@ class Header(Callback):
         say(self._console, "model", self._model)
         say(self._console, "data", f"{self._data}, {rows} to train on{held_out}")
         steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
-        say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}")
+        workers = f", {counted(self._workers, 'worker')}" if self._workers > 1 else ""
+        say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}{workers}")
         if run.resumed is not None:
             say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
 

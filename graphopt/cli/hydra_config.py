@@ -61,10 +61,12 @@ class CommandLine:
     Args:
         overrides: the arguments `key=value`.
         folders: further folders of recipes: `file://FOLDER` or `pkg://PACKAGE`.
+        arguments: all arguments.
     """
 
     overrides: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, overrides: Sequence[str], folder: str | None) -> CommandLine:
@@ -77,6 +79,7 @@ class CommandLine:
         return cls(
             tuple(overrides),
             tuple(one if "://" in one else f"file://{os.path.abspath(one)}" for one in named),
+            (*overrides, *(["--config-dir", folder] if folder else [])),
         )
 
     @property

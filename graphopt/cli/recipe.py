@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,19 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_recipe
 from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
+from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
 from graphopt.data.foreign import as_dataset
 from graphopt.data.training_rows import held_out_rows
+from graphopt.distributed.data_parallel import DataParallel
+from graphopt.distributed.launchers import Launcher
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.training.adaptation import adapt
@@ -33,6 +40,8 @@ from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import reported
 from graphopt.training.metrics import Wanted
+
+OWN_EXECUTOR = "graphopt.Executor"
 
 
 class Recipe:
@@ -187,6 +196,17 @@ class Recipe:
         model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
         return model
 
+    @functools.cached_property
+    def launcher(self) -> Launcher:
+        """Return what starts the workers of the run."""
+        launcher: Launcher = self._build("launcher") if self.fields.get("launcher") else Launcher()
+        return launcher
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments of the command, to run it again."""
+        return list(self._command_line.arguments)
+
     def compile(self, file: Path | None = None, *, is_trained: bool = False) -> ir.Model:
         """Return the training graph.
 
@@ -199,16 +219,44 @@ class Recipe:
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
 
+    def halves(self) -> StepHalves:
+        """Return the training graph for several workers, with its halves and the names of its classes."""
+        halves = split_step(self.pipeline, self.model())
+        self.note_labels(halves.step)
+        return halves
+
+    def note_labels(self, step: ir.Model) -> None:
+        """Write the names of the data's classes, if they have names, into a training graph."""
+        if self.data.labels is not None:
+            LABELS.write(step, json.dumps(list(self.data.labels)))
+
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph.
 
         Args:
             changed: fields that differ from those of the recipe.
         """
-        report = self.fields["executor"].get("report")
-        report = reported(step) if report is None else report
-        executor: Executor = self._build("executor", step=step, report=report, **changed)
+        executor: Executor = self._build("executor", step=step, report=self._report(step), **changed)
         return executor
+
+    def worker(self, halves: StepHalves, communicator: Communicator) -> DataParallel:
+        """Return the executor of one of several workers, on a GPU of its own or on its share of the cores."""
+        fields = dict(self.fields["executor"])
+        given: dict[str, Any] = {}
+        if fields.pop(TARGET) != OWN_EXECUTOR:
+            raise GraphoptError(
+                f"executor: expected {OWN_EXECUTOR} with a launcher, found {self.fields['executor'][TARGET]}"
+            )
+        if fields.get("device") == "cuda":
+            given = {"device": f"cuda:{communicator.local_rank}"}
+        elif fields.get("threads") is None:
+            given = {"threads": max(1, (os.cpu_count() or 1) // communicator.local_size)}
+        given |= {"report": self._report(halves.step), "statistics": self.launcher.statistics}
+        return DataParallel(halves, communicator=communicator, **{**fields, **given})
+
+    def _report(self, step: ir.Model) -> list[str]:
+        report: list[str] | None = self.fields["executor"].get("report")
+        return reported(step) if report is None else report
 
     def text(self) -> str:
         """Return the recipe as YAML with all references resolved."""

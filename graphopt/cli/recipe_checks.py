@@ -24,7 +24,8 @@ FILES = ("path",)  # names of fields whose values are files
 HOST = (
     "executor.provider_options",
     "executor.session_options",
-)  # these may name libraries to load and files to write
+    "launcher.workers",
+)  # these may name libraries to load and files to write, or start many processes
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
@@ -125,7 +126,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
 def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if the recipe sets options of the machine or raises limits."""
     for path, value in (
-        pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
+        pair for group in ("executor", "data", "launcher", "limits") for pair in _values(fields[group], group)
     ):
         default = LIMITS.get(path)
         guarded = path.startswith(HOST) or path in LIMITS

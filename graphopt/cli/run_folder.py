@@ -168,5 +168,5 @@ def _identity(config: str) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name not in ("folder", "predictions", "quiet", "resume", "run")
+        if name not in ("folder", "launcher", "predictions", "quiet", "resume", "run")
     }

@@ -1,9 +1,9 @@
 """Train on all rows of a batch together: each worker computes gradients on its part."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: Python 3.10 cannot resolve an InitVar in a string annotation.
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 import onnx_ir as ir
@@ -45,10 +45,11 @@ class DataParallel(Executor):
     [1.0, 0.64, 0.4096]
     """
 
+    step: InitVar[StepHalves] = field(kw_only=False)
     communicator: Communicator = field(default_factory=lambda: SINGLE)
     statistics: Literal["synchronized", "local"] = "synchronized"
 
-    def __post_init__(self, step: StepHalves) -> None:  # type: ignore[override]
+    def __post_init__(self, step: StepHalves) -> None:
         self._halves = step
         self.steps_per_call = 1
         super().__post_init__(step.step)

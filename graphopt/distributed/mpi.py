@@ -43,7 +43,8 @@ class MPI(Communicator):
             ) from error
         self._in_place, self._world = library.IN_PLACE, library.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
-        self.local_rank = self._world.Split_type(library.COMM_TYPE_SHARED).rank
+        machine = self._world.Split_type(library.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = machine.rank, machine.size
         self._waits_since: float | None = None
         if timeout is not None and self.size > 1:
             threading.Thread(target=self._watch, args=[timeout], daemon=True).start()

@@ -22,6 +22,7 @@ class Communicator:
         rank: the number of this worker, from 0.
         size: the number of workers.
         local_rank: the number of this worker on its machine, from 0.
+        local_size: the number of workers on this machine.
 
     >>> import numpy
     >>> from graphopt.runtime.communicator import Communicator
@@ -34,6 +35,7 @@ class Communicator:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
 
     def sum(self, array: np.ndarray) -> None:
         """Replace a contiguous array by its sum over all workers, in place."""
@@ -72,7 +74,7 @@ class Communicator:
         """Check that all workers have the same files, versions and options.
 
         Args:
-            facts: texts or digests by name.
+            facts: texts or SHA-256 sums by name.
 
         Raises:
             GraphoptError: a worker differs.
@@ -95,4 +97,4 @@ def digest(content: bytes) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 32 else f"{text[:12]}..."
+    return f"{text[:12]}..." if len(text) == 64 else text

@@ -166,11 +166,14 @@ def fit(
             raise GraphoptError(
                 f"data: expected rows, which {communicator.size} workers share, found an iterable, {batches.name}"
             )
+        device = executor.device_options
+        versions = {**_versions(), "onnxruntime": device.ort.__version__}
         facts = {
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
             "training graph": graph_digest(executor),
             "state": digest(b"".join(x.tobytes() for x in executor.state.values())),
             "data": batches.digest(),
-            "options of fit": f"{batch_size}, {shuffle}, {seed}, {epochs}",
+            "options of fit": f"batch_size {batch_size}, shuffle {shuffle}, seed {seed}, epochs {epochs}",
         }
         communicator.check_alike(facts)
         callbacks = [one for one in callbacks if communicator.leads or one.on_every_worker]
@@ -585,9 +588,8 @@ class _Loop:
     def _environment(self) -> dict[str, Any]:
         """Return what the last bits of results depend on."""
         device = self._run.executor.device_options
-        packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
         return {
-            **packages,
+            **_versions(),
             "onnxruntime": device.ort.__version__,
             "device": device.name,
             "threads": device.threads,
@@ -605,6 +607,10 @@ class _Loop:
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, event)(self._run, *arguments)
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
 
 
 def graph_digest(executor: Executor) -> str:

@@ -1,0 +1,117 @@
+"""Start the workers of a training run, or join those that MPI has started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from graphopt.distributed.mpi import MPI
+from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
+from graphopt.runtime.communicator import SINGLE, Communicator
+
+RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+)  # set by mpiexec and srun in the processes they start
+# Open MPI 4 and 5: use any core, start more processes than there are cores, and give a run time to save its state.
+ANY_CORE = {
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_odls_base_sigkill_timeout": "60",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "PRTE_MCA_odls_base_sigkill_timeout": "60",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Train in this process alone. A subclass has several workers."""
+
+    statistics: Literal["synchronized", "local"] = field(default="synchronized", kw_only=True)
+
+    def starts(self) -> bool:
+        """Return whether `start` is to start the workers; otherwise this process is one of them."""
+        return False
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """Replace this process by one that starts the workers.
+
+        Args:
+            arguments: those of the `graphopt` command.
+        """
+
+    def communicator(self) -> Communicator:
+        """Join the other workers."""
+        return SINGLE
+
+
+@dataclass(frozen=True)
+class MPILauncher(Launcher):
+    """Train with the processes that `mpiexec` or `srun` has started.
+
+    Args:
+        timeout: the seconds after which the run ends if a worker does not answer.
+        statistics: as in `graphopt.DataParallel`.
+
+    Raises:
+        GraphoptError: the time is not above 0.
+    """
+
+    timeout: float = within("(0, inf)", 300.0)
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        if self.statistics not in ("synchronized", "local"):
+            raise GraphoptError(
+                f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
+            )
+
+    def communicator(self) -> Communicator:
+        return MPI(self.timeout)
+
+
+@dataclass(frozen=True)
+class LocalLauncher(MPILauncher):
+    """Train with several processes of this machine, which `mpiexec` starts.
+
+    Args:
+        workers: the number of processes; None for one on each core.
+
+    Raises:
+        GraphoptError: the number is less than 1.
+    """
+
+    workers: int | None = within("[1, inf)", None, whole=True)
+
+    def starts(self) -> bool:
+        return not any(name in os.environ for name in RANKS)
+
+    def start(self, arguments: Sequence[str]) -> None:
+        beside = str(Path(sys.executable).parent)
+        mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+        if mpiexec is None:
+            raise GraphoptError(
+                "launcher=local: expected the program mpiexec, found none: pip install graphopt[mpi], or install Open "
+                "MPI or MPICH"
+            )
+        MPI(None)  # raises an error if mpi4py is missing
+        environment = {**ANY_CORE, **(AS_ROOT if os.geteuid() == 0 else {}), **_terminal(), **os.environ}
+        command = [mpiexec, "-n", str(self.workers or os.cpu_count() or 1)]
+        sys.stdout.flush()
+        os.execve(mpiexec, [*command, sys.executable, "-m", "graphopt", *arguments], environment)
+
+
+def _terminal() -> dict[str, str]:
+    """Return what tells rich about the output of this process, since mpiexec gives each worker a terminal."""
+    if sys.stdout.isatty():
+        return {"COLUMNS": str(shutil.get_terminal_size().columns)}
+    return {"TTY_COMPATIBLE": "0", "TTY_INTERACTIVE": "0"}
