@@ -1,0 +1,183 @@
+"""A step in two halves: two workers with the same rows compute exactly what one computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builders import model
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import Role, role_of
+from graphopt.runtime.communicator import Communicator
+
+RNG = np.random.default_rng(0)
+X = np.random.default_rng(0).standard_normal((24, 1, 8, 8)).astype(np.float32)
+T = np.random.default_rng(1).integers(0, 10, 24)
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": passes.AdamW(1e-3)},
+    "schedule": {"optimizer": passes.AdamW(1e-3), "schedule": passes.Cosine(steps=100, warmup=10)},
+    "clip": {"optimizer": passes.AdamW(1e-3), "clip": passes.ClipGlobalNorm(0.1)},
+    "momentum": {"optimizer": passes.SGD(0.1, momentum=0.9)},
+    "penalty": {
+        "optimizer": passes.SGD(0.1, momentum=0.9, nesterov=True),
+        "regularizer": passes.L2(1e-3),
+    },
+    "lion": {"optimizer": passes.Lion(1e-3)},
+    "rmsprop": {"optimizer": passes.RMSprop(1e-3)},
+    "adagrad": {"optimizer": passes.Adagrad(1e-2)},
+    "loss scale": {
+        "optimizer": passes.AdamW(1e-3),
+        "gradient": passes.Gradient(loss_scale=1024.0),
+        "loss_scale": passes.DynamicLossScale(),
+    },
+}
+
+
+class Twins(Communicator):
+    """Two workers in one process, the other of which always has what this one has."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def sum(self, array: np.ndarray) -> None:
+        self.bytes += array.nbytes
+        array *= 2
+
+    def gather(self, content: bytes) -> list[bytes]:
+        return [content, content]
+
+
+def halved(pipeline: graphopt.Pipeline, source: Any, **options: Any) -> graphopt.DataParallel:
+    return graphopt.DataParallel(
+        graphopt.split_step(pipeline, source), communicator=Twins(), threads=1, **options
+    )
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
+@pytest.mark.parametrize("network", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_twins_compute_what_the_fused_step_computes(name: str, network: str, native: bool) -> None:
+    """Sums of two equal gradients and their halves are exact, so that all bits are those of the fused step."""
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), **PIPELINES[name])
+    source = getattr(models, network)((1, 8, 8), 10)
+    twins = halved(pipeline, source, native=native)
+    fused = graphopt.Executor(pipeline(source), native=native, threads=1)
+    for _ in range(5):
+        one, other = fused.step(x=X, target=T), twins.step(x=X, target=T)
+        for number in one.keys() - {"y"}:
+            assert one[number] == pytest.approx(other[number], rel=3e-7)
+    if (name, network, native) == ("clip", "cnn", False):  # the norm's sum is in another order
+        assert all(np.allclose(x, twins.state[n], atol=1e-6) for n, x in fused.state.items())
+    else:
+        assert same(fused.state, twins.state)
+
+
+def test_an_update_inside_a_product_is_equal_up_to_rounding() -> None:
+    """Plain SGD's fused step adds the update in the product of the gradient, which halves cannot."""
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    twins = halved(pipeline, models.mlp((1, 8, 8), 10))
+    fused = graphopt.Executor(pipeline(models.mlp((1, 8, 8), 10)), threads=1)
+    for _ in range(5):
+        fused.step(x=X, target=T)
+        twins.step(x=X, target=T)
+    for name, array in fused.state.items():
+        np.testing.assert_allclose(array, twins.state[name], atol=1e-6)
+
+
+def test_a_single_worker_runs_the_fused_step() -> None:
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    alone = graphopt.DataParallel(graphopt.split_step(pipeline, models.mlp((1, 8, 8), 10)), threads=1)
+    fused = graphopt.Executor(pipeline(models.mlp((1, 8, 8), 10)), threads=1)
+    for _ in range(5):
+        assert fused.step(x=X, target=T)["loss"] == alone.step(x=X, target=T)["loss"]
+    assert same(fused.state, alone.state)
+
+
+def test_halves_have_the_interface_that_they_say() -> None:
+    halves = graphopt.split_step(
+        graphopt.standard(
+            loss=passes.CrossEntropy(sample_weight=True),
+            optimizer=passes.AdamW(1e-3),
+            clip=passes.ClipGlobalNorm(1.0),
+        ),
+        models.mlp((4,), 3, hidden=[5]),
+    )
+    weights = ["layers.0.bias", "layers.0.weight", "layers.2.bias", "layers.2.weight"]
+
+    def names(values: list[ir.Value], *chosen: Role) -> list[str]:
+        return sorted(str(value.name) for value in values if not chosen or role_of(value) in chosen)
+
+    assert names(halves.grad.graph.inputs) == sorted([*weights, "sample_weight", "target", "x"])
+    assert names(halves.grad.graph.outputs) == sorted(["loss", "rows", "y", *(f"{w}.grad" for w in weights)])
+    assert names(halves.apply.graph.inputs, Role.GRADIENT) == [f"{w}.grad" for w in weights]
+    assert names(halves.apply.graph.outputs, Role.DIAGNOSTIC) == ["gradient_norm"]
+    assert names(halves.apply.graph.outputs, Role.NEXT) == names(halves.step.graph.outputs, Role.NEXT)
+    assert not any(x.is_initializer() for half in (halves.grad, halves.apply) for x in half.graph.inputs)
+
+
+def test_gradients_are_one_buffer() -> None:
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    twins = halved(pipeline, models.mlp((1, 8, 8), 10), report=["loss"])
+    twins.step(x=X, target=T)
+    before = twins.workers.bytes
+    twins.step(x=X, target=T)
+    numbers = sum(x.size for x in twins.parameters.values())
+    sent = twins.workers.bytes - before
+    assert (
+        4 * numbers <= sent <= 4 * numbers + 64 * len(twins.parameters) + 16
+    )  # aligned; the weight and the loss
+
+
+WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
+    "no optimizer": ({"loss": passes.CrossEntropy()}, "set an optimizer"),
+    "accumulated": (
+        {
+            "loss": passes.CrossEntropy(),
+            "optimizer": passes.SGD(0.1),
+            "accumulate": passes.Accumulate(2),
+        },
+        "without accumulate",
+    ),
+    "a sum with a penalty": (
+        {
+            "loss": passes.CrossEntropy(reduction="sum"),
+            "optimizer": passes.SGD(0.1),
+            "regularizer": passes.L2(0.1),
+        },
+        "set loss.reduction=mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_what_cannot_be_split(name: str) -> None:
+    steps, error = WITHOUT[name]
+    with pytest.raises(GraphoptError, match=error):
+        graphopt.split_step(graphopt.standard(**steps), models.mlp((4,), 3))
+
+
+def test_two_weighted_losses_cannot_be_split() -> None:
+    two = model(
+        "g (float[batch, 3] x) => (float[batch, 2] y, float[batch, 2] z) {y = MatMul(x, v) z = MatMul(x, w)}",
+        v=np.ones((3, 2), np.float32),
+        w=np.ones((3, 2), np.float32),
+    )
+    weighted = passes.CrossEntropy(class_weights=(1.0, 2.0))
+    pipeline = graphopt.standard(
+        loss=passes.Losses({"y": weighted, "z": weighted}), optimizer=passes.SGD(0.1)
+    )
+    with pytest.raises(GraphoptError, match="one loss that is a sum or a weighted mean, found several"):
+        graphopt.split_step(pipeline, two)
