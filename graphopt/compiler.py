@@ -221,7 +221,7 @@ def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
     tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
     whole = head(model)
     grad, apply = cut(whole.clone())
-    return StepHalves(tail(whole), tail(grad), tail(apply))
+    return StepHalves(*map(tail.rewrite, (whole, grad, apply)))
 
 
 def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:

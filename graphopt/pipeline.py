@@ -65,7 +65,10 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         Raises:
             GraphoptError: the model cannot be read, or a pass rejects it.
         """
-        model = load(source)
+        return self.rewrite(load(source), observe)
+
+    def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
+        """Run the steps on a model itself, as a call does on a copy, and return it."""
         for name, step in self._steps.items():
             start = time.perf_counter()
             for one in step:

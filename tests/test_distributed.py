@@ -232,8 +232,8 @@ def test_a_signal_ends_all_workers_after_a_step(tmp_path: Path, to: str) -> None
     run, workers = training(tmp_path, name=f"signal {to}")
     os.kill(workers[1] if to == "worker" else run.pid, signal.SIGTERM)
     code, out, err = finished(run)
-    assert code == 143, err
-    assert "stopped" in out
+    assert code != 0, err  # that of mpiexec, which need not be a worker's
+    assert "stopped   SIGTERM" in out or "stopped   after step" in out
     graphopt.load(tmp_path / "run/trained.onnx")
     continues(tmp_path, run)
 
