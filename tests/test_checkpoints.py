@@ -360,7 +360,9 @@ def test_killed_at_random_moments(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize(("number", "times"), [("SIGTERM", 1), ("SIGHUP", 1), ("SIGINT", 1), ("SIGINT", 2)])
+@pytest.mark.parametrize(
+    ("number", "times"), [("SIGTERM", 1), ("SIGHUP", 1), ("SIGUSR1", 1), ("SIGINT", 1), ("SIGINT", 2)]
+)
 def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: str, times: int) -> None:
     folder = tmp_path / "run"
     process = start(folder, "fit.epochs=100000", "fit.validation=null")

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     0; 1 after an error; 3 after a loss or a state that is not finite; 130 after Ctrl-C, 143 after SIGTERM, 129 after
-    SIGHUP.
+    SIGHUP, 138 after SIGUSR1.
 
     Args:
         arguments: the command line after `graphopt`; sys.argv by default.

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.intervals import check_intervals, within
 from graphopt.runtime.communicator import SINGLE, Communicator
+from graphopt.training.signals import ENDING
 
 RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
     "PMI_RANK",
 )  # set by mpiexec and srun in the processes they start
-# Open MPI 4 and 5: use any core, start more processes than there are cores, and give a run time to save its state.
+# Open MPI 4 and 5: use any core, and start more processes than there are cores.
 ANY_CORE = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "OMPI_MCA_odls_base_sigkill_timeout": "60",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "PRTE_MCA_odls_base_sigkill_timeout": "60",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -43,7 +47,10 @@ class Launcher:
         return False
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Replace this process by one that starts the workers.
+        """Start the workers, wait for their end, and exit.
+
+        SIGINT, SIGTERM and SIGHUP reach the workers as SIGUSR1, because `mpiexec` passes that on and kills them after
+        the others.
 
         Args:
             arguments: those of the `graphopt` command.
@@ -107,7 +114,28 @@ class LocalLauncher(MPILauncher):
         environment = {**ANY_CORE, **(AS_ROOT if os.geteuid() == 0 else {}), **_terminal(), **os.environ}
         command = [mpiexec, "-n", str(self.workers or os.cpu_count() or 1)]
         sys.stdout.flush()
-        os.execve(mpiexec, [*command, sys.executable, "-m", "graphopt", *arguments], environment)
+        process = subprocess.Popen(
+            [*command, sys.executable, "-m", "graphopt", *arguments],
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        received: list[int] = []
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            """Let the workers end after a step; a second signal ends them at once."""
+            process.send_signal(signal.SIGTERM if received else WORKERS_END)
+            received.append(number)
+
+        for one in ENDING:
+            signal.signal(one, forward)
+        code = process.wait()
+        raise SystemExit(128 + received[0] if received else code)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the one that starts it (PR_SET_PDEATHSIG of prctl)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _terminal() -> dict[str, str]:

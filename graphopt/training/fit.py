@@ -77,7 +77,7 @@ def fit(
     `load_state_dict`, or its iterators have `get_state` and `set_state`. Otherwise it starts over, and a warning says
     so.
 
-    Ctrl-C, SIGTERM and SIGHUP take effect between two steps. With `checkpoint`, the state is written before.
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 take effect between two steps. With `checkpoint`, the state is written before.
 
     Args:
         executor: the executor of a training graph.

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+ENDING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
 PATIENCE = 1.0  # seconds after which a second Ctrl-C interrupts at once
 
 
@@ -31,7 +33,7 @@ class Signals:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit with the usual exit code in a `with` block."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 raise SystemExit with the usual exit code in a `with` block."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -51,7 +53,7 @@ def ending() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Signals]:
-    """Note Ctrl-C, SIGTERM and SIGHUP in a `with` block, and deliver the first of them after it.
+    """Note Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 in a `with` block, and deliver the first of them after it.
 
     In a thread other than the main one, signals do what they did before. A signal that the process ignores stays
     ignored.
