@@ -359,6 +359,20 @@ def test_a_skipped_step_does_not_cost_the_round() -> None:
     assert [x for x in messages if "dropped" in x] == []
 
 
+def test_workers_meet_in_a_loop_of_several_steps_per_call_too() -> None:
+    step = compiled()
+
+    def work(workers: Communicator) -> dict[str, np.ndarray]:
+        executor = graphopt.LocalSGD(step, communicator=workers, sync_every=3)
+        executor.run([batch(i, workers.rank, 2) for i in range(6)], steps_per_call=4)
+        assert executor.is_synchronized
+        return executor.parameters
+
+    first, second = together(work)
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
+
+
 def test_a_worker_without_rows_waits_for_the_others() -> None:
     step = compiled()
 

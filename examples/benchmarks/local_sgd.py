@@ -20,7 +20,7 @@ import passes
 from graphopt.data import digits, text
 from graphopt.data.samples import CHARACTERS
 
-TASKS = {"digits": 40, "text": 20}  # the epochs of each
+TASKS = {"digits": (100, 0.5), "text": (25, 0.2)}  # epochs, and the share of rows to hold out
 
 
 class Counted(graphopt.MPI):
@@ -35,7 +35,7 @@ class Counted(graphopt.MPI):
 
 def task(name: str, seed: int, steps: int) -> tuple[graphopt.Pipeline, object]:
     """Return the pipeline and the model of a task."""
-    schedule = passes.Cosine(steps=steps, warmup=50)
+    schedule = passes.Cosine(steps=steps, warmup=steps // 40)
     if name == "digits":
         loss, optimizer = passes.CrossEntropy(), passes.AdamW(2e-3)
         model = graphopt.models.cnn((1, 8, 8), 10, seed=seed)
@@ -54,10 +54,10 @@ def main(
     outer: passes.Optimizer | None = None,
 ) -> dict[str, tuple[float, int]]:
     """Print a line; return the mean loss and the bytes sent per step of each way to train."""
-    epochs = epochs or TASKS[name]
+    epochs, share = epochs or TASKS[name][0], TASKS[name][1]
     data = digits(images=True) if name == "digits" else text(context=64)
     rows = np.random.default_rng(0).permutation(len(data))
-    count = math.ceil(0.2 * len(data))
+    count = math.ceil(share * len(data))
     arrays = dict(data.arrays)
     held_out, training = (
         {key: x[part] for key, x in arrays.items()} for part in (rows[:count], rows[count:])

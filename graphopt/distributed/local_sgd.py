@@ -32,7 +32,8 @@ class LocalSGD(Executor):
     the weights, and an outer optimizer updates the weights of the last synchronisation by it. This is DiLoCo (Douillard
     et al. 2023), with AdamW inside and Nesterov's momentum outside; with `outer=passes.SGD(1.0)`, the new weights are
     the mean over the workers, which is local SGD (Stich 2019). Running statistics of BatchNormalization are averaged.
-    Moments and other slots of the optimizer in the training graph are each worker's own.
+    Moments and other slots of the optimizer in the training graph are each worker's own; a run that resumes gives all
+    workers the first one's.
 
     `state`, `evaluate`, `trained` and checkpoints have the weights of the last synchronisation, and the slots of this
     worker. `fit` validates them after each epoch, and lets the workers meet after the last one. Signals, callbacks'
@@ -47,7 +48,8 @@ class LocalSGD(Executor):
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
         communicator: the workers, such as `graphopt.MPI()`.
         sync_every: the number of steps of a round.
-        outer: the optimizer that updates the weights; `passes.SGD(0.7, momentum=0.9, nesterov=True)` by default.
+        outer: the optimizer that updates the weights; `passes.SGD(0.7, momentum=0.9, nesterov=True)` by default, for
+            hundreds of rounds. In fewer rounds, a momentum of 0.5 overshoots less.
 
     Raises:
         GraphoptError: as `Executor` does, or the workers have different options.

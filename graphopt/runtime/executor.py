@@ -143,7 +143,7 @@ class Executor(ExecutorState):
         """
         check_steps_per_call(steps_per_call)
         chosen = self.steps_per_call if steps_per_call is None else steps_per_call
-        if self.in_place or (chosen is None and not self._device.on_cpu):
+        if self.in_place or self.workers.size > 1 or (chosen is None and not self._device.on_cpu):
             chosen = 1
         left = iter(batches)
         for first in left:
