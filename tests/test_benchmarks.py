@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import passes
 from graphopt.native import toolchain
 
 FOLDER = Path(__file__).parents[1] / "examples/benchmarks"
@@ -217,10 +216,8 @@ def test_networks_of_other_shapes_are_timed():
     assert "| regression, tanh | 46,601 |" in done.stdout
 
 
-def test_workers_apart_and_together_make_the_same_steps(monkeypatch):
-    pytest.importorskip("mpi4py")
-    average = passes.SGD(1.0)
-    found = benchmark("local_sgd", monkeypatch).main(seeds=1, epochs=1, sync_every=7, outer=average)
-    (alone, _), (local, sent) = found.values()
-    assert local == pytest.approx(alone, rel=1e-4)  # the only worker replaces its weights
-    assert sent > 0
+def test_workers_apart_send_fewer_bytes(monkeypatch):
+    found = benchmark("local_sgd", monkeypatch).main(seeds=1, epochs=2, sync_every=29)
+    (together, often), (apart, seldom) = found.values()
+    assert 25 < often / seldom < 30
+    assert max(together, apart) < 2.5
