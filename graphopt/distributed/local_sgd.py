@@ -80,9 +80,8 @@ class LocalSGD(Executor):
             {"sync_every": str(self.sync_every), "outer": repr(self.outer), "on_nonfinite": self.on_nonfinite}
         )
         self.steps_per_call = 1
-        self._done = self._dropped = (
-            0  # the steps of this round, and the rounds that were dropped in succession
-        )
+        self._done = 0  # steps of this round
+        self._dropped = 0  # rounds that were dropped in succession
         self._failure: str | None = None  # of this worker in this round
         super().__post_init__(step)
 
