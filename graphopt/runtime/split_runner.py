@@ -66,6 +66,7 @@ class SplitRunner:
         names = {str(y.name) for y in grad.graph.outputs}
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
+        self._means = [str(y.name) for y in grad.graph.outputs if y.name in self._numbers and _is_number(y)]
         self._grad = StepRunner(
             device,
             reporting(grad, [*self._numbers, self._weight]),
@@ -156,7 +157,7 @@ class SplitRunner:
         communicator = self._communicator
         if communicator.size == 1:
             return
-        names = [name for name in self._numbers if isinstance(reported[name], float)]
+        names = self._means
         totals = np.array([weight, *(weight * reported[name] for name in names)], np.float64)
         communicator.sum(totals)
         total = 1.0 if self._is_sum else float(totals[0])
@@ -175,6 +176,10 @@ class SplitRunner:
         if not self._memory:
             for value, flat in zip(self._met.values(), memory, strict=True):
                 value.update_inplace(flat.reshape(value.shape()))
+
+
+def _is_number(y: ir.Value) -> bool:
+    return y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
 
 
 def _zeros(y: ir.Value) -> np.ndarray:
