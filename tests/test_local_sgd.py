@@ -373,11 +373,15 @@ def test_workers_meet_in_a_loop_of_several_steps_per_call_too() -> None:
         np.testing.assert_array_equal(array, second[name])
 
 
-def test_a_worker_without_rows_waits_for_the_others() -> None:
-    step = compiled()
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_worker_without_rows_waits_for_the_others(apart: bool) -> None:
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
+    halves = graphopt.split_step(pipeline, linear())
 
     def work(workers: Communicator) -> list[dict[str, Any]]:
-        executor = graphopt.LocalSGD(step, communicator=workers, sync_every=4)
+        executor: graphopt.Executor = graphopt.DataParallel(halves, communicator=workers)
+        if apart:
+            executor = graphopt.LocalSGD(halves.step, communicator=workers, sync_every=4)
         return graphopt.fit(
             executor, {name: x[:9] for name, x in DATA.items()}, epochs=2, batch_size=4, validation=None
         )

@@ -17,6 +17,7 @@ from graphopt.pipeline import Step
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.runtime.executor import Executor, NonFiniteLoss
+from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.several_steps import Batch
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, rows_of
@@ -126,8 +127,7 @@ class LocalSGD(Executor):
                 reported = super().step(feeds)
             else:
                 self.set_hyperparameters(**self._split(feeds)[0])
-                scalars = {y.name for y in self._model.graph.outputs if y.shape == ()}
-                reported = {name: 0.0 for name in self._report if name in scalars}
+                reported = dict.fromkeys(numbers(self._model, self._report), 0.0)
                 self._batches += 1
             self._done += 1
             if self._done == self.sync_every:

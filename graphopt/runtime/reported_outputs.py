@@ -42,3 +42,13 @@ def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in kept or y.name in names]
     RemoveUnusedNodesPass()(model)
     return model
+
+
+def numbers(model: ir.Model, report: Sequence[str]) -> list[str]:
+    """Return which of the outputs are floating-point numbers, of which workers take means."""
+    found = {
+        y.name
+        for y in model.graph.outputs
+        if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
+    }
+    return [name for name in report if name in found]

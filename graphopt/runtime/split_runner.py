@@ -13,7 +13,7 @@ from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
-from graphopt.runtime.reported_outputs import reporting
+from graphopt.runtime.reported_outputs import numbers, reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
@@ -66,7 +66,7 @@ class SplitRunner:
         names = {str(y.name) for y in grad.graph.outputs}
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
-        self._means = [str(y.name) for y in grad.graph.outputs if y.name in self._numbers and _is_number(y)]
+        self._means = numbers(grad, report)
         self._grad = StepRunner(
             device,
             reporting(grad, [*self._numbers, self._weight]),
@@ -111,17 +111,17 @@ class SplitRunner:
         """Read the state from set `source`, write the other set, and return the reported outputs.
 
         Args:
-            feeds: tensors of this worker's rows, which `check` has accepted; they may have no rows.
+            feeds: tensors of this worker's rows, which `check` has accepted; without rows, it reports no arrays.
         """
         rows = rows_of(feeds)
         if self._has_positions and self._communicator.size > 1:
             self._place(rows)
-        reported: Reported = dict.fromkeys([*self._numbers, self._weight], 0.0)
+        reported: Reported = dict.fromkeys([*self._means, self._weight], 0.0)
         if rows:
             reported = self._grad.step(source, feeds)
         self._average(reported, rows)
         reported |= self._apply.step(source, {})
-        return {name: reported[name] for name in self._report}
+        return {name: reported[name] for name in self._report if name in reported}
 
     @property
     def state_is_finite(self) -> bool:
@@ -157,11 +157,10 @@ class SplitRunner:
         communicator = self._communicator
         if communicator.size == 1:
             return
-        names = self._means
-        totals = np.array([weight, *(weight * reported[name] for name in names)], np.float64)
+        totals = np.array([weight, *(weight * reported[name] for name in self._means)], np.float64)
         communicator.sum(totals)
         total = 1.0 if self._is_sum else float(totals[0])
-        for name, number in zip(names, totals[1:], strict=True):
+        for name, number in zip(self._means, totals[1:], strict=True):
             reported[name] = (
                 float(number / (total if name in self._losses else totals[0])) if totals[0] else 0.0
             )
@@ -176,10 +175,6 @@ class SplitRunner:
         if not self._memory:
             for value, flat in zip(self._met.values(), memory, strict=True):
                 value.update_inplace(flat.reshape(value.shape()))
-
-
-def _is_number(y: ir.Value) -> bool:
-    return y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
 
 
 def _zeros(y: ir.Value) -> np.ndarray:
