@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -17,6 +19,7 @@ from passes.vector_jacobian import extract_part
 
 ROWS = "rows"  # the output of `grad` that weighs a batch
 FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
+SHARE = "share"  # the input of `apply` by which it multiplies the sums over all workers
 
 
 def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
@@ -25,8 +28,8 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     `grad` reads data and state. It returns the loss and other numbers of the forward pass, the gradients `NAME.grad`
     before clipping, new running statistics, and `rows`: the weight of the batch in a mean over several batches, which
     is its number of rows, or the sum of the weights if the loss is a weighted mean, or 1 if it is a sum. `apply` reads
-    the means of the gradients and statistics over all workers, and returns the new state. State is a plain input of
-    both halves.
+    the sums of the gradients and statistics over all workers, multiplies them by its input `share`, and returns the
+    new state. State is a plain input of both halves.
 
     Dropout's masks depend on the position of a row. The input `first_row` of `grad`, if there is one, is the position
     of the batch's first row among the rows of all workers.
@@ -63,6 +66,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         ]
         read = {x for y in results for node in after[y] for x in values_read(node)}
         met = [y for node in model.graph if node in local for y in node.outputs if y in read]
+        _scale(model, met, local)
         for x in met:
             if x in gradients:
                 x.name = gradient_of(gradients[x])
@@ -91,6 +95,19 @@ def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node]:
             if node not in ends:
                 known.update(node.outputs)
     return found
+
+
+def _scale(model: ir.Model, met: Sequence[ir.Value], local: set[ir.Node]) -> None:
+    """Let the nodes that are not local read each value times the new input `share`."""
+    state.check_free(model, SHARE)
+    share = ir.Value(name=SHARE, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([]))
+    model.graph.inputs.append(set_role(share, Role.SAVED))
+    with Emitter(model) as op:
+        for x in met:
+            users = [(user, index) for user, index in x.uses() if user not in local]
+            scaled = x * (share if x.dtype == share.dtype else op.Cast(share, to=x.dtype))
+            for user, index in users:
+                user.replace_input_with(index, scaled)
 
 
 def _reads(nodes: set[ir.Node], local: set[ir.Node]) -> bool:

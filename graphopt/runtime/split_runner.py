@@ -19,7 +19,7 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor, buffer, buffers, rows_of
 
-FIRST_ROW = "first_row"
+FIRST_ROW, SHARE = "first_row", "share"  # inputs of the halves: see `passes.halves`
 
 
 class SplitRunner:
@@ -62,7 +62,8 @@ class SplitRunner:
         own = {str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged}
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
-        fixed = {**self._met, **own, FIRST_ROW: self._first_row}
+        share = buffer(device, np.array(1 if self._is_sum else 1 / communicator.size, np.float32))
+        fixed = {**self._met, **own, FIRST_ROW: self._first_row, SHARE: share}
         names = {str(y.name) for y in grad.graph.outputs}
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
@@ -159,12 +160,10 @@ class SplitRunner:
             return
         totals = np.array([weight, *(weight * reported[name] for name in self._means)], np.float64)
         communicator.sum(totals)
-        total = 1.0 if self._is_sum else float(totals[0])
         for name, number in zip(self._means, totals[1:], strict=True):
-            reported[name] = (
-                float(number / (total if name in self._losses else totals[0])) if totals[0] else 0.0
-            )
-        scale = weight / total if total else 0.0
+            total = 1.0 if name in self._losses else totals[0]
+            reported[name] = float(number / total) if total else 0.0
+        scale = 1.0 if self._is_sum else weight * communicator.size / (totals[0] or 1.0)
         memory = self._memory or [value.numpy().ravel() for value in self._met.values()]
         for flat in memory:
             if not rows:

@@ -1,0 +1,133 @@
+"""Measure how much faster several processes of one thread train than one, and predict it from the bytes they exchange.
+
+Each process trains on batches of the same size, so that N processes train on N times as many rows in a step. The
+prediction is the step of one process, times the processes on each core, plus the time to sum the gradients, measured
+alone. For networks, the time of a ring all-reduce is 2 (N - 1) / N times the bytes by the rate (Patarasuk, Yuan 2009,
+Bandwidth optimal all-reduce algorithms for clusters of workstations).
+
+Run it: python examples/benchmarks/data_parallel.py [--rounds 5] [--workers 2 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.distributed.launchers import ANY_CORE, AS_ROOT
+
+MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # model, shape of a row, rows of a process's batch
+    "wide MLP 784-1024-1024-10": (models.mlp((784,), 10, hidden=(1024, 1024)), (784,), 128),
+    "CNN 28x28, 32 and 64 channels": (
+        models.cnn((1, 28, 28), 10, channels=(32, 64), hidden=128),
+        (1, 28, 28),
+        64,
+    ),
+}
+NETWORKS = (1, 10, 100)  # Gbit/s
+SECONDS = 3.0  # of each measurement
+
+
+def per_call(call: Any, communicator: graphopt.MPI) -> float:
+    """Return the seconds of a call, from as many as fill `SECONDS`; all workers make the same number."""
+    for _ in range(5):
+        call()
+    start = time.perf_counter()
+    call()
+    took = np.array([time.perf_counter() - start])
+    communicator.sum(took)
+    calls = max(10, round(SECONDS * communicator.size / float(took[0])))
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def worker(name: str) -> None:
+    """Print the seconds of a step and of the sum of the gradients, and the bytes of the latter."""
+    communicator = graphopt.MPI()
+    model, shape, rows = MODELS[name]
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    executor = graphopt.DataParallel(
+        graphopt.split_step(pipeline, model), communicator=communicator, threads=1, report=["loss"]
+    )
+    random = np.random.default_rng(communicator.rank)
+    batch = {
+        "x": random.standard_normal((rows, *shape), np.float32),
+        "target": random.integers(0, 10, rows),
+    }
+    step = per_call(lambda: executor.step(batch), communicator)
+    numbers = np.zeros(sum(array.size for array in executor.parameters.values()), np.float32)
+    summed = per_call(lambda: communicator.sum(numbers), communicator) if communicator.size > 1 else 0.0
+    if communicator.leads:
+        found = {"step": step, "sum": summed, "bytes": numbers.nbytes, "rows": rows * communicator.size}
+        print("FOUND", json.dumps(found), flush=True)
+
+
+def measured(name: str, workers: int) -> dict[str, float]:
+    beside = str(Path(sys.executable).parent)
+    mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec") or "mpiexec"
+    done = subprocess.run(
+        [mpiexec, "-n", str(workers), sys.executable, __file__, "--worker", name],
+        env={**ANY_CORE, **AS_ROOT, **os.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
+    return found
+
+
+def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
+    """Print a table of measured and predicted ratios, and one of networks."""
+    cores, lines = os.cpu_count() or 1, []
+    print("| model | workers | ms a step | ms to sum | rows/s by those of one | predicted |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name in MODELS:
+        found: dict[int, list[dict[str, float]]] = {n: [] for n in (1, *workers)}
+        for _ in range(rounds):
+            for n, runs in found.items():
+                runs.append(measured(name, n))
+        one = statistics.median(run["step"] for run in found[1])
+        for n, runs in found.items():
+            step, total = (statistics.median(run[key] for run in runs) for key in ("step", "sum"))
+            faster = statistics.median(
+                n * alone["step"] / run["step"] for alone, run in zip(found[1], runs, strict=True)
+            )
+            expected = n * one / (one * max(1, n / cores) + total)
+            print(f"| {name} | {n} | {1e3 * step:.2f} | {1e3 * total:.2f} | {faster:.2f} | {expected:.2f} |")
+        size = found[1][0]["bytes"]
+        for rate in NETWORKS:
+            for n in (2, 8):
+                sent = 2 * (n - 1) / n * size * 8 / (rate * 1e9)
+                lines.append(
+                    f"| {name} | {size / 1e6:.1f} | {n} | {rate} | {1e3 * sent:.2f} | {n * one / (one + sent):.2f} |"
+                )
+    print("\n| model | MB a step | machines | Gbit/s | ms to sum | rows/s by those of one, predicted |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker)
+    else:
+        main(options.rounds, tuple(options.workers))
