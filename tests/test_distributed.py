@@ -145,6 +145,39 @@ def test_a_sweep_has_no_workers(tmp_path: Path) -> None:
     assert code == 1 and "launcher: expected a single run, found a sweep" in err
 
 
+def test_workers_that_meet_every_fifteen_steps(tmp_path: Path) -> None:
+    """With one worker, weights that are replaced by their mean are those of the recipe without a launcher."""
+    mean = [
+        "launcher.sync_every=15",
+        "launcher.outer={_target_: passes.SGD, learning_rate: 1.0}",
+        "fit.epochs=2",
+    ]
+    code, out, err = finished(start(tmp_path, *mean))
+    assert code == 0 and "2 workers" in out, err
+    losses = [float(loss) for loss in re.findall(r"^epoch .*validation ([0-9.]+)", out, re.MULTILINE)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 2
+    (tmp_path / "run").rename(tmp_path / "two")
+    alone = [*LAUNCH[:4], "launcher.workers=1"]
+    code, one, err = finished(start(tmp_path, *mean, launch=alone))
+    assert code == 0, err
+    (tmp_path / "run").rename(tmp_path / "one")
+    code, plain, err = finished(start(tmp_path, "fit.epochs=2", launch=LAUNCH[:3]))
+    assert code == 0, err
+    assert validation(one) == validation(plain)
+
+
+def test_halves_are_files_too(tmp_path: Path) -> None:
+    code, out, err = finished(start(tmp_path, "run=compile"))
+    assert code == 0, err
+    halves = [graphopt.load(tmp_path / "run" / name) for name in ("grad.onnx", "apply.onnx")]
+    assert "grad.onnx" in out and "rows" in {y.name for y in halves[0].graph.outputs}
+    gradients = [
+        {x.name for x in side if str(x.name).endswith(".grad")}
+        for side in (halves[0].graph.outputs, halves[1].graph.inputs)
+    ]
+    assert gradients[0] == gradients[1] and len(gradients[0]) == 6
+
+
 # --- Failures ---
 
 

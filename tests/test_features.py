@@ -20,4 +20,7 @@ def test_each_feature_names_tests_that_exist() -> None:
         assert named, feature
         for file, name in named:
             tree = ast.parse((TESTS / file).read_text())
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
+            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+                file,
+                name,
+            )

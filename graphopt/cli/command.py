@@ -40,7 +40,7 @@ from graphopt.cli.run_folder import (
     write_result,
 )
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
-from graphopt.cli.workers import NOT_FINITE, compiled, follow, leave_to_first, together
+from graphopt.cli.workers import NOT_FINITE, follow, leave_to_first, together
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -215,7 +215,7 @@ def _train(recipe: Recipe, folder: Path) -> float | None:
         )
     if launcher.starts():
         leave_to_first(recipe, folder)
-        recipe.halves()  # raises its errors before any worker starts
+        recipe.training_step()  # raises its errors before any worker starts
         launcher.start(recipe.arguments)
     communicator = launcher.communicator()
     with together(communicator, _complain):
@@ -240,7 +240,8 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
         if not resume:
             check_new(folder)
         write_hydra(folder, recipe.composed)
-        step, executor = compiled(recipe, communicator)
+        step, parts = recipe.training_step()
+        executor = recipe.worker(parts, communicator)
         trained = folder / "trained.onnx"
         files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
         model = f"{recipe.fields['model']}, {_parameters(step)}"
@@ -317,11 +318,17 @@ def _predict(recipe: Recipe, folder: Path) -> None:
 
 def _compile(recipe: Recipe, folder: Path) -> None:
     console = Console()
-    step = recipe.compile()
-    save(step, folder / "step.onnx")
+    if recipe.fields.get("launcher"):
+        halves = recipe.halves()
+        graphs = {"step.onnx": halves.step, "grad.onnx": halves.grad, "apply.onnx": halves.apply}
+    else:
+        graphs = {"step.onnx": recipe.compile()}
+    for name, graph in graphs.items():
+        save(graph, folder / name)
     write(folder / "config.yaml", recipe.text())
-    say(console, "model", f"{recipe.fields['model']}, {_parameters(step)}")
-    say(console, "written", f"{folder}/step.onnx, {size(step)} nodes")
+    say(console, "model", f"{recipe.fields['model']}, {_parameters(graphs['step.onnx'])}")
+    sizes = ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
+    say(console, "written", f"{folder}: {sizes}")
 
 
 def _hosts(recipe: Recipe, folder: Path) -> None:

@@ -24,6 +24,7 @@ from graphopt.data.foreign import as_dataset
 from graphopt.data.training_rows import held_out_rows
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
+from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
@@ -220,15 +221,17 @@ class Recipe:
         return step
 
     def halves(self) -> StepHalves:
-        """Return the training graph for several workers, with its halves and the names of its classes."""
-        halves = split_step(self.pipeline, self.model())
-        self.note_labels(halves.step)
-        return halves
+        """Return the training graph with its halves, between which workers average gradients."""
+        return split_step(self.pipeline, self.model())
 
-    def note_labels(self, step: ir.Model) -> None:
-        """Write the names of the data's classes, if they have names, into a training graph."""
+    def training_step(self) -> tuple[ir.Model, ir.Model | StepHalves]:
+        """Return the training graph with the names of the data's classes, and what the executor is to run."""
+        averages = self.fields.get("launcher") and self.launcher.sync_every is None
+        parts = self.halves() if averages else self.compile()
+        step = parts.step if isinstance(parts, StepHalves) else parts
         if self.data.labels is not None:
             LABELS.write(step, json.dumps(list(self.data.labels)))
+        return step, parts
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph.
@@ -239,8 +242,11 @@ class Recipe:
         executor: Executor = self._build("executor", step=step, report=self._report(step), **changed)
         return executor
 
-    def worker(self, halves: StepHalves, communicator: Communicator) -> DataParallel:
+    def worker(self, parts: ir.Model | StepHalves, communicator: Communicator) -> Executor:
         """Return the executor of one of several workers, on a GPU of its own or on its share of the cores."""
+        if not self.fields.get("launcher"):
+            assert not isinstance(parts, StepHalves)
+            return self.executor(parts)
         fields = dict(self.fields["executor"])
         given: dict[str, Any] = {}
         if fields.pop(TARGET) != OWN_EXECUTOR:
@@ -251,8 +257,12 @@ class Recipe:
             given = {"device": f"cuda:{communicator.local_rank}"}
         elif fields.get("threads") is None:
             given = {"threads": max(1, (os.cpu_count() or 1) // communicator.local_size)}
-        given |= {"report": self._report(halves.step), "statistics": self.launcher.statistics}
-        return DataParallel(halves, communicator=communicator, **{**fields, **given})
+        launcher, options = self.launcher, {**fields, **given, "communicator": communicator}
+        if isinstance(parts, StepHalves):
+            options["report"] = self._report(parts.step)
+            return DataParallel(parts, statistics=launcher.statistics, **options)
+        options["report"] = self._report(parts)
+        return LocalSGD(parts, sync_every=launcher.sync_every or 1, outer=launcher.outer, **options)
 
     def _report(self, step: ir.Model) -> list[str]:
         report: list[str] | None = self.fields["executor"].get("report")

@@ -10,25 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import onnx_ir as ir
-
 from graphopt.cli.recipe import Recipe
 from graphopt.runtime.communicator import Communicator
-from graphopt.runtime.executor import Executor, NonFiniteLoss
+from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.fit import fit
 
 NOT_FINITE = 3  # the exit code after a loss or a state that is not finite
 PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first worker may do, too
-
-
-def compiled(recipe: Recipe, communicator: Communicator) -> tuple[ir.Model, Executor]:
-    """Return the training graph of a recipe, and its executor."""
-    if recipe.fields.get("launcher"):
-        halves = recipe.halves()
-        return halves.step, recipe.worker(halves, communicator)
-    step = recipe.compile()
-    recipe.note_labels(step)
-    return step, recipe.executor(step)
 
 
 def leave_to_first(recipe: Recipe, folder: Path) -> None:
@@ -46,7 +34,8 @@ def follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
     leave_to_first(recipe, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first worker has the same
-        _, executor = compiled(recipe, communicator)
+        _, parts = recipe.training_step()
+        executor = recipe.worker(parts, communicator)
         fit(executor, recipe.data, **recipe.fit, callbacks=recipe.callbacks(folder))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
@@ -38,9 +38,32 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @dataclass(frozen=True)
 class Launcher:
-    """Train in this process alone. A subclass has several workers."""
+    """Train in this process alone. A subclass has several workers.
 
+    Args:
+        sync_every: the number of steps after which workers average their weights, as `graphopt.LocalSGD` does; None
+            to average their gradients in each step, as `graphopt.DataParallel` does.
+        outer: as in `graphopt.LocalSGD`.
+        statistics: as in `graphopt.DataParallel`.
+
+    Raises:
+        GraphoptError: a number is outside its interval, or an option is unknown.
+    """
+
+    sync_every: int | None = within("[1, inf)", None, whole=True, kw_only=True)
+    outer: Any = field(default=None, kw_only=True)
     statistics: Literal["synchronized", "local"] = field(default="synchronized", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        if self.statistics not in ("synchronized", "local"):
+            raise GraphoptError(
+                f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
+            )
+        if self.outer is not None and self.sync_every is None:
+            raise GraphoptError(
+                "launcher.outer: expected sync_every with it, found none: set launcher.sync_every"
+            )
 
     def starts(self) -> bool:
         """Return whether `start` is to start the workers; otherwise this process is one of them."""
@@ -67,20 +90,9 @@ class MPILauncher(Launcher):
 
     Args:
         timeout: the seconds after which the run ends if a worker does not answer.
-        statistics: as in `graphopt.DataParallel`.
-
-    Raises:
-        GraphoptError: the time is not above 0.
     """
 
     timeout: float = within("(0, inf)", 300.0)
-
-    def __post_init__(self) -> None:
-        check_intervals(self)
-        if self.statistics not in ("synchronized", "local"):
-            raise GraphoptError(
-                f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
-            )
 
     def communicator(self) -> Communicator:
         return MPI(self.timeout)
@@ -92,9 +104,6 @@ class LocalLauncher(MPILauncher):
 
     Args:
         workers: the number of processes; None for one on each core.
-
-    Raises:
-        GraphoptError: the number is less than 1.
     """
 
     workers: int | None = within("[1, inf)", None, whole=True)
