@@ -136,9 +136,12 @@ class LocalLauncher(MPILauncher):
             process.send_signal(signal.SIGTERM if received else WORKERS_END)
             received.append(number)
 
-        for one in ENDING:
-            signal.signal(one, forward)
-        code = process.wait()
+        before = {one: signal.signal(one, forward) for one in ENDING}
+        try:
+            code = process.wait()
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
         raise SystemExit(128 + received[0] if received else code)
 
 
