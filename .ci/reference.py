@@ -51,8 +51,9 @@ def resolve_inherited_fields() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for name in PUBLIC:
-        importlib.import_module(name)
+    for module in map(importlib.import_module, PUBLIC):
+        for name in getattr(module, "__all__", ()):
+            setattr(module, name, getattr(module, name))  # pdoc does not see what a module imports late
     resolve_inherited_fields()
     pdoc.render.configure(docformat="google")
     pdoc.pdoc(*PUBLIC, output_directory=ROOT / "build" / "docs")
