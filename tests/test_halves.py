@@ -85,6 +85,16 @@ def test_twins_compute_what_the_fused_step_computes(name: str, network: str, nat
         assert same(fused.state, twins.state)
 
 
+def test_the_update_may_write_in_place() -> None:
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    source = models.mlp((1, 8, 8), 10)
+    twins = halved(pipeline, source, native=True, in_place=True)
+    fused = graphopt.Executor(pipeline(source), native=True, threads=1)
+    for _ in range(5):
+        assert fused.step(x=X, target=T)["loss"] == pytest.approx(twins.step(x=X, target=T)["loss"], rel=3e-7)
+    assert same(fused.state, twins.state)
+
+
 def test_an_update_inside_a_product_is_equal_up_to_rounding() -> None:
     """Plain SGD's fused step adds the update in the product of the gradient, which halves cannot."""
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))

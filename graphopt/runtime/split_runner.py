@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
@@ -68,15 +69,6 @@ class SplitRunner:
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
         self._means = numbers(grad, report)
-        self._grad = StepRunner(
-            device,
-            reporting(grad, [*self._numbers, self._weight]),
-            state,
-            [*self._numbers, self._weight],
-            fixed=fixed,
-            static_shapes=static_shapes,
-            as_numpy=as_numpy,
-        )
 
         def applying(native: bool | None) -> StepRunner:
             updates = [name for name in report if name in later]
@@ -92,13 +84,27 @@ class SplitRunner:
                 native=native,
             )
 
-        # All workers run the same form of the update, so that their states stay the same bits.
+        # All workers run the same form of the update, so that their states stay the same bits. It comes first,
+        # because the update may give the state one set of buffers in place of two.
         self._apply = applying(None if communicator.size == 1 else True)
         lowered = np.array([float(self._apply.native is True)])
         communicator.sum(lowered)
         if lowered.item() not in (0, communicator.size):
+            if in_place:
+                raise GraphoptError(
+                    "in_place: expected a compiler on the machine of each worker, found some without: leave it out"
+                )
             self._apply = applying(False)
         self._apply.check({})
+        self._grad = StepRunner(
+            device,
+            reporting(grad, [*self._numbers, self._weight]),
+            state,
+            [*self._numbers, self._weight],
+            fixed=fixed,
+            static_shapes=static_shapes,
+            as_numpy=as_numpy,
+        )
 
     def fits(self, feeds: Mapping[str, Any]) -> bool:
         """Return whether tensors have the same names, shapes and types as those checked last."""
