@@ -24,6 +24,7 @@ FILES = ("path",)  # names of fields whose values are files
 HOST = (
     "executor.provider_options",
     "executor.session_options",
+    "launcher.address",
     "launcher.workers",
 )  # these may name libraries to load and files to write, or start many processes
 LIMITS = {  # these protect the memory from a small file that describes a large model

@@ -41,7 +41,10 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
         for name in ("arrow", "csv", "diabetes", "digits", "images", "npy", "npz", "parquet", "text")
     ),
     "executor": ("graphopt.Executor",),
-    "launcher": tuple(f"graphopt.distributed.launchers.{name}" for name in ("LocalLauncher", "MPILauncher")),
+    "launcher": tuple(
+        f"graphopt.distributed.{name}"
+        for name in ("launchers.LocalLauncher", "launchers.MPILauncher", "ray.RayLauncher")
+    ),
     "models": tuple(f"graphopt.models.{name}" for name in ("cnn", "linear", "mlp", "transformer")),
     "pipeline": ("graphopt.Pipeline",),
 }

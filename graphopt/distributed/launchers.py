@@ -69,7 +69,7 @@ class Launcher:
         """Return whether `start` is to start the workers; otherwise this process is one of them."""
         return False
 
-    def start(self, arguments: Sequence[str]) -> None:
+    def start(self, arguments: Sequence[str], folder: Path) -> None:
         """Start the workers, wait for their end, and exit.
 
         SIGINT, SIGTERM and SIGHUP reach the workers as SIGUSR1, because `mpiexec` passes that on and kills them after
@@ -77,6 +77,7 @@ class Launcher:
 
         Args:
             arguments: those of the `graphopt` command.
+            folder: the folder of the run.
         """
 
     def communicator(self) -> Communicator:
@@ -111,7 +112,7 @@ class LocalLauncher(MPILauncher):
     def starts(self) -> bool:
         return not any(name in os.environ for name in RANKS)
 
-    def start(self, arguments: Sequence[str]) -> None:
+    def start(self, arguments: Sequence[str], folder: Path) -> None:
         beside = str(Path(sys.executable).parent)
         mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
         if mpiexec is None:

@@ -1,0 +1,169 @@
+"""Train with workers that Ray Train starts, and starts again after a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.distributed.launchers import Launcher
+from graphopt.errors import GraphoptError
+from graphopt.intervals import within
+from graphopt.runtime.communicator import Communicator
+
+IN_WORKER = (
+    "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor where they meet
+)
+
+
+class Meeting:
+    """Hand each worker what all workers have put into Ray's object store. This is an actor of Ray."""
+
+    def __init__(self, size: int) -> None:
+        import asyncio
+
+        self._size = size
+        self._given: dict[int, dict[int, Any]] = {}  # by round and rank
+        self._changed = asyncio.Condition()
+
+    async def meet(self, number: int, rank: int, given: list[Any]) -> list[Any]:
+        """Return the references of all workers in a round, in the order of their ranks, once they are there."""
+        async with self._changed:
+            self._given.setdefault(number, {})[rank] = given[0]
+            self._given.pop(number - 2, None)  # all have read it, since they have come to the round after it
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: len(self._given[number]) == self._size)
+            return [self._given[number][one] for one in range(self._size)]
+
+
+class RayCommunicator(Communicator):
+    """Exchange numbers between workers of Ray Train through Ray's object store.
+
+    Args:
+        meeting: the name of the actor where the workers meet.
+        timeout: the time limit of each exchange in seconds.
+    """
+
+    def __init__(self, meeting: str, timeout: float) -> None:
+        import ray
+        import ray.train
+
+        context = ray.train.get_context()
+        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        self.local_rank, self.local_size = context.get_local_rank(), context.get_local_world_size()
+        self._ray, self._timeout, self._round = ray, timeout, 0
+        self._meeting = (
+            ray.remote(num_cpus=0)(Meeting).options(name=meeting, get_if_exists=True).remote(self.size)
+        )
+
+    def sum(self, array: np.ndarray) -> None:
+        if self.size == 1:
+            return
+        parts = self._exchanged(array)
+        np.copyto(array, parts[0])
+        for part in parts[1:]:
+            array += part
+
+    def gather(self, content: bytes) -> list[bytes]:
+        return [bytes(part) for part in self._exchanged(content)]
+
+    def abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        """Return what each worker gives; arrays are read from Ray's shared memory."""
+        given = [self._ray.put(value)]
+        try:
+            met = self._ray.get(
+                self._meeting.meet.remote(self._round, self.rank, [given]), timeout=self._timeout
+            )
+            found: list[Any] = self._ray.get([one[0] for one in met], timeout=self._timeout)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise GraphoptError(
+                f"worker {self.rank} of {self.size}: expected an answer of all workers within {self._timeout:g} s, "
+                f"found none"
+            ) from error
+        self._round += 1
+        return found
+
+
+@dataclass(frozen=True)
+class RayLauncher(Launcher):
+    """Train with workers of Ray Train, on this machine or on a running cluster.
+
+    Ray starts all workers again after a failure, and they continue from the last checkpoint in the run's folder, which
+    all machines must see.
+
+    Args:
+        workers: the number of workers, each of which has a core, or a GPU.
+        restarts: how often Ray starts the workers again.
+        address: the address of a running cluster, such as `auto`; None to start Ray on this machine.
+        timeout: the seconds after which a worker ends if another one does not answer.
+    """
+
+    workers: int = within("[1, inf)", 2, whole=True)
+    restarts: int = within("[0, inf)", 3, whole=True)
+    address: str | None = None
+    timeout: float = within("(0, inf)", 300.0)
+
+    def starts(self) -> bool:
+        return IN_WORKER not in os.environ
+
+    def start(self, arguments: Sequence[str], folder: Path) -> None:
+        try:
+            import ray
+            from ray.train import FailureConfig, RunConfig, ScalingConfig
+            from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        except ImportError as error:
+            raise GraphoptError(
+                f"launcher=ray: expected Ray Train, found none ({error}): pip install graphopt[ray]"
+            ) from error
+        place = folder.absolute()
+        options = {"log_to_driver": True, "include_dashboard": False, "configure_logging": False}
+        ray.init(address=self.address, **({} if self.address else options))
+        config = {
+            "arguments": [*arguments, f"folder={place}", "resume=true"],
+            "directory": os.getcwd(),
+        }
+        trainer = DataParallelTrainer(
+            _work,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(num_workers=self.workers),
+            run_config=RunConfig(
+                name="ray",
+                storage_path=str(place / ".ray"),
+                failure_config=FailureConfig(max_failures=self.restarts),
+            ),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:
+            raise GraphoptError(f"launcher=ray: {' '.join(str(error).split())}") from error
+        finally:
+            ray.shutdown()
+        raise SystemExit(0)
+
+    def communicator(self) -> Communicator:
+        return RayCommunicator(os.environ[IN_WORKER], self.timeout)
+
+
+def _work(config: dict[str, Any]) -> None:
+    """Run the command in a worker."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    meeting = broadcast_from_rank_zero(uuid.uuid4().hex)  # another one after each start of the workers
+    os.environ |= {IN_WORKER: meeting, "TTY_COMPATIBLE": "0"}
+    os.chdir(config["directory"])
+    from graphopt.cli import main
+
+    code = main(config["arguments"])
+    if code:
+        raise RuntimeError(f"a worker ended with exit code {code}")
