@@ -185,7 +185,13 @@ class StepHalves:
     Args:
         step: the whole step, as `compile` returns it.
         grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state.
-        apply: computes the new state from the mean of the gradients.
+        apply: computes the new state from the gradients' sums over all workers.
+
+    >>> from graphopt import models
+    >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> halves = graphopt.split_step(pipeline, models.linear((2,), 1))
+    >>> "learning_rate" in [x.name for x in halves.apply.graph.inputs]
+    True
     """
 
     step: ir.Model
@@ -200,6 +206,10 @@ def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
     The halves come from the same passes: they are cut apart before `simplify`, and then simplified and fused.
+
+    Args:
+        pipeline: the passes, such as `graphopt.standard` returns them.
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
 
     Raises:
         GraphoptError: the model cannot be read, a pass rejects it, or the step cannot be split.

@@ -125,7 +125,7 @@ def test_sample_photographs_are_resized_as_by_pillow(tmp_path: Path, resample: A
         ("name_without_ending", COLOURS, None, {"format": "PNG"}, COLOURS),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ImportWarning")
 def test_modes(
     tmp_path: Path, name: str, array: np.ndarray, mode: str | None, options: dict[str, Any], expected: Any
 ) -> None:

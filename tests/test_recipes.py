@@ -113,7 +113,7 @@ def test_instantiates(path: Path) -> None:
     elif node is not None:
         fields = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
         built = hydra.utils.instantiate({**fields, **REQUIRED.get(f"{group}/{name}", {})}, _convert_="all")
-        assert callable(built)
+        assert callable(built) or (group == "launcher" and callable(built.communicator))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -20,7 +20,6 @@ import numpy as np
 import optuna
 import pytest
 import yaml
-from joblib.externals.loky import get_reusable_executor
 
 import graphopt
 from graphopt import cli
@@ -32,18 +31,24 @@ SWEEP = ["-m", "folder=out", "fit.epochs=3", "optimizer=sgd,adamw", "executor.th
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    get_reusable_executor().shutdown(
-        wait=True
-    )  # processes of another test run in its folder, and print there
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own: joblib's processes outlive a sweep, and keep its folder and output."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-m", "graphopt", *arguments], env=environment, capture_output=True, text=True
+    )
 
 
 def state(run: int) -> dict[str, np.ndarray]:
     return dict(read(find(f"out/{run}")).state)
 
 
-def test_jobs_in_processes_equal_jobs_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2"]) == 0
-    said = capfd.readouterr().out
+def test_jobs_in_processes_equal_jobs_one_by_one() -> None:
+    done = command(*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert said.count("written ") == 2 and len(re.findall("^│", said, re.MULTILINE)) == 2
     parallel = [state(run) for run in range(2)]
     assert cli.main(["-m", "folder=one_by_one", *SWEEP[2:]]) == 0
@@ -142,10 +147,11 @@ def test_a_job_of_ray_that_is_killed_continues_to_the_same_bits(ray: Any) -> Non
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
-def test_a_job_that_fails_does_not_end_the_others(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_fails_does_not_end_the_others(launcher: str) -> None:
     failing = ["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", f"hydra/launcher={launcher}"]
-    assert cli.main(failing) == 1
-    *_, last = capfd.readouterr().err.splitlines()
+    done = command(*failing)
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
     assert last.startswith("graphopt: error: model 'missing.onnx': no such file")
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 

@@ -216,7 +216,7 @@ def _train(recipe: Recipe, folder: Path) -> float | None:
     if launcher.starts():
         leave_to_first(recipe, folder)
         recipe.training_step()  # raises its errors before any worker starts
-        launcher.start(recipe.arguments, folder)
+        launcher.start(recipe.arguments, folder, main)
     communicator = launcher.communicator()
     with together(communicator, _complain):
         if communicator.leads:

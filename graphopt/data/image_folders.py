@@ -114,6 +114,7 @@ class Images(LazyArray):
                 image = self._pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
                 raise GraphoptError(f"{file}: expected 8 or 16 bits per channel, found 32")
+            image.info.pop("transparency", None)  # the colours stay, however transparent
             image = image.convert(self._mode)
             if image.size != (width, height):
                 image = image.resize((width, height), self._resample)

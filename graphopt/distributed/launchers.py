@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ ANY_CORE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
+Run = Callable[[Sequence[str]], int]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -69,7 +70,7 @@ class Launcher:
         """Return whether `start` is to start the workers; otherwise this process is one of them."""
         return False
 
-    def start(self, arguments: Sequence[str], folder: Path) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
         """Start the workers, wait for their end, and exit.
 
         SIGINT, SIGTERM and SIGHUP reach the workers as SIGUSR1, because `mpiexec` passes that on and kills them after
@@ -78,6 +79,7 @@ class Launcher:
         Args:
             arguments: those of the `graphopt` command.
             folder: the folder of the run.
+            run: runs the command in this process.
         """
 
     def communicator(self) -> Communicator:
@@ -112,7 +114,7 @@ class LocalLauncher(MPILauncher):
     def starts(self) -> bool:
         return not any(name in os.environ for name in RANKS)
 
-    def start(self, arguments: Sequence[str], folder: Path) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
         beside = str(Path(sys.executable).parent)
         mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
         if mpiexec is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.distributed.launchers import Launcher
+from graphopt.distributed.launchers import Launcher, Run
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
 from graphopt.runtime.communicator import Communicator
@@ -20,6 +20,9 @@ from graphopt.runtime.communicator import Communicator
 IN_WORKER = (
     "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor where they meet
 )
+
+
+SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
 class Meeting:
@@ -80,12 +83,16 @@ class RayCommunicator(Communicator):
 
     def _exchanged(self, value: Any) -> list[Any]:
         """Return what each worker gives; arrays are read from Ray's shared memory."""
-        given = [self._ray.put(value)]
+        is_small = len(value) * getattr(value, "itemsize", 1) <= SMALL
+        given = value if is_small else self._ray.put(value)
         try:
-            met = self._ray.get(
+            found: list[Any] = self._ray.get(
                 self._meeting.meet.remote(self._round, self.rank, [given]), timeout=self._timeout
             )
-            found: list[Any] = self._ray.get([one[0] for one in met], timeout=self._timeout)
+            found = [
+                self._ray.get(one, timeout=self._timeout) if isinstance(one, self._ray.ObjectRef) else one
+                for one in found
+            ]
         except self._ray.exceptions.GetTimeoutError as error:
             raise GraphoptError(
                 f"worker {self.rank} of {self.size}: expected an answer of all workers within {self._timeout:g} s, "
@@ -117,7 +124,7 @@ class RayLauncher(Launcher):
     def starts(self) -> bool:
         return IN_WORKER not in os.environ
 
-    def start(self, arguments: Sequence[str], folder: Path) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
         try:
             import ray
             from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -130,6 +137,7 @@ class RayLauncher(Launcher):
         options = {"log_to_driver": True, "include_dashboard": False, "configure_logging": False}
         ray.init(address=self.address, **({} if self.address else options))
         config = {
+            "run": run,
             "arguments": [*arguments, f"folder={place}", "resume=true"],
             "directory": os.getcwd(),
         }
@@ -162,8 +170,6 @@ def _work(config: dict[str, Any]) -> None:
     meeting = broadcast_from_rank_zero(uuid.uuid4().hex)  # another one after each start of the workers
     os.environ |= {IN_WORKER: meeting, "TTY_COMPATIBLE": "0"}
     os.chdir(config["directory"])
-    from graphopt.cli import main
-
-    code = main(config["arguments"])
+    code = config["run"](config["arguments"])
     if code:
         raise RuntimeError(f"a worker ended with exit code {code}")
