@@ -11,7 +11,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import gradient_of
+from graphopt.graph.names import gradient_of, local_of
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.state import ACCUMULATED
 from graphopt.graph.traversal import ancestors, values_read
@@ -55,7 +55,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         with Emitter(model) as op:
             for i, y in enumerate(model.graph.outputs):
                 if role_of(y) is Role.NEXT and y.producer() in local:  # a statistic
-                    name, y.name = y.name, f"{y.name}.local"
+                    name, y.name = y.name, local_of(y)
                     model.graph.outputs[i] = set_role(op.Identity(y, _outputs=[name]), Role.NEXT)
         after = {y: ancestors([y], local) for y in model.graph.outputs}
         results = [

@@ -83,7 +83,8 @@ def test_workers_without_rows() -> None:
 def test_running_statistics_are_averaged_or_each_worker_s_own() -> None:
     found = program("statistics", 2)
     assert (found["synchronized"], found["local"]) == (1, 2)
-    assert found["mean"] < 1e-6
+    assert found["mean"] < 1e-6 and found["own"] < 1e-6
+    assert found["changes"][0] > 1e-3 and found["changes"][1] < 1e-6
 
 
 # --- The command ---

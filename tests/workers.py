@@ -153,6 +153,17 @@ def statistics(communicator: graphopt.MPI) -> dict[str, Any]:
             for start in range(0, 128, 32):
                 alone.step({name: array[start : start + 32] for name, array in FLAT.items()})
             found["mean"] = float(np.abs(alone.state["m"] - together.state["m"]).max())
+        if kind == "local":
+            own = graphopt.Executor(both.step, threads=1)
+            for start in range(0, 128, 32):
+                rows = range(start, start + 32)[communicator.share(32)]
+                own.step({name: array[rows.start : rows.stop] for name, array in FLAT.items()})
+            before = own.state["m"]
+            found["own"] = float(np.abs(before - together.state["m"]).max())
+            few = 1 - communicator.rank  # the second worker has no row
+            together.step({name: array[:few] for name, array in FLAT.items()})
+            changes = communicator.gather_json(float(np.abs(together.state["m"] - before).max()))
+            found["changes"] = changes
     return found
 
 

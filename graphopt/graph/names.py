@@ -11,6 +11,7 @@ Named = ir.Value | str
 
 COUNTERS = "graphopt."  # the prefix of entries in an on-device checkpoint that are not weights
 _NEXT, _GRADIENT, _SEED, _REPORT, _CONSTANT = ".next", ".grad", ".seed", ".gradient", ".constant"
+_LOCAL = ".local"
 
 
 def next_of(state: Named) -> str:
@@ -56,6 +57,16 @@ def report_of(parameter: Named) -> str:
 def slot_of(state: Named, slot: str) -> str:
     """Return the name of a slot that belongs to a parameter or other state, such as a momentum."""
     return f"{_name(state)}.{slot}"
+
+
+def local_of(following: Named) -> str:
+    """Return the name of a worker's own value of an output that replaces a state."""
+    return f"{_name(following)}{_LOCAL}"
+
+
+def state_of_local(value: Named) -> str:
+    """Return the name of the state that belongs to a worker's own value."""
+    return state_of(_name(value).removesuffix(_LOCAL))
 
 
 def parted(derived: Named) -> tuple[str, str]:

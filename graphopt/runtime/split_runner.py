@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
+from graphopt.graph.names import state_of_local
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
@@ -60,11 +61,14 @@ class SplitRunner:
         self._met, self._memory = buffers(
             device, {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
         )
-        own = {str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged}
+        self._state = state
+        self._own = {
+            str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged
+        }
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
         share = buffer(device, np.array(1 if self._is_sum else 1 / communicator.size, np.float32))
-        fixed = {**self._met, **own, FIRST_ROW: self._first_row, SHARE: share}
+        fixed = {**self._met, **self._own, FIRST_ROW: self._first_row, SHARE: share}
         names = {str(y.name) for y in grad.graph.outputs}
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
@@ -127,6 +131,7 @@ class SplitRunner:
         if rows:
             reported = self._grad.step(source, feeds)
         self._average(reported, rows)
+        self._keep_own(source, rows)
         reported |= self._apply.step(source, {})
         return {name: reported[name] for name in self._report if name in reported}
 
@@ -157,6 +162,13 @@ class SplitRunner:
         counts[communicator.rank] = rows
         communicator.sum(counts)
         self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
+
+    def _keep_own(self, source: int, rows: int) -> None:
+        """Undo the division by the number of workers for statistics that each worker has for itself."""
+        before = self._state.sets[source]
+        for name, value in self._own.items():
+            kept = value if rows else before[state_of_local(name)]
+            value.update_inplace(kept.numpy() * kept.numpy().dtype.type(self._communicator.size))
 
     def _average(self, reported: Reported, rows: int) -> None:
         """Replace numbers and gradients by their means over all workers, weighted by their batches."""
