@@ -65,6 +65,17 @@ def test_an_error_of_the_recipe_is_one_line(tmp_path: Path) -> None:
     assert out.startswith("graphopt: error: model 'missing.onnx': no such file")
 
 
+@pytest.mark.exhaustive
+def test_an_error_of_a_worker_ends_the_run_with_its_code(tmp_path: Path) -> None:
+    run = start(tmp_path, *RAY, "fit.epochs=1", "optimizer.learning_rate=1e30")
+    out, _ = run.communicate(timeout=180)
+    assert run.returncode == 3, out
+    assert out.count("graphopt: error: ") == 1 and "resumed" not in out
+    run = start(tmp_path, *RAY, "fit.epochs=1")
+    out, _ = run.communicate(timeout=180)
+    assert run.returncode == 1 and "epoch 1/1" not in out
+
+
 def worker_of(folder: Path) -> int:
     """Return a worker of Ray Train whose working directory is a folder."""
     for entry in Path("/proc").iterdir():

@@ -214,6 +214,8 @@ def _train(recipe: Recipe, folder: Path) -> float | None:
             "launcher: expected a single run, found a sweep: leave it out, or run the jobs of the sweep one by one"
         )
     if launcher.starts():
+        beside = not recipe.names_folder
+        folder, _ = resumed(recipe.fields.get("resume", False), folder, recipe.text(), beside=beside)
         leave_to_first(recipe, folder)
         recipe.training_step()  # raises its errors before any worker starts
         launcher.start(recipe.arguments, folder, main)

@@ -27,7 +27,7 @@ from graphopt.training.checkpoints import find
 METRICS, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
 OWN = (
     *(METRICS, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", "graphopt.log"),
-    *(".hydra", ".lock", "."),
+    *(".hydra", ".lock", ".ray", "."),
 )
 
 

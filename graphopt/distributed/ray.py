@@ -22,6 +22,7 @@ IN_WORKER = (
 )
 
 
+MARK, CODE = "GRAPHOPT_RAY_MARK", "exit_code"  # a folder where workers note with which code they have ended
 SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
@@ -68,15 +69,18 @@ class RayCommunicator(Communicator):
     def sum(self, array: np.ndarray) -> None:
         if self.size == 1:
             return
-        parts = self._exchanged(array)
-        np.copyto(array, parts[0])
-        for part in parts[1:]:
-            array += part
+        wide = np.float32 if array.dtype == np.float16 else array.dtype
+        first, *others = self._exchanged(array)
+        total = np.array(first, wide)
+        for part in others:
+            total += part
+        np.copyto(array, total, casting="same_kind")
 
     def gather(self, content: bytes) -> list[bytes]:
         return [bytes(part) for part in self._exchanged(content)]
 
     def abort(self, code: int) -> None:
+        _end(Path(os.environ[MARK]), code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -110,7 +114,7 @@ class RayLauncher(Launcher):
     all machines must see.
 
     Args:
-        workers: the number of workers, each of which has a core, or a GPU.
+        workers: the number of workers, each of which has a core.
         restarts: how often Ray starts the workers again.
         address: the address of a running cluster, such as `auto`; None to start Ray on this machine.
         timeout: the seconds after which a worker ends if another one does not answer.
@@ -134,12 +138,16 @@ class RayLauncher(Launcher):
                 f"launcher=ray: expected Ray Train, found none ({error}): pip install graphopt[ray]"
             ) from error
         place = folder.absolute()
-        options = {"log_to_driver": True, "include_dashboard": False, "configure_logging": False}
-        ray.init(address=self.address, **({} if self.address else options))
+        named = str(place).replace("'", "\\'")
+        local = {"num_cpus": max(self.workers, os.cpu_count() or 1)}
+        quiet = ray.LoggingConfig(log_level="ERROR")
+        ray.init(self.address or "local", logging_config=quiet, **({} if self.address else local))
+        mark = place / ".ray" / uuid.uuid4().hex
         config = {
             "run": run,
-            "arguments": [*arguments, f"folder={place}", "resume=true"],
+            "arguments": [*arguments, f"folder='{named}'"],
             "directory": os.getcwd(),
+            "mark": str(mark),
         }
         trainer = DataParallelTrainer(
             _work,
@@ -154,22 +162,43 @@ class RayLauncher(Launcher):
         try:
             trainer.fit()
         except Exception as error:
-            raise GraphoptError(f"launcher=ray: {' '.join(str(error).split())}") from error
+            lines = str(error).splitlines()
+            raise GraphoptError(
+                f"launcher=ray: {lines[0] if lines else type(error).__name__}; resume=true continues from the last "
+                f"checkpoint"
+            ) from error
         finally:
             ray.shutdown()
-        raise SystemExit(0)
+        code = _code(mark)
+        if code:  # Ray keeps what workers write to stderr in its logs
+            print(f"graphopt: error: launcher=ray: the workers ended with exit code {code}", file=sys.stderr)
+        raise SystemExit(code)
 
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
 
 
 def _work(config: dict[str, Any]) -> None:
-    """Run the command in a worker."""
+    """Run the command in a worker; Ray calls this again if a worker is lost, but not after an error of the run."""
     from ray.train.collective import broadcast_from_rank_zero
 
-    meeting = broadcast_from_rank_zero(uuid.uuid4().hex)  # another one after each start of the workers
-    os.environ |= {IN_WORKER: meeting, "TTY_COMPATIBLE": "0"}
-    os.chdir(config["directory"])
-    code = config["run"](config["arguments"])
+    mark = Path(config["mark"])
+    meeting, code, again = broadcast_from_rank_zero((uuid.uuid4().hex, _code(mark), mark.exists()))
     if code:
-        raise RuntimeError(f"a worker ended with exit code {code}")
+        return
+    mark.mkdir(parents=True, exist_ok=True)
+    os.environ |= {IN_WORKER: meeting, MARK: str(mark), "TTY_COMPATIBLE": "0"}
+    os.chdir(config["directory"])
+    _end(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
+
+
+def _code(mark: Path) -> int:
+    """Return the exit code with which a worker has ended, or 0."""
+    ended = mark / CODE
+    return int(ended.read_text()) if ended.is_file() else 0
+
+
+def _end(mark: Path, code: int) -> None:
+    """Note the exit code of a worker."""
+    if code:
+        (mark / CODE).write_text(str(code))
