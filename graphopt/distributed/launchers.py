@@ -20,11 +20,8 @@ from graphopt.intervals import check_intervals, within
 from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.training.signals import ENDING
 
-RANKS = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-)  # set by mpiexec and srun in the processes they start
+# Variables that mpiexec and srun set in the processes that they start.
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # Open MPI 4 and 5: use any core, and start more processes than there are cores.
 ANY_CORE = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
@@ -73,9 +70,6 @@ class Launcher:
     def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
         """Start the workers, wait for their end, and exit.
 
-        SIGINT, SIGTERM and SIGHUP reach the workers as SIGUSR1, because `mpiexec` passes that on and kills them after
-        the others.
-
         Args:
             arguments: those of the `graphopt` command.
             folder: the folder of the run.
@@ -104,6 +98,8 @@ class MPILauncher(Launcher):
 @dataclass(frozen=True)
 class LocalLauncher(MPILauncher):
     """Train with several processes of this machine, which `mpiexec` starts.
+
+    SIGINT, SIGTERM and SIGHUP reach the workers as SIGUSR1: `mpiexec` passes it on, but kills them after the others.
 
     Args:
         workers: the number of processes; None for one on each core.
