@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import pytest
 from builders import mlp
+from interruptions import StopAt, alike, same
 
 import graphopt
 import passes
@@ -45,26 +46,6 @@ def executor(**options: Any) -> graphopt.Executor:
 def _written_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no checkpoint out because the one before is still being written."""
     monkeypatch.setattr(graphopt.Checkpoints, "is_writing", False)
-
-
-class StopAt(graphopt.Callback):
-    """Stops after a step, and notes all steps that it sees."""
-
-    def __init__(self, step: int | None = None, *, reads_state: bool = True) -> None:
-        self.last, self.steps, self.reads_state = step, [], reads_state
-
-    def on_step_end(self, run: Run, record: Record) -> None:
-        self.steps.append(record["step"])
-        if record["step"] == self.last:
-            run.stop("test")
-
-
-def same(one: graphopt.Executor, other: graphopt.Executor) -> bool:
-    return all((one.state[name] == other.state[name]).all() for name in one.state)
-
-
-def alike(records: list[Record]) -> list[Record]:
-    return [{k: v for k, v in one.items() if "second" not in k} for one in records]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import mlp
+from interruptions import StopAt, alike, same
 
 import graphopt
 import passes
@@ -108,24 +109,6 @@ class CountedIterator:
 
     def set_state(self, state: Any) -> None:
         self.place = json.loads(state) if self.is_bytes else int(state["place"])
-
-
-class StopAt(graphopt.Callback):
-    def __init__(self, step: int | None = None, *, reads_state: bool = True) -> None:
-        self.last, self.steps, self.reads_state = step, [], reads_state
-
-    def on_step_end(self, run: Run, record: Record) -> None:
-        self.steps.append(record["step"])
-        if record["step"] == self.last:
-            run.stop("test")
-
-
-def same(one: graphopt.Executor, other: graphopt.Executor) -> bool:
-    return all((one.state[name] == other.state[name]).all() for name in one.state)
-
-
-def alike(records: list[Record]) -> list[Record]:
-    return [{k: v for k, v in one.items() if "second" not in k} for one in records]
 
 
 def fit(runner: graphopt.Executor, data: Any, **options: Any) -> list[Record]:
