@@ -45,7 +45,7 @@ def executor(**options: Any) -> graphopt.Executor:
 @pytest.fixture(autouse=True)
 def _written_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no checkpoint out because the one before is still being written."""
-    monkeypatch.setattr(graphopt.Checkpoints, "is_writing", False)
+    monkeypatch.setattr(graphopt.Checkpoints, "is_busy", False)
 
 
 @pytest.fixture(scope="module")

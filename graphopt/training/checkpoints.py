@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from graphopt.errors import GraphoptError
-from graphopt.files import replacing
+from graphopt.files import write
 from graphopt.runtime.checkpoint import state_bytes
 
 STATE, CALLBACKS, PROGRESS, MANIFEST = (
@@ -36,6 +36,7 @@ NEWEST, BEST = "newest", "best"  # files that name a checkpoint
 _FOLDER = re.compile(r"step-(\d+)")
 _EVERY = re.compile(r"([0-9]+) *(step|epoch)s?")
 _TIME = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(s|seconds?)|(min|minutes?)|(h|hours?))")
+_BUDGET = 0.05  # of the time, for the thread that writes
 _LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "r2", "recall", "score")
 
 
@@ -69,7 +70,8 @@ class Checkpoints:
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
     run in progress.json, and a manifest of their SHA-256 sums. It is written beside, flushed to disk, and renamed, by
-    a thread while steps run. A checkpoint that is due while another is being written is left out. The files `newest`
+    a thread while steps run. A checkpoint that is due by the number of steps or by time is left out while another is
+    being written, and until the thread has used no more than 5 % of the time since that one began. The files `newest`
     and `best` name the newest checkpoint and the best one.
 
     Args:
@@ -124,6 +126,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "graphopt-checkpoint")
         self._writing: Future[Path] | None = None
         self._saved_at = time.monotonic()
+        self._cost = 0.0  # seconds of a processor for the latest checkpoint
         self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
 
     def prepare(self) -> None:
@@ -148,9 +151,11 @@ class Checkpoints:
         return (step // self._steps + 1) * self._steps if math.isfinite(self._steps) else math.inf
 
     @property
-    def is_writing(self) -> bool:
-        """Return whether a checkpoint is being written."""
-        return self._writing is not None and not self._writing.done()
+    def is_busy(self) -> bool:
+        """Return whether a checkpoint is being written, or has taken more than its share of the time so far."""
+        if self._writing is not None and not self._writing.done():
+            return True
+        return self._cost > _BUDGET * (time.monotonic() - self._saved_at)
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step."""
@@ -250,15 +255,17 @@ class Checkpoints:
         values: dict[str, float],
     ) -> Path:
         """Write a checkpoint and remove those that need not stay; this runs in the thread."""
+        start = time.thread_time()
         target = self._folder / name
         beside = self._folder / f".{name}-{uuid.uuid4().hex}"
         ranked = sorted(values, key=lambda one: values[one], reverse=self._larger)[: self.keep_best]
         values = {one: values[one] for one in ranked}
         contents = {
             STATE: state_bytes(state),
-            CALLBACKS: state_bytes(arrays),
             PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
         }
+        if arrays:
+            contents[CALLBACKS] = state_bytes(arrays)
         sums = {one: hashlib.sha256(content).hexdigest() for one, content in contents.items()}
         contents[MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
         try:
@@ -278,6 +285,7 @@ class Checkpoints:
             self._prune(name)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+            self._cost = time.thread_time() - start
         return target
 
     def _prune(self, newest: str) -> None:
@@ -297,13 +305,15 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(path)
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        contents = {name: (folder / name).read_bytes() for name in (STATE, CALLBACKS, PROGRESS)}
+        names = (STATE, PROGRESS, CALLBACKS) if CALLBACKS in sums else (STATE, PROGRESS)
+        contents = {name: (folder / name).read_bytes() for name in names}
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != sums[name]:
                 raise GraphoptError(
                     f"{folder / name}: damaged: expected the checksum of the manifest, found another"
                 )
-        state, arrays = (safetensors.numpy.load(contents[name]) for name in (STATE, CALLBACKS))
+        state = safetensors.numpy.load(contents[STATE])
+        arrays = safetensors.numpy.load(contents[CALLBACKS]) if CALLBACKS in contents else {}
         return Checkpoint(folder, state, arrays, json.loads(contents[PROGRESS]))
     except OSError as error:
         raise GraphoptError(f"{error.filename}: expected a checkpoint of fit: {error.strerror}") from error
@@ -337,10 +347,9 @@ def _pointer(path: Path) -> str | None:
 
 
 def _point(path: Path, name: str) -> None:
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        file.write(f"{name}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Let a file name a checkpoint; it need not be flushed to disk, as `newest` does without it."""
+    if _pointer(path) != name:
+        write(path, f"{name}\n")
 
 
 def _rename(beside: Path, target: Path) -> None:

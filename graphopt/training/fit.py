@@ -512,7 +512,7 @@ class _Loop:
             self._agree(signals)
         if checkpoint is not None:
             self._tell_saved(checkpoint.finished())
-            if control.should_save or (self._is_due and not checkpoint.is_writing):
+            if control.should_save or (self._is_due and not checkpoint.is_busy):
                 self._save()
         control.should_save = self._is_due = False
         return self._stops or self._ends
