@@ -25,7 +25,8 @@ from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
-from graphopt.training.fit import evaluate, fit
+from graphopt.training.evaluation import evaluate
+from graphopt.training.fit import fit
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
 
 if TYPE_CHECKING:

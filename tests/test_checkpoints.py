@@ -255,8 +255,16 @@ RECIPE = [
 ]
 
 
+WITHOUT_BUDGET = """
+import graphopt.training.checkpoints
+graphopt.training.checkpoints._BUDGET = float("inf")
+import graphopt.__main__
+"""
+
+
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "graphopt", *RECIPE, f"folder={folder}", "resume=true", *more]
+    """Start a run that writes checkpoints one after the other."""
+    command = [sys.executable, "-c", WITHOUT_BUDGET, *RECIPE, f"folder={folder}", "resume=true", *more]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -15,7 +15,8 @@ import graphopt
 import passes
 from graphopt.data import npy
 from graphopt.training.callbacks import Run
-from graphopt.training.fit import evaluate, fit
+from graphopt.training.evaluation import evaluate
+from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((50, 3)).astype(np.float32)

@@ -19,7 +19,7 @@ from onnxscript.onnx_types import DOUBLE
 
 import graphopt
 import passes
-from graphopt.training.fit import evaluate
+from graphopt.training.evaluation import evaluate
 
 RNG = np.random.default_rng(0)
 P = RNG.standard_normal((6, 4))

@@ -39,7 +39,7 @@ from graphopt.training.callbacks import Callback, MedianStopping
 from graphopt.training.callbacks.logs import FileLog
 from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.fit import reported
+from graphopt.training.evaluation import reported
 from graphopt.training.metrics import Wanted
 
 OWN_EXECUTOR = "graphopt.Executor"

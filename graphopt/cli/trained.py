@@ -25,7 +25,7 @@ from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import finite
 from graphopt.training.checkpoints import read
-from graphopt.training.fit import evaluate
+from graphopt.training.evaluation import evaluate
 from graphopt.training.prediction import predict
 
 METRICS = "metrics.json"

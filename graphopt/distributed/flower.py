@@ -14,7 +14,9 @@ from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.training.fit import Data, evaluate, fit
+from graphopt.training.evaluation import evaluate
+from graphopt.training.fit import fit
+from graphopt.training.sources import Data
 
 OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in its context, and an entry of it
 

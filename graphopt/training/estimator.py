@@ -20,7 +20,8 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
-from graphopt.training.fit import fit, reported
+from graphopt.training.evaluation import reported
+from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.trainer_options import TrainerOptions
 

@@ -12,36 +12,33 @@ import pathlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows, fixed_batch
-from graphopt.data.foreign import has_rows
-from graphopt.data.loader import Shuffle, draw
+from graphopt.data.loader import Shuffle
 from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn, Stream
 from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
-from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.communicator import SINGLE, Communicator, digest
+from graphopt.runtime.communicator import digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
+from graphopt.training.evaluation import HeldOut, Mean
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.signals import Signals, deferred
-from graphopt.training.workers import agree, evaluated, from_first, summed
+from graphopt.training.sources import Data, Order, Passes, read_batches
+from graphopt.training.workers import agree, from_first
 
 AHEAD = 2  # batches that are prefetched
 
-Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
 Path = str | os.PathLike[str]
 
 
@@ -135,23 +132,23 @@ def fit(
     if isinstance(validation, int | float):
         share = validation
     elif validation is not None:
-        held_out = _HeldOut(_read(validation, executor, allow_nan), batch_size, metrics)
-    batches = _read(data, executor, allow_nan, steps_per_epoch, keep_positions=checkpoint is not None)
-    source: _Order | _Passes
+        held_out = HeldOut(read_batches(validation, executor, allow_nan), batch_size, metrics)
+    batches = read_batches(data, executor, allow_nan, steps_per_epoch, keep_positions=checkpoint is not None)
+    source: Order | Passes
     if isinstance(batches, Stream):
         if share:
             raise GraphoptError(
                 f"validation: expected other data or None, found a share, {share}, of the rows of an iterable"
             )
-        source = _Passes(batches, steps_per_epoch)
+        source = Passes(batches, steps_per_epoch)
         if steps_per_epoch is None and batches.steps:
             batches.passes = round(executor.batches / batches.steps)
     else:
         rows: Rows = range(len(batches))
         if share:
             rows, held = hold_out(len(batches), share, shuffle=shuffle, seed=seed)
-            held_out = _HeldOut(batches, batch_size, metrics, held)
-        source = _Order(batches, rows, batch_size, shuffle, seed, executor.workers)
+            held_out = HeldOut(batches, batch_size, metrics, held)
+        source = Order(batches, rows, batch_size, shuffle, seed, executor.workers)
         source.before = round(executor.batches / source.steps)
     if prefetch is None:
         prefetch = AHEAD if batches.is_lazy or executor.device != "cpu" else 0
@@ -202,128 +199,14 @@ def fit(
     return run.records
 
 
-def _read(
-    data: Any, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
-) -> Batches | Stream:
-    """Return what cuts the rows of data into batches, or draws the batches of an iterable."""
-    if not has_rows(data):
-        return Stream(data, executor.inputs, allow_nan=allow_nan, steps=steps, keep_positions=keep_positions)
-    if steps is not None:
-        raise GraphoptError(
-            f"steps_per_epoch={steps}: expected an iterable of batches, found rows, all of which are an epoch: leave "
-            "it out"
-        )
-    return Batches(data, executor.inputs, allow_nan=allow_nan)
-
-
-@dataclass
-class _Order:
-    """Draw rows in an order that depends on the seed, the epoch, and the rows themselves."""
-
-    batches: Batches
-    rows: Rows
-    batch_size: int
-    shuffle: Shuffle
-    seed: int
-    workers: Communicator
-    before: int = 0  # epochs in previous calls of `fit`
-    end = None  # the position after an epoch, of which the number of rows says enough
-
-    @property
-    def count(self) -> int:
-        return len(self.rows)
-
-    @property
-    def steps(self) -> int:
-        return math.ceil(len(self.rows) / self.batch_size)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that continues it have in common."""
-        return {"seed": self.seed, "shuffle": self.shuffle, "rows": len(self.rows)}
-
-    def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
-        """Yield the batches of an epoch, from a row on: this worker's part of each."""
-        random = np.random.default_rng([self.seed, self.before + epoch])
-        for rows in draw(self.rows, self.batch_size, self.shuffle, random, start):
-            if isinstance(rows, np.ndarray):
-                rows.sort()  # read memory-mapped rows in the file's order
-            yield Drawn(len(rows), self.batches.take(rows[self.workers.share(len(rows))]))
-
-    peek = draw
-
-    def load(self, position: Any) -> None:
-        """Continue from a position: there is none."""
-
-
-@dataclass
-class _Passes:
-    """Draw the batches of an iterable, in its own order."""
-
-    stream: Stream
-    steps_per_epoch: int | None
-    before = 0
-    count = None
-
-    @property
-    def steps(self) -> int | None:
-        return self.stream.steps
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"rows": None, "steps_per_epoch": self.steps_per_epoch}
-
-    @property
-    def end(self) -> Any:
-        return self.stream.end
-
-    def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self.stream.draw(epoch)
-
-    def peek(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self.stream.peek(epoch)
-
-    def load(self, position: Any) -> None:
-        if not self.stream.load(position):
-            warnings.warn(
-                f"data: {self.stream.name} has no state_dict and load_state_dict: it starts over",
-                stacklevel=4,
-            )
-
-
-@dataclass
-class _Mean:
-    """Sum numbers up over rows, and keep the last learning rate."""
-
-    rows: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    rate: float | None = None
-
-    def add(self, rows: int, values: Mapping[str, Any]) -> None:
-        self.rows += rows
-        for name, value in values.items():
-            if isinstance(value, float):
-                self.sums[name] = self.sums.get(name, 0.0) + rows * value
-        if rows:
-            self.rate = values.get("learning_rate")
-
-    def result(self, communicator: Communicator = SINGLE) -> Record:
-        """Return the mean of each number over the rows of all workers, and the last learning rate."""
-        rows, sums = summed(communicator, self.rows, self.sums)
-        means: Record = {name: value / rows for name, value in sums.items()}
-        if "learning_rate" in means:
-            means["learning_rate"] = self.rate
-        return means
-
-
 class _Loop:
     """Run the epochs of a training, call callbacks, and write checkpoints."""
 
     def __init__(
         self,
         run: Run,
-        order: _Order | _Passes,
-        held_out: _HeldOut | None,
+        order: Order | Passes,
+        held_out: HeldOut | None,
         validation_every: int,
         prefetch: int,
         callbacks: Sequence[Callback],
@@ -332,7 +215,7 @@ class _Loop:
         self._run, self._order, self._held_out = run, order, held_out
         self._validation_every, self._prefetch = validation_every, prefetch
         self._callbacks, self._checkpoint = callbacks, checkpoint
-        self._mean = _Mean()
+        self._mean = Mean()
         self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch before an interruption
         self._skipped = run.step - run.executor.batches  # steps that the executor does not count
@@ -400,7 +283,7 @@ class _Loop:
         self._position = progress.get("data")
         if self._position is not None:
             order.load(self._position)
-        self._mean, self._seconds = _Mean(**progress["mean"]), progress["seconds"]
+        self._mean, self._seconds = Mean(**progress["mean"]), progress["seconds"]
         for name, callback in self._named_callbacks():
             kept = dict(progress["callbacks"].get(name, {}))
             start = f"{name}/"
@@ -439,7 +322,7 @@ class _Loop:
         run.records.append(record)
         if self._is_cut:
             return
-        run.row, self._mean, self._seconds = 0, _Mean(), 0.0
+        run.row, self._mean, self._seconds = 0, Mean(), 0.0
         checkpoint = self._checkpoint
         if checkpoint is not None:
             best = checkpoint.is_best(record)
@@ -617,83 +500,6 @@ def graph_digest(executor: Executor) -> str:
     """Return the SHA-256 sum of an executor's training graph, without the initial state."""
     proto = ir.to_proto(executor.model)
     return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
-
-
-def evaluate(
-    executor: Executor,
-    data: Data,
-    *,
-    metrics: Sequence[Wanted] | None = None,
-    batch_size: int = 256,
-    allow_nan: bool = False,
-) -> dict[str, Any]:
-    """Return the loss and the metrics on a data set.
-
-    Args:
-        executor: the executor of a training graph.
-        data: the data, as in `fit`.
-        metrics: the metrics, as in `fit`.
-        batch_size: the number of rows per call; batches of an iterable have their own.
-        allow_nan: accept data that contains NaN or infinities.
-
-    Raises:
-        GraphoptError: the data does not fit the model, or a metric is wrong.
-
-    >>> import numpy
-    >>> from graphopt import models
-    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
-    >>> sorted(graphopt.evaluate(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, metrics=["r2", "rmse"]))
-    ['loss', 'r2', 'rmse']
-    """
-    metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
-    return _HeldOut(_read(data, executor, allow_nan), batch_size, metrics).measure(executor)
-
-
-def reported(step: ir.Model) -> list[str]:
-    """Return the names of the outputs that go into a record: losses, metrics and diagnostics."""
-    roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
-    return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
-
-
-class _HeldOut:
-    """Hold rows out of training and evaluate them."""
-
-    def __init__(
-        self,
-        batches: Batches | Stream,
-        batch_size: int,
-        metrics: Sequence[Wanted] | None,
-        rows: Rows | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self.count: int | None = None  # an iterable does not tell
-        self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
-        if isinstance(batches, Stream):
-            self._feeds = lambda: (drawn.arrays for drawn in batches)
-        else:
-            chosen = range(len(batches)) if rows is None else rows
-            self.count = len(chosen)
-            self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
-
-    def evaluated(self, executor: Executor) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
-        """Yield the data and the evaluation of each batch."""
-        for feeds in self._feeds():
-            yield feeds, executor.evaluate(feeds)
-
-    def measure(self, executor: Executor) -> Record:
-        """Return the mean losses and the metrics over the rows."""
-        chosen = metrics_of(executor.inputs, self._metrics)
-        mean = _Mean()
-        for feeds, values in evaluated(executor.workers, self._feeds(), executor.evaluate):
-            for target, (output, metric) in chosen.items():
-                metric.add(values[output], feeds[target])
-            mean.add(len(next(iter(feeds.values()))), values)
-        measured = mean.result()
-        for target, (_, metric) in chosen.items():
-            prefix = "" if len(chosen) == 1 else f"{target}."
-            measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}
-        return measured
 
 
 def _check_sizes(fixed: int | None, batch_size: int, workers: int, counts: Sequence[int]) -> None:
