@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -433,6 +434,8 @@ def test_pytorch_s_loader() -> None:
 @pytest.mark.parametrize("step", [3, 11, 15, None])
 def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
     grain = pytest.importorskip("grain")
+    handler = pytest.importorskip("absl.logging").get_absl_handler()
+    handler.python_handler.stream = sys.__stderr__  # it closes any other, such as pytest's, when Hydra sets up logging
 
     def data() -> Any:
         rows = grain.MapDataset.source([{n: a[i] for n, a in DATA.items()} for i in range(len(X))])
