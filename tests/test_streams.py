@@ -435,7 +435,8 @@ def test_pytorch_s_loader() -> None:
 def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
     grain = pytest.importorskip("grain")
     handler = pytest.importorskip("absl.logging").get_absl_handler()
-    handler.python_handler.stream = sys.__stderr__  # it closes any other, such as pytest's, when Hydra sets up logging
+    # It closes any other, such as pytest's, when Hydra sets up logging.
+    handler.python_handler.stream = sys.__stderr__
 
     def data() -> Any:
         rows = grain.MapDataset.source([{n: a[i] for n, a in DATA.items()} for i in range(len(X))])
