@@ -3,7 +3,8 @@
  *
  * Filters are rows and places are columns, and each image is a product of its own; or all images are one product, whose
  * result is then scattered, if an image has few places or they do not lie side by side. If the kernel is larger than
- * the result, as in gradients of weights, places are rows and filters are columns.
+ * the result, as in gradients of weights, places are rows and filters are columns. So they are for images of few places
+ * and many channels, which are put side by side first.
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
@@ -17,6 +18,7 @@
 enum {
     LANES = GEMM_BYTES / (int)sizeof(float),
     FEW_PLACES = 256,   /* of an image, below which images are merged */
+    MANY_FILTERS = 128, /* from where windows are packed seldom enough for their filters */
     LEAST_OF_GROUP = 8, /* channels and filters, below which a product of a group is too small */
 };
 
@@ -40,6 +42,8 @@ typedef struct {
     int64_t batch[2];   /* from one of its batches to the next, in x */
     const float *c;     /* what is scattered to y */
     int64_t c_batch, c_row;
+    const float *turned; /* x before its channels were put side by side */
+    int64_t turned_image;
 } Convolution;
 
 static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
@@ -313,6 +317,73 @@ static void skip_last(Convolution *u) {
     }
 }
 
+/* Write windows of places whose channels lie side by side: a run of channels for each tap. Whole vectors are written:
+ * what is after a run is written next, and after a row there is room. */
+static void pack_places(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column, int64_t columns,
+                        void *to, int64_t to_row) {
+    const Convolution *u = user;
+    int64_t place[4], first[4], tap[4];
+    (void)batch;
+    indices(&u->rows, row, place);
+    indices(&u->columns, column / u->channels, first);
+    for (float *written = to, *start = to; rows > 0; rows--, written = start += to_row, advance(&u->rows, place)) {
+        memcpy(tap, first, sizeof tap);
+        for (int64_t c = column % u->channels, left = columns, length; left > 0; left -= length, c = 0) {
+            const float *from = u->x + place[0] * u->x_image + c;
+            int inside = 1;
+            for (int i = 0; i < 3; i++) {
+                const int64_t at = place[i + 1] * u->place_moves[i] + tap[i + 1] * u->tap_moves[i] - u->pads[i];
+                inside &= at >= 0 && at < u->sizes[i];
+                from += at * u->steps[i];
+            }
+            length = gemm_min(u->channels - c, left);
+            for (int64_t v = 0; v < length; v += LANES)
+                if (inside) memcpy(written + v, from + v, LANES * sizeof *from);
+                else memset(written + v, 0, LANES * sizeof *from);
+            written += length;
+            advance(&u->columns, tap);
+        }
+    }
+}
+
+/* Put the channels of an image side by side. */
+static void turn_image(void *user, size_t image) {
+    const Convolution *u = user;
+    const int64_t pixels = product_of(u->sizes);
+    gemm_pack_float(pixels, u->channels, u->steps[2], u->turned + (int64_t)image * u->turned_image, 1, u->x_channel,
+                    (u->channels - 1) * u->x_channel + pixels, (float *)u->x + (int64_t)image * u->x_image);
+}
+
+/* Places are rows, and filters are columns, after the channels of x are put side by side: a window is a few long runs
+ * then, in place of many short ones. */
+static OrtStatus *convolve_turned(Context *context, Convolution *u) {
+    const int64_t taps = product_of(u->taps), padded = (u->channels + LANES - 1) / LANES * LANES;
+    gemm_product g = {.m = u->images * product_of(u->places), .n = u->filters, .k = u->channels * taps, .batch = {1, 1}};
+    const Side all_taps = {0, {u->taps[0], u->taps[1], u->taps[2]}};
+    const int64_t image = product_of(u->sizes) * padded, turned = u->images * image + LANES, filters = g.k * g.n;
+    g.packed = g.user = u, g.pack_a = pack_places, g.epilogue = scatter_columns;
+    g.b_strides = g.c_strides = (gemm_strides){g.n, 1, {0, 0}};
+    g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
+    float *memory = borrow((size_t)(turned + filters + g.m * g.n) * sizeof(float) + gemm_scratch_float(&g));
+    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    float *w = memory + turned;
+    int64_t tap[4] = {0};
+    for (int64_t t = 0; t < taps; t++, advance(&all_taps, tap)) {
+        const float *from = u->w + tap[1] * u->w_steps[0] + tap[2] * u->w_steps[1] + tap[3] * u->w_steps[2];
+        for (int64_t c = 0; c < u->channels; c++, w += g.n)
+            for (int64_t o = 0; o < g.n; o++) w[o] = from[c * u->w_channel + o * u->w_filter];
+    }
+    g.b = memory + turned, g.c = w, g.scratch = w + g.m * g.n;
+    u->turned = u->x, u->turned_image = u->x_image, u->x = memory, u->x_image = image;
+    u->steps[2] = padded, u->steps[1] = padded * u->sizes[2], u->steps[0] = u->steps[1] * u->sizes[1];
+    parallel_for(context, turn_image, (size_t)u->images, u);
+    u->c = g.c, u->c_row = g.n;
+    u->columns = all_taps, u->rows = (Side){0, {u->places[0], u->places[1], u->places[2]}};
+    gemm_float(&g);
+    give_back(memory);
+    return NULL;
+}
+
 #include "grouped.h"
 
 static OrtStatus *convolve(Context *context, Convolution *u) {
@@ -328,6 +399,9 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (pointwise) join(u->sizes, u->steps), join(u->places, (int64_t[3]){0});
     const int by_columns = joined && w_joined && taps > places && u->tap_moves[2] > 0;
     const int merged = !by_columns && (!joined || (places < FEW_PLACES && u->images > 1));
+    if (merged && joined && u->groups == 1 && taps > 1 && side_by_side(u->sizes, u->steps) &&
+        product_of(u->sizes) >= LANES && u->channels >= 2 * LANES && u->filters >= LANES && u->filters <= MANY_FILTERS)
+        return convolve_turned(context, u);
     Side window = {.step = u->x_channel}, place = {.step = u->x_image};
     for (int i = 0; i < 3; i++) {
         window.sizes[i] = u->taps[i], window.moves[i] = u->tap_moves[i];
