@@ -388,4 +388,10 @@ def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None
     first.communicate(timeout=60)
     third = subprocess.run(again, capture_output=True, text=True)
     assert third.returncode == 1 and "expected a folder without a run" in third.stderr
+    other = start(folder, "fit.epochs=7").communicate()[1]
+    assert (
+        "run: expected a run of the same recipe, found one with fit.epochs=100000, fit.validation=null: "
+        in other
+    )
+    assert "continue it with resume=run, or choose another" in other
     assert lasting == {path: path.read_bytes() for path in lasting}

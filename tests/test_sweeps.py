@@ -198,7 +198,7 @@ def test_another_sweep_needs_another_folder(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(SWEEP) == 0
     assert cli.main([*SWEEP, "seed.unknown=1"]) == 1
     assert cli.main([*SWEEP, "fit.seed=1"]) == 1
-    assert "expected a folder without a run, found one" in capsys.readouterr().err
+    assert "expected a run of the same recipe, found one with fit.seed=0" in capsys.readouterr().err
 
 
 def test_a_search_minimizes_the_validation_loss() -> None:

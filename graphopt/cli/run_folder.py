@@ -75,7 +75,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
         beside: look for the newest run in the folders beside this one, too, because its name is the time.
 
     Raises:
-        GraphoptError: the path has no checkpoint.
+        GraphoptError: the path has no checkpoint, or the folder has a run of another recipe.
     """
     if not resume:
         return folder, False
@@ -96,6 +96,14 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
                 return place, checkpoint
             if place == folder:
                 return folder, True
+    if folder in places:
+        found_there = _leaves(_identity((folder / CONFIG).read_text(encoding="utf-8")))
+        others = sorted(dict(found_there.items() - _leaves(wanted).items()).items())
+        raise GraphoptError(
+            f"{folder}: expected a run of the same recipe, found one with "
+            f"{', '.join(f'{name}={value}' for name, value in others[:3]) or 'fewer fields'}: continue it with "
+            f"resume={folder}, or choose another with folder=..."
+        )
     return folder, False
 
 
@@ -160,6 +168,14 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _leaves(fields: Any, name: str = "") -> dict[str, str]:
+    """Return the values of nested fields as overrides have them, by their dotted names."""
+    if not isinstance(fields, dict):
+        return {name: fields if isinstance(fields, str) else json.dumps(fields, default=str)}
+    parts = (_leaves(value, f"{name}.{key}" if name else str(key)) for key, value in fields.items())
+    return {leaf: value for part in parts for leaf, value in part.items()}
 
 
 def _identity(config: str) -> dict[str, Any]:
