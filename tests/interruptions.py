@@ -7,7 +7,7 @@ from graphopt.training.callbacks import Record, Run
 
 
 class StopAt(graphopt.Callback):
-    """Stops after a step, and notes all steps that it sees."""
+    """Stop after a step, and note all steps that it sees."""
 
     def __init__(self, step: int | None = None, *, reads_state: bool = True) -> None:
         self.last, self.steps, self.reads_state = step, [], reads_state

@@ -96,7 +96,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
                 return place, checkpoint
             if place == folder:
                 return folder, True
-    if folder in places:
+    if folder in places and _holds_run(folder):
         found_there = _leaves(_identity((folder / CONFIG).read_text(encoding="utf-8")))
         others = sorted(dict(found_there.items() - _leaves(wanted).items()).items())
         raise GraphoptError(
@@ -140,7 +140,7 @@ def write_hydra(folder: Path, config: DictConfig) -> None:
 
 def check_new(folder: Path) -> None:
     """Raise an error if a folder holds the files of a run."""
-    if (folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step-*")):
+    if _holds_run(folder):
         raise GraphoptError(
             f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose another "
             "with folder=..."
@@ -168,6 +168,10 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def _leaves(fields: Any, name: str = "") -> dict[str, str]:

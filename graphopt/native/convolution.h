@@ -3,8 +3,8 @@
  *
  * Filters are rows and places are columns, and each image is a product of its own; or all images are one product, whose
  * result is then scattered, if an image has few places or they do not lie side by side. If the kernel is larger than
- * the result, as in gradients of weights, places are rows and filters are columns. So they are for images of few places
- * and many channels, which are put side by side first.
+ * the result, as in gradients of weights, places are rows and filters are columns. The same holds for images of few
+ * places and many channels, whose channels are put side by side first.
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
@@ -18,7 +18,7 @@
 enum {
     LANES = GEMM_BYTES / (int)sizeof(float),
     FEW_PLACES = 256,   /* of an image, below which images are merged */
-    MANY_FILTERS = 128, /* from where windows are packed seldom enough for their filters */
+    MANY_FILTERS = 128, /* above which packing the windows costs little beside the product */
     LEAST_OF_GROUP = 8, /* channels and filters, below which a product of a group is too small */
 };
 

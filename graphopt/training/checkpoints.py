@@ -347,7 +347,7 @@ def _pointer(path: Path) -> str | None:
 
 
 def _point(path: Path, name: str) -> None:
-    """Let a file name a checkpoint; it need not be flushed to disk, as `newest` does without it."""
+    """Let a file name a checkpoint. It is not flushed to disk: without it, `newest` reads the folders' names."""
     if _pointer(path) != name:
         write(path, f"{name}\n")
 
