@@ -16,7 +16,7 @@ from pathlib import Path
 
 from graphopt.errors import GraphoptError
 
-HEADERS = ("ort.h", "functions.h", "gemm.h", "calls.h", "product.h", "convolution.h", "scan.h")
+HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
     *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),

@@ -1,0 +1,316 @@
+/* Convolutions whose filters are lanes. No window is unfolded: each element of the input is read where it lies.
+ *
+ *     sums[place][filters] += copy[place + tap] * w[channel, tap][filters]
+ *
+ * A term of the sum is a channel and a tap. A copy of the input has zeros around it, so that each term lies at a fixed
+ * distance from the place. A tile of sums stays in registers. Its rows are places side by side on the last axis; or, if
+ * lines are short or the kernel is larger than the result, as in gradients of weights, any places of any images.
+ *
+ * As in gemm.h, each sum is always added up in one order.
+ */
+#pragma once
+
+enum {
+    WIDTH = 2 * LANES, /* filters of a panel */
+    SHORT_LINE = 6,    /* places of a line, below which the rows of a tile may be any places */
+    BLOCK = 1 << 17,   /* elements of the filters that a block of channels has */
+    PART = 3 << 15,    /* elements of the copy and the sums that a task has in its cache */
+};
+
+/* What all tasks share. */
+typedef struct {
+    const Convolution *u;
+    int64_t first, channels, terms; /* of a block of channels */
+    int64_t panels, panel, row;     /* of filters; the elements of one, and of a row of sums */
+    int64_t slices, tasks;          /* of channels to pack apart, of places */
+    int64_t lowest[3], reach[3];    /* of all taps of the first place: the least index, and how many there are */
+    int64_t extents[3], steps[3], channel, image; /* of a copy */
+    int64_t parts, cut, sums;       /* of a plane, the axis that they cut; the elements of a task's sums */
+    int64_t *terms_at, *rows_at;    /* where they lie in a copy, in bytes */
+    float *w, *copies, *c;
+} Direct;
+
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+#define TILE_OPERANDS                                                                                                  \
+    int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
+        float *c, int64_t c_row, int accumulate
+
+/* mr rows times `vectors` vectors of sums. Row i of a term lies at a + terms_at[term], then i * a_row further on, or
+ * rows_at[i] if `anywhere`. mr, vectors and anywhere are constants. */
+GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    Lanes sums[GEMM_MR][2] = {{{0}}};
+    int64_t a_row3 = 3 * a_row;
+    __asm__("" : "+r"(a_row3)); /* as in gemm.h */
+#pragma GCC unroll 2
+    for (int64_t t = 0; t < terms; t++, b += vectors * LANES) {
+        const char *a0 = a + terms_at[t], *a5 = a0 + 5 * a_row, *a10 = a0 + 10 * a_row;
+        const Lanes b0 = AT(b), b1 = AT(b + (vectors - 1) * LANES);
+#pragma GCC unroll 14
+        for (int i = 0; i < mr; i++) {
+            const char *from = i < 5 ? a0 : i < 10 ? a5 : a10;
+            from = anywhere ? a0 + rows_at[i] : i % 5 == 3 ? from + a_row3 : from + i % 5 * a_row;
+            const float x = *(const float *)from;
+            sums[i][0] += x * b0;
+            if (vectors > 1) sums[i][1] += x * b1;
+        }
+    }
+#pragma GCC unroll 14
+    for (int i = 0; i < mr; i++, c += c_row) {
+        __asm__("" : "+r"(c));
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            if (accumulate) sums[i][v] += AT(c + v * LANES);
+            AT(c + v * LANES) = sums[i][v];
+        }
+    }
+}
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+
+typedef void (*Tile)(TILE_OPERANDS);
+#define TILE(name, mr, vectors, anywhere)                                                            \
+    GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
+        add_terms(mr, vectors, anywhere, terms, a, a_row, rows_at, terms_at, b, c, c_row, accumulate); \
+    }
+#define TILES(mr) TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) TILE(any_1_##mr, mr, 1, 1) TILE(any_2_##mr, mr, 2, 1)
+#define TILE_POINTERS(mr) {tile_1_##mr, tile_2_##mr, any_1_##mr, any_2_##mr},
+GEMM_PASTE(GEMM, GEMM_MR)(TILES)
+static const Tile tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
+
+/* Pack a panel of filters: for each term, its vectors. */
+static void pack_panel(void *user, size_t index) {
+    const Direct *d = user;
+    const Convolution *u = d->u;
+    const int64_t panel = (int64_t)index / d->slices, group = panel / d->panels, filter = panel % d->panels * WIDTH;
+    const int64_t many = gemm_min(u->filters - filter, WIDTH), row = many > LANES ? WIDTH : LANES, taps = product_of(u->taps);
+    const int64_t first = d->first + (d->slices > 1 ? (int64_t)index % d->slices : 0);
+    const int64_t channels = d->slices > 1 ? 1 : d->channels, joined = side_by_side(u->taps, u->w_steps);
+    const int64_t rest = (u->filters - 1 - filter) * u->w_filter + (u->channels - 1 - first) * u->w_channel + taps;
+    const float *w = u->w + group * u->w_batch + filter * u->w_filter + first * u->w_channel;
+    float *to = d->w + panel * d->panel + (first - d->first) * taps * row;
+    if (joined && (channels == 1 || u->w_channel == taps)) {
+        gemm_pack_float(channels * taps, many, row, w, 1, u->w_filter, rest, to);
+        return;
+    }
+    if (taps == 1) {
+        gemm_pack_float(channels, many, row, w, u->w_channel, u->w_filter, rest, to);
+        return;
+    }
+    for (int64_t c = 0; c < channels; c++, w += u->w_channel) {
+        int64_t at[4] = {0};
+        if (joined) gemm_pack_float(taps, many, row, w, 1, u->w_filter, rest - c * u->w_channel, to + c * taps * row);
+        for (int64_t t = 0; !joined && t < taps; t++, advance(u->taps, at)) {
+            const float *from = w + at[1] * u->w_steps[0] + at[2] * u->w_steps[1] + at[3] * u->w_steps[2];
+            for (int64_t o = 0; o < many; o++) to[(c * taps + t) * row + o] = from[o * u->w_filter];
+        }
+    }
+}
+
+/* Copy a region of a block's channels, with zeros where it leaves the image. */
+static void copy_region(const Direct *d, const float *x, const int64_t from[3], const int64_t extents[3], float *to) {
+    const Convolution *u = d->u;
+    const int64_t step = u->steps[2], low = from[2] < 0 ? gemm_min(-from[2], extents[2]) : 0;
+    const int64_t high = gemm_min(u->sizes[2] - from[2], extents[2]);
+    for (int64_t c = 0; c < d->channels; c++, x += u->x_channel, to += d->channel)
+        for (int64_t i = 0; i < extents[0]; i++)
+            for (int64_t j = 0; j < extents[1]; j++) {
+                const int64_t z = from[0] + i, y = from[1] + j;
+                const float *line = x + z * u->steps[0] + y * u->steps[1] + from[2] * step;
+                float *copy = to + i * d->steps[0] + j * d->steps[1];
+                if (z < 0 || z >= u->sizes[0] || y < 0 || y >= u->sizes[1] || high <= low) {
+                    memset(copy, 0, (size_t)extents[2] * sizeof *copy);
+                    continue;
+                }
+                for (int64_t k = 0; k < low; k++) copy[k] = 0;
+                if (step == 1)
+                    for (int64_t k = low; k < high; k++) copy[k] = line[k];
+                else
+                    for (int64_t k = low; k < high; k++) copy[k] = line[k * step];
+                for (int64_t k = high; k < extents[2]; k++) copy[k] = 0;
+            }
+}
+
+/* Add a bias to sums of up to LANES filters, and apply Relu. */
+static void activate(const Convolution *u, const float *bias, int64_t many, int64_t rows, float *c, int64_t row) {
+    float b[LANES] = {0};
+    for (int64_t o = 0; bias && o < many; o++) b[o] = bias[o];
+    for (int64_t i = 0; i < rows; i++, c += row)
+        for (int64_t o = 0; o < LANES; o++) {
+            const float sum = c[o] + b[o];
+            c[o] = u->relu && sum <= 0 ? 0 : sum;
+        }
+}
+
+/* Transpose rows of sums, which are places from number `first` on, to where they belong in the result. */
+static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t end, float *c) {
+    const Convolution *u = d->u;
+    const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
+    const int64_t run = !joined ? u->places[2] : u->y_image == many ? u->images * many : many;
+    const int64_t step = joined ? 1 : u->y_steps[2];
+    for (int64_t r = first, rows; r < end; r += rows, c += rows * d->row) {
+        int64_t at[4];
+        indices(u->places, r, at);
+        float *y = u->y + group * u->y_batch + at[0] * u->y_image;
+        for (int i = 0; i < 3; i++) y += at[i + 1] * u->y_steps[i];
+        rows = gemm_min(end, (r / run + 1) * run) - r;
+        for (int64_t o = 0; o < u->filters; o += LANES)
+            for (int64_t i = 0; i < rows; i += LANES) {
+                const int64_t filters = gemm_min(LANES, u->filters - o), length = gemm_min(LANES, rows - i);
+                float *to = y + i * step + o * u->y_filter, *from = c + i * d->row + o, square[LANES * LANES];
+                if (u->bias || u->relu)
+                    activate(u, u->bias ? u->bias + group * u->filters + o : NULL, filters, length, from, d->row);
+                if (filters == LANES && length == LANES && step == 1) {
+                    gemm_transpose_float(from, d->row, to, u->y_filter);
+                    continue;
+                }
+                gemm_transpose_float(from, d->row, square, LANES);
+                for (int64_t f = 0; f < filters; f++)
+                    for (int64_t k = 0; k < length; k++) to[f * u->y_filter + k * step] = square[f * LANES + k];
+            }
+    }
+}
+
+/* Compute some of the parts of all planes, one after the other: lines or a piece of a line, all filters of a group. */
+static void convolve_parts(void *user, size_t task) {
+    const Direct *d = user;
+    const Convolution *u = d->u;
+    const int64_t parts = u->images * u->groups * u->places[0] * d->parts, blocks = gemm_parts(d->terms, GEMM_KC);
+    const int64_t move = u->place_moves[2], end = gemm_begin(parts, (int64_t)task + 1, d->tasks);
+    float *copy = d->copies + (int64_t)task * (d->image + d->sums), *c = copy + d->image;
+    for (int64_t part = gemm_begin(parts, (int64_t)task, d->tasks); part < end; part++) {
+        const int64_t plane = part / d->parts % u->places[0], unit = part / d->parts / u->places[0];
+        const int64_t image = unit / u->groups, group = unit % u->groups;
+        int64_t first[3] = {plane, 0, 0}, many[3] = {1, u->places[1], u->places[2]}, from[3], extents[3];
+        first[d->cut] = gemm_begin(u->places[d->cut], part % d->parts, d->parts);
+        many[d->cut] = gemm_begin(u->places[d->cut], part % d->parts + 1, d->parts) - first[d->cut];
+        for (int i = 0; i < 3; i++) {
+            from[i] = first[i] * u->place_moves[i] + d->lowest[i];
+            extents[i] = (many[i] - 1) * u->place_moves[i] + d->reach[i];
+        }
+        copy_region(d, u->x + image * u->x_image + group * u->channels * u->x_channel, from, extents, copy);
+        const int64_t tiles_of_line = gemm_parts(many[2], GEMM_MR);
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t term = gemm_begin(d->terms, b, blocks), terms = gemm_begin(d->terms, b + 1, blocks) - term;
+            for (int64_t p = 0; p < d->panels; p++) {
+                const int64_t two = u->filters - p * WIDTH > LANES;
+                const float *w = d->w + (group * d->panels + p) * d->panel + term * (two + 1) * LANES;
+                for (int64_t l = 0; l < many[1]; l++)
+                    for (int64_t t = 0; t < tiles_of_line; t++) {
+                        const int64_t x = gemm_begin(many[2], t, tiles_of_line), rows = gemm_begin(many[2], t + 1, tiles_of_line) - x;
+                        const float *a = copy + l * u->place_moves[1] * d->steps[1] + x * move;
+                        tiles[rows - 1][two](terms, (const char *)a, move * (int64_t)sizeof *a, NULL, d->terms_at + term, w,
+                                             c + (l * many[2] + x) * d->row + p * WIDTH, d->row, term > 0);
+                    }
+            }
+        }
+        const int64_t row = ((image * u->places[0] + plane) * u->places[1] + first[1]) * u->places[2] + first[2];
+        store_rows(d, group, row, row + many[1] * many[2], c);
+    }
+}
+
+/* Copy a block's channels of an image and a group. */
+static void copy_image(void *user, size_t index) {
+    const Direct *d = user;
+    const int64_t group = (int64_t)index / d->u->images, image = (int64_t)index % d->u->images;
+    const float *x = d->u->x + image * d->u->x_image + (group * d->u->channels + d->first) * d->u->x_channel;
+    copy_region(d, x, d->lowest, d->extents, d->copies + (int64_t)index * d->image);
+}
+
+/* Add a block of channels to some of the places of all images and groups, all filters of a group. */
+static void convolve_places(void *user, size_t task) {
+    const Direct *d = user;
+    const Convolution *u = d->u;
+    const int64_t rows = u->images * product_of(u->places), of_group = gemm_parts(rows, GEMM_MR), blocks = gemm_parts(d->terms, GEMM_KC);
+    const int64_t first = gemm_begin(u->groups * of_group, (int64_t)task, d->tasks);
+    const int64_t end = gemm_begin(u->groups * of_group, (int64_t)task + 1, d->tasks);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t term = gemm_begin(d->terms, b, blocks), terms = gemm_begin(d->terms, b + 1, blocks) - term;
+        for (int64_t p = 0; p < d->panels; p++)
+            for (int64_t i = first; i < end; i++) {
+                const int64_t group = i / of_group, row = gemm_begin(rows, i % of_group, of_group);
+                const int64_t many = gemm_begin(rows, i % of_group + 1, of_group) - row, two = u->filters - p * WIDTH > LANES;
+                const float *w = d->w + (group * d->panels + p) * d->panel + term * (two + 1) * LANES;
+                tiles[many - 1][2 + two](terms, (const char *)(d->copies + group * u->images * d->image), 0, d->rows_at + row, d->terms_at + term,
+                                         w, d->c + (group * d->sums + row * d->row) + p * WIDTH, d->row, term > 0 || d->first > 0);
+            }
+    }
+}
+
+static void store_places(void *user, size_t task) {
+    const Direct *d = user;
+    const int64_t rows = d->u->images * product_of(d->u->places), end = gemm_begin(rows, (int64_t)task + 1, d->tasks);
+    for (int64_t g = 0, row = gemm_begin(rows, (int64_t)task, d->tasks); g < d->u->groups; g++)
+        store_rows(d, g, row, end, d->c + g * d->sums + row * d->row);
+}
+
+static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
+    const int64_t taps = product_of(u->taps), many = product_of(u->places), planes = u->images * u->groups * u->places[0];
+    const int anywhere = u->places[2] < SHORT_LINE || taps > many;
+    if (planes * many == 0 || u->filters == 0) return NULL;
+    Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
+    d.panels = gemm_parts(u->filters, WIDTH);
+    for (int i = 0; i < 3; i++) {
+        const int64_t last = (u->taps[i] - 1) * u->tap_moves[i];
+        d.lowest[i] = gemm_min(last, 0) - u->pads[i];
+        d.reach[i] = d.extents[i] = (last < 0 ? -last : last) + 1;
+    }
+    if (anywhere) {
+        d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
+        for (int i = 0; i < 3; i++) d.extents[i] += (u->places[i] - 1) * u->place_moves[i];
+        d.sums = (u->images * many + LANES) * d.row;
+        d.tasks = gemm_min(thread_count, u->groups * gemm_parts(u->images * many, GEMM_MR));
+    } else {
+        int64_t many[3] = {1, u->places[1], u->places[2]};
+        const int64_t elements = many[1] * many[2] * (u->place_moves[1] * u->place_moves[2] * d.reach[0] * u->channels + d.row);
+        d.cut = many[1] > 1 ? 1 : 2;
+        d.parts = gemm_parts(elements, PART);
+        if (planes * d.parts < thread_count) d.parts = gemm_parts(thread_count, planes);
+        d.parts = gemm_min(d.parts, many[d.cut]);
+        many[d.cut] = (u->places[d.cut] + d.parts - 1) / d.parts;
+        for (int i = 0; i < 3; i++) d.extents[i] += (many[i] - 1) * u->place_moves[i];
+        d.sums = (many[1] * many[2] + LANES) * d.row;
+        d.tasks = gemm_min(thread_count, planes * d.parts);
+    }
+    d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
+    d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
+    d.steps[2] = 1, d.steps[1] = d.extents[2], d.steps[0] = d.steps[1] * d.extents[1];
+    d.channel = d.steps[0] * d.extents[0], d.image = gemm_padded(d.channels * d.channel);
+    const int64_t filters = u->groups * d.panels * d.panel, rows = anywhere ? u->images * many : 0;
+    const int64_t copies = anywhere ? u->groups * u->images * d.image : 0;
+    const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
+    void *memory = borrow((size_t)(filters + copies + sums + LANES) * sizeof(float) + (size_t)(d.terms + rows) * sizeof(int64_t));
+    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
+    d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
+    int64_t at[4] = {0};
+    for (int64_t t = 0; t < d.terms; t++, advance(u->taps, at)) {
+        d.terms_at[t] = at[0] * d.channel;
+        for (int i = 0; i < 3; i++) d.terms_at[t] += (at[i + 1] * u->tap_moves[i] - d.lowest[i] - u->pads[i]) * d.steps[i];
+        d.terms_at[t] *= (int64_t)sizeof(float);
+    }
+    memset(at, 0, sizeof at);
+    for (int64_t r = 0; r < rows; r++, advance(u->places, at)) {
+        d.rows_at[r] = at[0] * d.image;
+        for (int i = 0; i < 3; i++) d.rows_at[r] += at[i + 1] * u->place_moves[i] * d.steps[i];
+        d.rows_at[r] *= (int64_t)sizeof(float);
+    }
+    do {
+        d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
+        d.slices = gemm_min(d.slices, d.channels);
+        parallel_for(context, pack_panel, (size_t)(u->groups * d.panels * d.slices), &d);
+        if (anywhere) parallel_for(context, copy_image, (size_t)(u->groups * u->images), &d);
+        parallel_for(context, anywhere ? convolve_places : convolve_parts, (size_t)d.tasks, &d);
+    } while ((d.first += d.channels) < u->channels);
+    if (anywhere) parallel_for(context, store_places, (size_t)d.tasks, &d);
+    give_back(memory);
+    return NULL;
+}
