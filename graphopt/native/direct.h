@@ -35,6 +35,8 @@ typedef struct {
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
+typedef int32_t Ints __attribute__((vector_size(GEMM_BYTES)));
+
 #define TILE_OPERANDS                                                                                                  \
     int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
         float *c, int64_t c_row, int accumulate
@@ -140,14 +142,14 @@ static void copy_region(const Direct *d, const float *x, const int64_t from[3], 
 }
 
 /* Add a bias to sums of up to LANES filters, and apply Relu. */
-static void activate(const Convolution *u, const float *bias, int64_t many, int64_t rows, float *c, int64_t row) {
+static void activate(const float *bias, int64_t many, int relu, int64_t rows, float *c, int64_t row) {
     float b[LANES] = {0};
     for (int64_t o = 0; bias && o < many; o++) b[o] = bias[o];
-    for (int64_t i = 0; i < rows; i++, c += row)
-        for (int64_t o = 0; o < LANES; o++) {
-            const float sum = c[o] + b[o];
-            c[o] = u->relu && sum <= 0 ? 0 : sum;
-        }
+    const Lanes add = AT(b), zero = {0};
+    for (int64_t i = 0; i < rows; i++, c += row) {
+        const Lanes sum = AT(c) + add;
+        AT(c) = relu ? (Lanes)((Ints)sum & ~(sum <= zero)) : sum;
+    }
 }
 
 /* Transpose rows of sums, which are places from number `first` on, to where they belong in the result. */
@@ -167,7 +169,7 @@ static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t en
                 const int64_t filters = gemm_min(LANES, u->filters - o), length = gemm_min(LANES, rows - i);
                 float *to = y + i * step + o * u->y_filter, *from = c + i * d->row + o, square[LANES * LANES];
                 if (u->bias || u->relu)
-                    activate(u, u->bias ? u->bias + group * u->filters + o : NULL, filters, length, from, d->row);
+                    activate(u->bias ? u->bias + group * u->filters + o : NULL, filters, u->relu, length, from, d->row);
                 if (filters == LANES && length == LANES && step == 1) {
                     gemm_transpose_float(from, d->row, to, u->y_filter);
                     continue;
