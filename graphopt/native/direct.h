@@ -284,8 +284,9 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     }
     d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
     d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
-    d.steps[2] = 1, d.steps[1] = d.extents[2], d.steps[0] = d.steps[1] * d.extents[1];
-    d.channel = d.steps[0] * d.extents[0], d.image = gemm_padded(d.channels * d.channel);
+    d.steps[2] = 1, d.steps[1] = d.extents[2] * (anywhere ? 1 : d.channels), d.steps[0] = d.steps[1] * d.extents[1];
+    d.channel = anywhere ? d.steps[0] * d.extents[0] : d.extents[2];
+    d.image = gemm_padded(d.channels * product_of(d.extents));
     const int64_t filters = u->groups * d.panels * d.panel, rows = anywhere ? u->images * many : 0;
     const int64_t copies = anywhere ? u->groups * u->images * d.image : 0;
     const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
