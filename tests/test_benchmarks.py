@@ -45,7 +45,7 @@ def test_compiling_is_timed(monkeypatch):
 def test_gradients_of_convolutions_are_timed(monkeypatch):
     module = benchmark("convolution", monkeypatch)
     ((_, times),) = module.main([module.Shape(2, 3, 8, 4, 3)], rounds=1).items()
-    assert list(times) == module.FORMS
+    assert set(times) == {*module.FORMS} - {"blocked"}  # it takes whole blocks of channels
 
 
 def test_providers_are_timed(monkeypatch):

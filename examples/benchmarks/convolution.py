@@ -1,7 +1,9 @@
-"""Measure a convolution and its gradients before and after passes.Fuse, and the limit.
+"""Measure a convolution and its gradients: as they are, after passes.Fuse, as kernels, and the limit.
 
-The limit is a single matrix product with the same number of multiplications and at most 1024 rows and columns. Times
-are medians of rounds in which all forms take turns.
+The limit is a single matrix product with the same number of multiplications and at most 1024 rows and columns. The
+blocked form is ONNX Runtime's own for constant weights, written by hand for weights that change: the input, the weights
+and the output are arranged anew. It needs numbers of channels that its block divides. Times are medians of rounds in
+which all forms take turns, in milliseconds.
 
 Run it: python examples/benchmarks/convolution.py THREADS
 """
@@ -20,6 +22,7 @@ import onnx_ir as ir
 
 import graphopt
 import passes
+from graphopt.native.lowering import lower
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -47,7 +50,14 @@ SHAPES = [
     Shape(4, 3, 64, 32, 7, 2),
 ]
 
-FORMS = ["limit", "forward", "forward, fused", "by x", "by x, fused", "by w", "by w, fused"]
+BLOCK = 16  # channels, in ONNX Runtime's blocked form with AVX-512
+
+FORMS = [
+    "limit",
+    *("forward", "blocked", "kernels"),
+    *("by x", "by x, fused", "by x, kernels"),
+    *("by w", "by w, fused", "by w, kernels"),
+]
 
 
 def convolution(shape: Shape) -> onnx.ModelProto:
@@ -70,6 +80,24 @@ def as_input(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
+def blocked(shape: Shape) -> onnx.ModelProto | None:
+    """Return the convolution in ONNX Runtime's blocked form; None if the numbers of channels do not fit."""
+    batch, channels, size, filters, kernel, stride = shape
+    if channels % BLOCK or filters % BLOCK:
+        return None
+    geometry = f"pads = {[kernel // 2] * 4}, strides = {[stride] * 2}, kernel_shape = {[kernel] * 2}"
+    split = [filters // BLOCK, BLOCK, channels // BLOCK, BLOCK, kernel, kernel]
+    whole = [filters, channels, kernel, kernel]
+    return onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft.nchwc" : 1]>
+        g (float[{batch},{channels},{size},{size}] x, float{whole} w) => (float[{batch},{filters},k,l] y)
+        <int64[6] split = {{{", ".join(map(str, split))}}}, int64[4] whole = {{{", ".join(map(str, whole))}}}> {{
+            w1 = Reshape(w, split) w2 = Transpose<perm = [0, 2, 4, 5, 3, 1]>(w1) w3 = Reshape(w2, whole)
+            x1 = com.microsoft.nchwc.ReorderInput(x)
+            y1 = com.microsoft.nchwc.Conv<{geometry}, dilations = [1, 1], group = 1>(x1, w3)
+            y = com.microsoft.nchwc.ReorderOutput<channels = {filters}>(y1)
+        }}""")
+
+
 def product(flops: float) -> onnx.ModelProto:
     rows = 1024
     depth = max(1, round(flops / (2 * rows * rows)))
@@ -77,12 +105,19 @@ def product(flops: float) -> onnx.ModelProto:
         g (float[{rows},{depth}] a, float[{depth},{rows}] b) => (float[{rows},{rows}] y) {{ y = MatMul(a, b) }}""")
 
 
-def runner(model: ir.Model | onnx.ModelProto, threads: int) -> Callable[[], object]:
+def runner(model: ir.Model | onnx.ModelProto, threads: int, kernels: bool = False) -> Callable[[], object]:
     """Return a function that runs a graph once on random data."""
-    session = Session(Device(threads=threads, flush_denormals=False), graphopt.load(model)).ort
+    loaded = graphopt.load(model)
+    lowered = lower(loaded, threads=threads) if kernels else None
+    device = Device(threads=threads, flush_denormals=False, native=False)
+    session = (
+        Session(device, loaded)
+        if lowered is None
+        else Session(device, lowered.model, library=lowered.library)
+    )
     random = np.random.default_rng(0)
-    feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.get_inputs()}
-    return lambda: session.run(None, feeds)
+    feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.ort.get_inputs()}
+    return lambda: session.ort.run(None, feeds)
 
 
 def fused(model: ir.Model | onnx.ModelProto) -> ir.Model:
@@ -102,9 +137,14 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, float]:
         "by x": graphopt.grad(trained, ["x"], seeded=True, keep=False),
         "by w": graphopt.grad(trained, ["w"], seeded=True, keep=False),
     }
-    graphs |= {f"{name}, fused": fused(graph) for name, graph in graphs.items()}
-    graphs["limit"] = product(flops)
-    runs = {name: runner(graphs[name], threads) for name in FORMS}
+    runs = {name: runner(graph, threads) for name, graph in graphs.items()}
+    runs["limit"] = runner(product(flops), threads)
+    if (form := blocked(shape)) is not None:
+        runs["blocked"] = runner(form, threads)
+    runs["kernels"] = runner(trained, threads, kernels=True)
+    for name in "by x", "by w":
+        runs[f"{name}, fused"] = runner(fused(graphs[name]), threads)
+        runs[f"{name}, kernels"] = runner(fused(graphs[name]), threads, kernels=True)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -117,12 +157,18 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, float]:
 
 
 def main(shapes: list[Shape] = SHAPES, rounds: int = 15, threads: int = 1) -> dict[Shape, dict[str, float]]:
-    print(" ".join(f"{name:>8}" for name in Shape._fields), " ".join(f"{name:>14}" for name in FORMS))
+    print(
+        "|",
+        " | ".join([", ".join(Shape._fields), *FORMS]),
+        "|\n|",
+        " | ".join(["---"] + ["---:"] * len(FORMS)),
+        "|",
+    )
     results = {}
     for shape in shapes:
         results[shape] = times = measure(shape, rounds, threads)
-        row = " ".join(f"{value:>14.2f}" for value in times.values())
-        print(" ".join(f"{value:>8}" for value in shape), row)
+        figures = [f"{times[form]:.2f}" if form in times else "" for form in FORMS]
+        print("|", " | ".join([", ".join(map(str, shape)), *figures]), "|", flush=True)
     return results
 
 

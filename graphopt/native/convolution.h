@@ -7,13 +7,12 @@
 #pragma once
 #include "product.h"
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
 enum {
     LANES = GEMM_BYTES / (int)sizeof(float),
-    FEW_PLACES = 256,   /* of an image, below which a product of an image is too small */
     FEW_FILTERS = 5,    /* of one group, below which they fill too little of a vector */
     LEAST_OF_GROUP = 8, /* channels and filters, below which that holds of groups */
 };
@@ -104,29 +103,54 @@ static void skip_last(Convolution *u) {
 #include "grouped.h"
 #include "direct.h"
 
-/* A kernel of size 1 that visits each element: a product of filters and channels for each image and group. */
-static OrtStatus *convolve_pointwise(Context *context, Convolution *u) {
-    gemm_product g = {.m = u->filters, .n = product_of(u->places), .k = u->channels, .batch = {u->images, u->groups}};
+/* Compute products one after the other: each image with a kernel of size 1, or the sum over channels of images with a
+ * kernel as large as they are. */
+static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
+    gemm_product g = {.m = u->filters, .k = u->channels, .n = product_of(u->places), .batch = {u->images, u->groups}};
     g.a = u->w, g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
     g.b = u->x, g.b_strides = (gemm_strides){u->x_channel, 1, {u->x_image, u->channels * u->x_channel}};
     g.c = u->y, g.c_strides = (gemm_strides){u->y_filter, 1, {u->y_image, u->y_batch}};
-    if (u->bias || u->relu) g.epilogue = finish_rows;
-    g.user = u, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
+    if (sums) {
+        g.n = u->images, g.k = product_of(u->taps), g.batch[0] = 1;
+        g.a_strides.column = g.b_strides.row = 1, g.b_strides.column = u->x_image;
+    }
+    if (!sums && (u->bias || u->relu)) g.epilogue = finish_rows;
+    g.user = (void *)u, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     g.scratch = borrow(gemm_scratch_float(&g));
     if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");
-    gemm_float(&g);
+    for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
+        g.a = u->w + c * u->w_channel, g.b = u->x + c * u->x_channel, g.accumulate = c > 0;
+        gemm_float(&g);
+    }
     give_back(g.scratch);
     return NULL;
 }
 
+/* Leave out the elements of an axis between those that are read, if there is one tap or one place. */
+static void skip_unread(Convolution *u, int axis) {
+    const int64_t places = u->places[axis], taps = u->taps[axis];
+    int64_t *move = taps == 1 ? &u->place_moves[axis] : &u->tap_moves[axis];
+    const int64_t read = taps == 1 ? places : taps;
+    if ((taps != 1 && places != 1) || u->pads[axis] != 0 || *move < 0 || (read - 1) * *move >= u->sizes[axis]) return;
+    u->steps[axis] *= *move, u->sizes[axis] = read, *move = 1;
+}
+
+static int same(const int64_t x[3], const int64_t y[3]) { return memcmp(x, y, 3 * sizeof *x) == 0; }
+
 static OrtStatus *convolve(Context *context, Convolution *u) {
+    static const int64_t none[3] = {0, 0, 0}, once[3] = {1, 1, 1};
     skip_last(u), skip_last(u);
+    for (int i = 0; i < 3; i++) skip_unread(u, i);
     if (u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP))
         return convolve_groups(context, u);
-    int pointwise = product_of(u->taps) == 1 && (u->images == 1 || product_of(u->places) >= FEW_PLACES) && side_by_side(u->sizes, u->steps) && side_by_side(u->places, u->y_steps);
-    for (int i = 0; i < 3; i++)
-        if (u->place_moves[i] != 1 || u->pads[i] != 0 || u->sizes[i] != u->places[i]) pointwise = 0;
-    return pointwise ? convolve_pointwise(context, u) : convolve_directly(context, u);
+    const int flat = same(u->pads, none) && side_by_side(u->sizes, u->steps) && product_of(u->sizes) >= LANES;
+    if (flat && same(u->taps, once) && same(u->place_moves, once) && same(u->sizes, u->places) &&
+        side_by_side(u->places, u->y_steps))
+        return multiply(context, u, 0);
+    if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
+        side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
+        return multiply(context, u, 1);
+    return convolve_directly(context, u);
 }
 
 /* Compute an output of the operator from its first two inputs, and a bias from the third. */

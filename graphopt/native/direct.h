@@ -83,7 +83,9 @@ typedef void (*Tile)(TILE_OPERANDS);
     GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
         add_terms(mr, vectors, anywhere, terms, a, a_row, rows_at, terms_at, b, c, c_row, accumulate); \
     }
-#define TILES(mr) TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) TILE(any_1_##mr, mr, 1, 1) TILE(any_2_##mr, mr, 2, 1)
+#define TILES(mr)                                            \
+    TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) \
+    TILE(any_1_##mr, mr, 1, 1) TILE(any_2_##mr, mr, 2, 1)
 #define TILE_POINTERS(mr) {tile_1_##mr, tile_2_##mr, any_1_##mr, any_2_##mr},
 GEMM_PASTE(GEMM, GEMM_MR)(TILES)
 static const Tile tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
@@ -93,7 +95,8 @@ static void pack_panel(void *user, size_t index) {
     const Direct *d = user;
     const Convolution *u = d->u;
     const int64_t panel = (int64_t)index / d->slices, group = panel / d->panels, filter = panel % d->panels * WIDTH;
-    const int64_t many = gemm_min(u->filters - filter, WIDTH), row = many > LANES ? WIDTH : LANES, taps = product_of(u->taps);
+    const int64_t many = gemm_min(u->filters - filter, WIDTH), row = many > LANES ? WIDTH : LANES;
+    const int64_t taps = product_of(u->taps);
     const int64_t first = d->first + (d->slices > 1 ? (int64_t)index % d->slices : 0);
     const int64_t channels = d->slices > 1 ? 1 : d->channels, joined = side_by_side(u->taps, u->w_steps);
     const int64_t rest = (u->filters - 1 - filter) * u->w_filter + (u->channels - 1 - first) * u->w_channel + taps;
@@ -181,12 +184,21 @@ static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t en
     }
 }
 
+/* Add terms to `rows` rows of sums, for a panel of a group's filters. Rows lie `step` apart in a copy, or at rows_at. */
+static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t term, int64_t terms, const float *a,
+                      int64_t step, const int64_t *rows_at, int64_t rows, float *c) {
+    const int two = d->u->filters - panel * WIDTH > LANES;
+    const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
+    tiles[rows - 1][(rows_at ? 2 : 0) + two](terms, (const char *)a, step * (int64_t)sizeof *a, rows_at, d->terms_at + term,
+                                             w, c + panel * WIDTH, d->row, term > 0 || d->first > 0);
+}
+
 /* Compute some of the parts of all planes, one after the other: lines or a piece of a line, all filters of a group. */
 static void convolve_parts(void *user, size_t task) {
     const Direct *d = user;
     const Convolution *u = d->u;
     const int64_t parts = u->images * u->groups * u->places[0] * d->parts, blocks = gemm_parts(d->terms, GEMM_KC);
-    const int64_t move = u->place_moves[2], end = gemm_begin(parts, (int64_t)task + 1, d->tasks);
+    const int64_t end = gemm_begin(parts, (int64_t)task + 1, d->tasks), step = u->place_moves[2];
     float *copy = d->copies + (int64_t)task * (d->image + d->sums), *c = copy + d->image;
     for (int64_t part = gemm_begin(parts, (int64_t)task, d->tasks); part < end; part++) {
         const int64_t plane = part / d->parts % u->places[0], unit = part / d->parts / u->places[0];
@@ -202,17 +214,14 @@ static void convolve_parts(void *user, size_t task) {
         const int64_t tiles_of_line = gemm_parts(many[2], GEMM_MR);
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t term = gemm_begin(d->terms, b, blocks), terms = gemm_begin(d->terms, b + 1, blocks) - term;
-            for (int64_t p = 0; p < d->panels; p++) {
-                const int64_t two = u->filters - p * WIDTH > LANES;
-                const float *w = d->w + (group * d->panels + p) * d->panel + term * (two + 1) * LANES;
-                for (int64_t l = 0; l < many[1]; l++)
+            for (int64_t panel = 0; panel < d->panels; panel++)
+                for (int64_t line = 0; line < many[1]; line++)
                     for (int64_t t = 0; t < tiles_of_line; t++) {
-                        const int64_t x = gemm_begin(many[2], t, tiles_of_line), rows = gemm_begin(many[2], t + 1, tiles_of_line) - x;
-                        const float *a = copy + l * u->place_moves[1] * d->steps[1] + x * move;
-                        tiles[rows - 1][two](terms, (const char *)a, move * (int64_t)sizeof *a, NULL, d->terms_at + term, w,
-                                             c + (l * many[2] + x) * d->row + p * WIDTH, d->row, term > 0);
+                        const int64_t x = gemm_begin(many[2], t, tiles_of_line);
+                        const int64_t rows = gemm_begin(many[2], t + 1, tiles_of_line) - x;
+                        add_block(d, group, panel, term, terms, copy + line * u->place_moves[1] * d->steps[1] + x * step,
+                                  step, NULL, rows, c + (line * many[2] + x) * d->row);
                     }
-            }
         }
         const int64_t row = ((image * u->places[0] + plane) * u->places[1] + first[1]) * u->places[2] + first[2];
         store_rows(d, group, row, row + many[1] * many[2], c);
@@ -231,18 +240,17 @@ static void copy_image(void *user, size_t index) {
 static void convolve_places(void *user, size_t task) {
     const Direct *d = user;
     const Convolution *u = d->u;
-    const int64_t rows = u->images * product_of(u->places), of_group = gemm_parts(rows, GEMM_MR), blocks = gemm_parts(d->terms, GEMM_KC);
+    const int64_t rows = u->images * product_of(u->places), of_group = gemm_parts(rows, GEMM_MR);
     const int64_t first = gemm_begin(u->groups * of_group, (int64_t)task, d->tasks);
     const int64_t end = gemm_begin(u->groups * of_group, (int64_t)task + 1, d->tasks);
+    const int64_t blocks = gemm_parts(d->terms, GEMM_KC);
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t term = gemm_begin(d->terms, b, blocks), terms = gemm_begin(d->terms, b + 1, blocks) - term;
-        for (int64_t p = 0; p < d->panels; p++)
+        for (int64_t panel = 0; panel < d->panels; panel++)
             for (int64_t i = first; i < end; i++) {
                 const int64_t group = i / of_group, row = gemm_begin(rows, i % of_group, of_group);
-                const int64_t many = gemm_begin(rows, i % of_group + 1, of_group) - row, two = u->filters - p * WIDTH > LANES;
-                const float *w = d->w + (group * d->panels + p) * d->panel + term * (two + 1) * LANES;
-                tiles[many - 1][2 + two](terms, (const char *)(d->copies + group * u->images * d->image), 0, d->rows_at + row, d->terms_at + term,
-                                         w, d->c + (group * d->sums + row * d->row) + p * WIDTH, d->row, term > 0 || d->first > 0);
+                add_block(d, group, panel, term, terms, d->copies + group * u->images * d->image, 0, d->rows_at + row,
+                          gemm_begin(rows, i % of_group + 1, of_group) - row, d->c + group * d->sums + row * d->row);
             }
     }
 }
@@ -254,58 +262,60 @@ static void store_places(void *user, size_t task) {
         store_rows(d, g, row, end, d->c + g * d->sums + row * d->row);
 }
 
+/* Find where terms or rows lie in a copy, in bytes: a number of them, `first` apart, and `moves` for each axis. */
+static void find(int64_t many, const int64_t sizes[3], int64_t first, const int64_t moves[3], int64_t start, int64_t *found) {
+    int64_t at[4] = {0};
+    for (int64_t n = 0; n < many; n++, advance(sizes, at))
+        found[n] = (start + at[0] * first + at[1] * moves[0] + at[2] * moves[1] + at[3] * moves[2]) * (int64_t)sizeof(float);
+}
+
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
-    const int64_t taps = product_of(u->taps), many = product_of(u->places), planes = u->images * u->groups * u->places[0];
-    const int anywhere = u->places[2] < SHORT_LINE || taps > many;
-    if (planes * many == 0 || u->filters == 0) return NULL;
+    const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
+    const int64_t planes = u->images * u->groups * u->places[0];
+    const int anywhere = u->places[2] < SHORT_LINE || taps > product_of(u->places);
+    if (rows == 0 || u->filters == 0) return NULL;
     Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
     d.panels = gemm_parts(u->filters, WIDTH);
     for (int i = 0; i < 3; i++) {
         const int64_t last = (u->taps[i] - 1) * u->tap_moves[i];
         d.lowest[i] = gemm_min(last, 0) - u->pads[i];
-        d.reach[i] = d.extents[i] = (last < 0 ? -last : last) + 1;
+        d.reach[i] = (last < 0 ? -last : last) + 1;
     }
+    int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
     if (anywhere) {
         d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
-        for (int i = 0; i < 3; i++) d.extents[i] += (u->places[i] - 1) * u->place_moves[i];
-        d.sums = (u->images * many + LANES) * d.row;
-        d.tasks = gemm_min(thread_count, u->groups * gemm_parts(u->images * many, GEMM_MR));
+        d.sums = (rows + LANES) * d.row;
+        d.tasks = gemm_min(thread_count, u->groups * gemm_parts(rows, GEMM_MR));
     } else {
-        int64_t many[3] = {1, u->places[1], u->places[2]};
-        const int64_t elements = many[1] * many[2] * (u->place_moves[1] * u->place_moves[2] * d.reach[0] * u->channels + d.row);
+        const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * u->channels + d.row;
         d.cut = many[1] > 1 ? 1 : 2;
-        d.parts = gemm_parts(elements, PART);
+        d.parts = gemm_parts(many[1] * many[2] * elements, PART);
         if (planes * d.parts < thread_count) d.parts = gemm_parts(thread_count, planes);
         d.parts = gemm_min(d.parts, many[d.cut]);
-        many[d.cut] = (u->places[d.cut] + d.parts - 1) / d.parts;
-        for (int i = 0; i < 3; i++) d.extents[i] += (many[i] - 1) * u->place_moves[i];
+        many[d.cut] = (many[d.cut] + d.parts - 1) / d.parts;
         d.sums = (many[1] * many[2] + LANES) * d.row;
         d.tasks = gemm_min(thread_count, planes * d.parts);
     }
-    d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
-    d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
+    for (int i = 0; i < 3; i++) d.extents[i] = (many[i] - 1) * u->place_moves[i] + d.reach[i];
     d.steps[2] = 1, d.steps[1] = d.extents[2] * (anywhere ? 1 : d.channels), d.steps[0] = d.steps[1] * d.extents[1];
     d.channel = anywhere ? d.steps[0] * d.extents[0] : d.extents[2];
     d.image = gemm_padded(d.channels * product_of(d.extents));
-    const int64_t filters = u->groups * d.panels * d.panel, rows = anywhere ? u->images * many : 0;
-    const int64_t copies = anywhere ? u->groups * u->images * d.image : 0;
+    d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
+    d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
+    const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
     const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
-    void *memory = borrow((size_t)(filters + copies + sums + LANES) * sizeof(float) + (size_t)(d.terms + rows) * sizeof(int64_t));
+    const int64_t places = d.terms + (anywhere ? rows : 0);
+    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)places * sizeof(int64_t) + 64);
     if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
     d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
-    int64_t at[4] = {0};
-    for (int64_t t = 0; t < d.terms; t++, advance(u->taps, at)) {
-        d.terms_at[t] = at[0] * d.channel;
-        for (int i = 0; i < 3; i++) d.terms_at[t] += (at[i + 1] * u->tap_moves[i] - d.lowest[i] - u->pads[i]) * d.steps[i];
-        d.terms_at[t] *= (int64_t)sizeof(float);
+    int64_t tap_moves[3], place_moves[3], start = 0;
+    for (int i = 0; i < 3; i++) {
+        tap_moves[i] = u->tap_moves[i] * d.steps[i], place_moves[i] = u->place_moves[i] * d.steps[i];
+        start -= (d.lowest[i] + u->pads[i]) * d.steps[i];
     }
-    memset(at, 0, sizeof at);
-    for (int64_t r = 0; r < rows; r++, advance(u->places, at)) {
-        d.rows_at[r] = at[0] * d.image;
-        for (int i = 0; i < 3; i++) d.rows_at[r] += at[i + 1] * u->place_moves[i] * d.steps[i];
-        d.rows_at[r] *= (int64_t)sizeof(float);
-    }
+    find(d.terms, u->taps, d.channel, tap_moves, start, d.terms_at);
+    if (anywhere) find(rows, u->places, d.image, place_moves, 0, d.rows_at);
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
