@@ -63,6 +63,7 @@ KEPT = {
 }
 STAYS = {
     "few terms": "y = Conv(x, v)",
+    "few filters": "y = ConvTranspose(x, f)",
     "auto_pad": 'y = Conv<auto_pad = "SAME_UPPER">(x, k)',
     "output_shape": "y = ConvTranspose<output_shape = [11, 10]>(z, k)",
     "strides and dilations": "y = ConvTranspose<strides = [2, 1], dilations = [2, 1]>(z, k)",
@@ -232,7 +233,7 @@ def test_transposed_operands_and_results(forms):
 @pytest.mark.parametrize("name", STAYS)
 def test_what_the_runtime_does_better_stays(name):
     proto = model(
-        "g (float[N,9,9,8] x, float[17,9,1,1] v, float[17,9,3,3] k, float[N,17,9,8] z) "
+        "g (float[N,9,9,8] x, float[17,9,1,1] v, float[17,9,3,3] k, float[9,3,2,2] f, float[N,17,9,8] z) "
         f"=> (float[A,B,C,D] y) {{ {STAYS[name]} }}"
     )
     assert lower(load(proto)) is None

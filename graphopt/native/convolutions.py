@@ -16,6 +16,7 @@ from graphopt.native.products import braced, only_reader, permutation, rank_of
 
 MOST_AXES = 3  # of space, as in convolution.h
 LEAST_TERMS = 16  # of a sum, below which storing results takes longest
+LEAST_FILTERS = 5  # of a transposed convolution, below which vectors stay empty
 
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
 Stored = tuple[ir.Value, list[int], list[int]]
@@ -93,7 +94,10 @@ def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> 
         return False
     assert w.shape is not None
     terms = [size for size in w.shape[1:] if isinstance(size, int)]
-    few = not transposed and len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS
+    if transposed:
+        few = isinstance(w.shape[1], int) and w.shape[1] < LEAST_FILTERS
+    else:
+        few = len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS
     return attributes["group"] > 1 or not few
 
 

@@ -184,13 +184,15 @@ static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t en
     }
 }
 
-/* Add terms to `rows` rows of sums, for a panel of a group's filters. Rows lie `step` apart in a copy, or at rows_at. */
+/* Add terms to `rows` rows of sums, for a panel of a group's filters. Rows lie `step` apart in a copy, or at rows_at if
+ * that is not NULL. */
 static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t term, int64_t terms, const float *a,
                       int64_t step, const int64_t *rows_at, int64_t rows, float *c) {
     const int two = d->u->filters - panel * WIDTH > LANES;
     const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
-    tiles[rows - 1][(rows_at ? 2 : 0) + two](terms, (const char *)a, step * (int64_t)sizeof *a, rows_at, d->terms_at + term,
-                                             w, c + panel * WIDTH, d->row, term > 0 || d->first > 0);
+    const Tile tile = tiles[rows - 1][(rows_at ? 2 : 0) + two];
+    tile(terms, (const char *)a, step * (int64_t)sizeof *a, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
+         term > 0 || d->first > 0);
 }
 
 /* Compute some of the parts of all planes, one after the other: lines or a piece of a line, all filters of a group. */
@@ -219,8 +221,8 @@ static void convolve_parts(void *user, size_t task) {
                     for (int64_t t = 0; t < tiles_of_line; t++) {
                         const int64_t x = gemm_begin(many[2], t, tiles_of_line);
                         const int64_t rows = gemm_begin(many[2], t + 1, tiles_of_line) - x;
-                        add_block(d, group, panel, term, terms, copy + line * u->place_moves[1] * d->steps[1] + x * step,
-                                  step, NULL, rows, c + (line * many[2] + x) * d->row);
+                        const float *a = copy + line * u->place_moves[1] * d->steps[1] + x * step;
+                        add_block(d, group, panel, term, terms, a, step, NULL, rows, c + (line * many[2] + x) * d->row);
                     }
         }
         const int64_t row = ((image * u->places[0] + plane) * u->places[1] + first[1]) * u->places[2] + first[2];
@@ -262,11 +264,14 @@ static void store_places(void *user, size_t task) {
         store_rows(d, g, row, end, d->c + g * d->sums + row * d->row);
 }
 
-/* Find where terms or rows lie in a copy, in bytes: a number of them, `first` apart, and `moves` for each axis. */
-static void find(int64_t many, const int64_t sizes[3], int64_t first, const int64_t moves[3], int64_t start, int64_t *found) {
+/* Find where terms or rows lie in a copy, in bytes. They move as the indices that indices() finds. */
+static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], int64_t start, int64_t *found) {
     int64_t at[4] = {0};
-    for (int64_t n = 0; n < many; n++, advance(sizes, at))
-        found[n] = (start + at[0] * first + at[1] * moves[0] + at[2] * moves[1] + at[3] * moves[2]) * (int64_t)sizeof(float);
+    for (int64_t n = 0; n < many; n++, advance(sizes, at)) {
+        found[n] = start;
+        for (int i = 0; i < 4; i++) found[n] += at[i] * moves[i];
+        found[n] *= (int64_t)sizeof(float);
+    }
 }
 
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
@@ -309,13 +314,13 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
     d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
-    int64_t tap_moves[3], place_moves[3], start = 0;
+    int64_t of_terms[4] = {d.channel}, of_rows[4] = {d.image}, start = 0;
     for (int i = 0; i < 3; i++) {
-        tap_moves[i] = u->tap_moves[i] * d.steps[i], place_moves[i] = u->place_moves[i] * d.steps[i];
+        of_terms[i + 1] = u->tap_moves[i] * d.steps[i], of_rows[i + 1] = u->place_moves[i] * d.steps[i];
         start -= (d.lowest[i] + u->pads[i]) * d.steps[i];
     }
-    find(d.terms, u->taps, d.channel, tap_moves, start, d.terms_at);
-    if (anywhere) find(rows, u->places, d.image, place_moves, 0, d.rows_at);
+    find(d.terms, u->taps, of_terms, start, d.terms_at);
+    if (anywhere) find(rows, u->places, of_rows, 0, d.rows_at);
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
