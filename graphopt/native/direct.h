@@ -123,24 +123,23 @@ static void pack_panel(void *user, size_t index) {
 /* Copy a region of a block's channels, with zeros where it leaves the image. */
 static void copy_region(const Direct *d, const float *x, const int64_t from[3], const int64_t extents[3], float *to) {
     const Convolution *u = d->u;
-    const int64_t step = u->steps[2], low = from[2] < 0 ? gemm_min(-from[2], extents[2]) : 0;
-    const int64_t high = gemm_min(u->sizes[2] - from[2], extents[2]);
+    int64_t low[3], high[3];
+    int outside = 0;
+    for (int i = 0; i < 3; i++) {
+        low[i] = from[i] < 0 ? -from[i] : 0, high[i] = gemm_min(u->sizes[i] - from[i], extents[i]);
+        outside |= low[i] > 0 || high[i] < extents[i];
+    }
+    if (outside) memset(to, 0, (size_t)d->image * sizeof *to);
+    if (high[2] <= low[2]) return;
     for (int64_t c = 0; c < d->channels; c++, x += u->x_channel, to += d->channel)
-        for (int64_t i = 0; i < extents[0]; i++)
-            for (int64_t j = 0; j < extents[1]; j++) {
-                const int64_t z = from[0] + i, y = from[1] + j;
-                const float *line = x + z * u->steps[0] + y * u->steps[1] + from[2] * step;
+        for (int64_t i = low[0]; i < high[0]; i++)
+            for (int64_t j = low[1]; j < high[1]; j++) {
+                const float *line = x + (from[0] + i) * u->steps[0] + (from[1] + j) * u->steps[1] + from[2] * u->steps[2];
                 float *copy = to + i * d->steps[0] + j * d->steps[1];
-                if (z < 0 || z >= u->sizes[0] || y < 0 || y >= u->sizes[1] || high <= low) {
-                    memset(copy, 0, (size_t)extents[2] * sizeof *copy);
-                    continue;
-                }
-                for (int64_t k = 0; k < low; k++) copy[k] = 0;
-                if (step == 1)
-                    for (int64_t k = low; k < high; k++) copy[k] = line[k];
+                if (u->steps[2] == 1)
+                    memcpy(copy + low[2], line + low[2], (size_t)(high[2] - low[2]) * sizeof *copy);
                 else
-                    for (int64_t k = low; k < high; k++) copy[k] = line[k * step];
-                for (int64_t k = high; k < extents[2]; k++) copy[k] = 0;
+                    for (int64_t k = low[2]; k < high[2]; k++) copy[k] = line[k * u->steps[2]];
             }
 }
 
