@@ -1,6 +1,6 @@
 /* Convolutions of any geometry, and their gradients: a product of matrices if the kernel has size 1, otherwise sums of
  * products of elements of the input with rows of filters (direct.h), or of shifted rows with elements of filters if
- * groups are small (grouped.h).
+ * filters are few or groups are small (grouped.h).
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */

@@ -23,7 +23,7 @@ typedef struct {
     int64_t first, channels, terms; /* of a block of channels */
     int64_t panels, panel, row;     /* of filters; the elements of one, and of a row of sums */
     int64_t slices, tasks;          /* of channels to pack apart, of places */
-    int64_t lowest[3], reach[3];    /* of all taps of the first place: the least index, and how many there are */
+    int64_t lowest[3], reach[3];    /* of all taps of the first place: the least index, and how far they reach */
     int64_t extents[3], steps[3], channel, image; /* of a copy */
     int64_t parts, cut, sums;       /* of a plane, the axis that they cut; the elements of a task's sums */
     int64_t *terms_at, *rows_at;    /* where they lie in a copy, in bytes */
@@ -273,10 +273,19 @@ static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], i
     }
 }
 
+/* Run tasks on all threads if there are several. */
+static void share(Context *context, Direct *d, task_t task, int64_t count) {
+    if (d->tasks > 1) parallel_for(context, task, (size_t)count, d);
+    else
+        for (int64_t i = 0; i < count; i++) task(d, (size_t)i);
+}
+
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
     const int64_t planes = u->images * u->groups * u->places[0];
     const int anywhere = u->places[2] < SHORT_LINE || taps > product_of(u->places);
+    const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * u->channels * taps);
+    const int64_t threads = work > 1e6 ? thread_count : 1;
     if (rows == 0 || u->filters == 0) return NULL;
     Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
     d.panels = gemm_parts(u->filters, WIDTH);
@@ -289,16 +298,16 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (anywhere) {
         d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
         d.sums = (rows + LANES) * d.row;
-        d.tasks = gemm_min(thread_count, u->groups * gemm_parts(rows, GEMM_MR));
+        d.tasks = gemm_min(threads, u->groups * gemm_parts(rows, GEMM_MR));
     } else {
         const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * u->channels + d.row;
         d.cut = many[1] > 1 ? 1 : 2;
         d.parts = gemm_parts(many[1] * many[2] * elements, PART);
-        if (planes * d.parts < thread_count) d.parts = gemm_parts(thread_count, planes);
+        if (planes * d.parts < threads) d.parts = gemm_parts(threads, planes);
         d.parts = gemm_min(d.parts, many[d.cut]);
         many[d.cut] = (many[d.cut] + d.parts - 1) / d.parts;
         d.sums = (many[1] * many[2] + LANES) * d.row;
-        d.tasks = gemm_min(thread_count, planes * d.parts);
+        d.tasks = gemm_min(threads, planes * d.parts);
     }
     for (int i = 0; i < 3; i++) d.extents[i] = (many[i] - 1) * u->place_moves[i] + d.reach[i];
     d.steps[2] = 1, d.steps[1] = d.extents[2] * (anywhere ? 1 : d.channels), d.steps[0] = d.steps[1] * d.extents[1];
@@ -308,8 +317,8 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
     const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
     const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
-    const int64_t places = d.terms + (anywhere ? rows : 0);
-    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)places * sizeof(int64_t) + 64);
+    const int64_t listed = d.terms + (anywhere ? rows : 0);
+    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
     if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
     d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
@@ -323,11 +332,11 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
-        parallel_for(context, pack_panel, (size_t)(u->groups * d.panels * d.slices), &d);
-        if (anywhere) parallel_for(context, copy_image, (size_t)(u->groups * u->images), &d);
-        parallel_for(context, anywhere ? convolve_places : convolve_parts, (size_t)d.tasks, &d);
+        share(context, &d, pack_panel, u->groups * d.panels * d.slices);
+        if (anywhere) share(context, &d, copy_image, u->groups * u->images);
+        share(context, &d, anywhere ? convolve_places : convolve_parts, d.tasks);
     } while ((d.first += d.channels) < u->channels);
-    if (anywhere) parallel_for(context, store_places, (size_t)d.tasks, &d);
+    if (anywhere) share(context, &d, store_places, d.tasks);
     give_back(memory);
     return NULL;
 }
