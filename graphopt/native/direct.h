@@ -120,6 +120,22 @@ static void pack_panel(void *user, size_t index) {
     }
 }
 
+/* Copy elements of which at least `many` lie side by side, a constant, and at most twice as many. */
+GEMM_INLINE void copy_ends(float *to, const float *from, int64_t length, int64_t many) {
+    memcpy(to, from, (size_t)many * sizeof *to);
+    memcpy(to + length - many, from + length - many, (size_t)many * sizeof *to);
+}
+
+/* Copy elements that lie side by side. To call memcpy takes longer than to copy a short line. */
+GEMM_INLINE void copy_line(float *to, const float *from, int64_t length) {
+    for (; length > 2 * LANES; length -= LANES, to += LANES, from += LANES) AT(to) = AT(from);
+    if (length >= LANES) copy_ends(to, from, length, LANES);
+    else if (length >= 8) copy_ends(to, from, length, 8);
+    else if (length >= 4) copy_ends(to, from, length, 4);
+    else
+        for (int64_t k = 0; k < length; k++) to[k] = from[k];
+}
+
 /* Copy a region of a block's channels, with zeros where it leaves the image. */
 static void copy_region(const Direct *d, const float *x, const int64_t from[3], const int64_t extents[3], float *to) {
     const Convolution *u = d->u;
@@ -131,16 +147,17 @@ static void copy_region(const Direct *d, const float *x, const int64_t from[3], 
     }
     if (outside) memset(to, 0, (size_t)d->image * sizeof *to);
     if (high[2] <= low[2]) return;
+    const int64_t length = high[2] - low[2], step = u->steps[2];
+    x += (from[2] + low[2]) * step, to += low[2];
     for (int64_t c = 0; c < d->channels; c++, x += u->x_channel, to += d->channel)
-        for (int64_t i = low[0]; i < high[0]; i++)
-            for (int64_t j = low[1]; j < high[1]; j++) {
-                const float *line = x + (from[0] + i) * u->steps[0] + (from[1] + j) * u->steps[1] + from[2] * u->steps[2];
-                float *copy = to + i * d->steps[0] + j * d->steps[1];
-                if (u->steps[2] == 1)
-                    memcpy(copy + low[2], line + low[2], (size_t)(high[2] - low[2]) * sizeof *copy);
+        for (int64_t i = low[0]; i < high[0]; i++) {
+            const float *line = x + (from[0] + i) * u->steps[0] + (from[1] + low[1]) * u->steps[1];
+            float *copy = to + i * d->steps[0] + low[1] * d->steps[1];
+            for (int64_t j = low[1]; j < high[1]; j++, line += u->steps[1], copy += d->steps[1])
+                if (step == 1) copy_line(copy, line, length);
                 else
-                    for (int64_t k = low[2]; k < high[2]; k++) copy[k] = line[k * u->steps[2]];
-            }
+                    for (int64_t k = 0; k < length; k++) copy[k] = line[k * step];
+        }
 }
 
 /* Add a bias to sums of up to LANES filters, and apply Relu. */
