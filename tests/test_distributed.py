@@ -62,7 +62,7 @@ def check_equal(found: dict[str, Any]) -> None:
         assert all(one["accuracy"]), name
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_workers_equal_one_process(workers: int) -> None:
     """On ragged batches, with weights, sums, ignored labels, masks of Dropout, and a validation that they share."""
     check_equal(program("equal", workers))
@@ -231,7 +231,7 @@ def continues(folder: Path, run: subprocess.Popen[str]) -> None:
     assert f"after step {checkpoint.progress['step']:,}" in out and "trained" in out
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_worker_ends_the_run_which_continues(tmp_path: Path, rank: int) -> None:
     run, workers = training(tmp_path, name=f"killed {rank}")
     os.kill(workers[rank], signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_a_worker_that_stands_still_ends_the_run(tmp_path: Path) -> None:
     continues(tmp_path, run)
 
 
-@pytest.mark.parametrize("to", ["launcher", "worker"])
+@pytest.mark.parametrize("to", ["launcher", pytest.param("worker", marks=pytest.mark.exhaustive)])
 def test_a_signal_ends_all_workers_after_a_step(tmp_path: Path, to: str) -> None:
     run, workers = training(tmp_path, name=f"signal {to}")
     os.kill(workers[1] if to == "worker" else run.pid, signal.SIGTERM)
@@ -299,7 +299,10 @@ def different() -> dict[str, tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("what", different())
+@pytest.mark.parametrize(
+    "what",
+    ["data", *(pytest.param(what, marks=pytest.mark.exhaustive) for what in different() if what != "data")],
+)
 def test_workers_with_different_files_are_refused(tmp_path: Path, what: str) -> None:
     save(tmp_path / "one.npz")
     save(tmp_path / "other.npz", target=np.arange(64) % 3)
