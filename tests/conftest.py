@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +21,17 @@ def generator_of_its_own(request: pytest.FixtureRequest) -> None:
     """Give each test its own random generator, `RNG` of its module: it draws the same numbers alone as among others."""
     if hasattr(request.module, "RNG"):
         request.module.RNG = np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True)
+def log_files_are_closed() -> Iterator[None]:
+    """Close the log files of a test's runs: pytest deletes their folders, and later tests write logs, too."""
+    before = list(logging.root.handlers)
+    yield
+    for handler in [*logging.root.handlers]:
+        if isinstance(handler, logging.FileHandler) and handler not in before:
+            logging.root.removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture
