@@ -253,7 +253,8 @@ def measured(name: str, threads: int, rounds: int) -> dict[str, float]:
     import graphopt
     import passes
 
-    torch.manual_seed(0)
+    # With seed 0, two values in a window of VGG's last MaxPool differ by 1e-6, and rounding decides between them.
+    torch.manual_seed(2)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)  # as graphopt does: a network that has learnt its batch has tiny gradients
     make, draw, draw_target = networks()[name]
@@ -292,8 +293,7 @@ def measured(name: str, threads: int, rounds: int) -> dict[str, float]:
     steps |= {form: (lambda e=executor: e.step(batch)["loss"]) for form, executor in forms.items()}
     losses = {form: [call() for _ in range(10)] for form, call in steps.items()}
     for form in forms:
-        # another rounding may turn a near tie of a MaxPool, which moves a gradient to another place
-        np.testing.assert_allclose(losses[form], losses["torch"], rtol=2e-3, atol=3e-3)
+        np.testing.assert_allclose(losses[form], losses["torch"], rtol=2e-3, atol=1e-4)
     times: dict[str, list[float]] = {form: [] for form in steps}
     for _ in range(rounds):
         for form, call in steps.items():

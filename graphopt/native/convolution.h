@@ -107,8 +107,8 @@ static void skip_last(Convolution *u) {
  * kernel as large as they are. */
 static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     gemm_product g = {.m = u->filters, .k = u->channels, .n = product_of(u->places), .batch = {u->images, u->groups}};
-    g.a = u->w, g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
-    g.b = u->x, g.b_strides = (gemm_strides){u->x_channel, 1, {u->x_image, u->channels * u->x_channel}};
+    g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
+    g.b_strides = (gemm_strides){u->x_channel, 1, {u->x_image, u->channels * u->x_channel}};
     g.c = u->y, g.c_strides = (gemm_strides){u->y_filter, 1, {u->y_image, u->y_batch}};
     if (sums) {
         g.n = u->images, g.k = product_of(u->taps), g.batch[0] = 1;

@@ -16,7 +16,7 @@ from graphopt.native.products import braced, only_reader, permutation, rank_of
 
 MOST_AXES = 3  # of space, as in convolution.h
 LEAST_TERMS = 16  # of a sum, below which storing results takes longest
-LEAST_FILTERS = 5  # of a transposed convolution, below which vectors stay empty
+LEAST_FILTERS = 5  # of a transposed convolution, below which vectors stay empty: FEW_FILTERS of convolution.h
 
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
 Stored = tuple[ir.Value, list[int], list[int]]
