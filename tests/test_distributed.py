@@ -62,10 +62,34 @@ def check_equal(found: dict[str, Any]) -> None:
         assert all(one["accuracy"]), name
 
 
+@pytest.mark.parametrize("state", ["equal", "copies"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_workers_equal_one_process(workers: int) -> None:
+def test_workers_equal_one_process(workers: int, state: str) -> None:
     """On ragged batches, with weights, sums, ignored labels, masks of Dropout, and a validation that they share."""
-    check_equal(program("equal", workers))
+    check_equal(program(state, workers))
+
+
+def test_workers_with_kernels_equal_one_process() -> None:
+    check_equal(program("equal", 2, GRAPHOPT_NATIVE="true"))
+
+
+def test_a_late_worker_reads_the_shared_state_before_another_replaces_it() -> None:
+    found = program("replaced", 2)
+    assert found["states"] == 1 and max(found["loss"]) < 1e-6 and found["weights"] < 2e-6
+
+
+@pytest.mark.parametrize("native", ["false", "true"])
+def test_all_workers_refuse_a_part_of_the_state_that_is_not_finite(native: str) -> None:
+    found = program("refused", 2, GRAPHOPT_NATIVE=native)
+    assert found["same"] == [True, True]
+    assert all("expected finite numbers in state" in message for message in found["messages"])
+
+
+def test_shared_memory_is_released_and_may_be_refused() -> None:
+    found = program("memory", 2)
+    assert found["shares"] and found["with"] > 0 and found["without"] == 0
+    assert found["refused"] == [False, False]
+    assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-6)
 
 
 @pytest.mark.skipif(

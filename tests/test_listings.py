@@ -13,6 +13,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph.listing import size
+from graphopt.runtime.shared_update import part_of_update
 
 FOLDER = Path(__file__).parent / "listings"
 
@@ -63,6 +64,19 @@ GRAPHS = {
     ),
     "cnn_standardized": lambda: graphopt.compile(
         cnn(), standardize=passes.Standardize([0.5], [2.0]), loss=passes.CrossEntropy()
+    ),
+    "linear_part_of_update": lambda: part_of_update(
+        graphopt.split_step(
+            graphopt.standard(
+                loss=passes.MeanSquaredError(),
+                clip=passes.ClipGlobalNorm(),
+                optimizer=passes.SGD(momentum=0.9),
+            ),
+            linear(),
+        ).apply,
+        ["b.grad", "w.grad"],
+        rank=1,
+        workers=2,
     ),
     "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,12 +96,19 @@ def sums(communicator: graphopt.MPI, executor: graphopt.Executor) -> list[str]:
     return communicator.gather_json(hashlib.sha256(content).hexdigest())
 
 
-def equal(communicator: graphopt.MPI) -> dict[str, Any]:
+def copies(communicator: graphopt.MPI) -> dict[str, Any]:
+    return equal(communicator, share_state=False)
+
+
+def equal(communicator: graphopt.MPI, share_state: bool = True) -> dict[str, Any]:
     """Train on several workers and on one; return the largest differences."""
     found = {}
     for name in CASES:
         both, data = halves(name)
-        together = graphopt.DataParallel(both, communicator=communicator, threads=1, report=["loss"])
+        together = graphopt.DataParallel(
+            both, communicator=communicator, threads=1, report=["loss"], share_state=share_state
+        )
+        assert together.share_state is share_state
         records = graphopt.fit(together, data, epochs=2, batch_size=32)
         digests = sums(communicator, together)
         if communicator.leads:
@@ -121,8 +131,10 @@ def equal(communicator: graphopt.MPI) -> dict[str, Any]:
 
 
 def few_rows(communicator: graphopt.MPI) -> dict[str, Any]:
-    """Train on batches with fewer rows than workers: some have none."""
-    both, data = halves("adamw")
+    """Train on batches with fewer rows than workers, and parameters, too: some have none."""
+    _, data = halves("adamw")
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    both = graphopt.split_step(pipeline, models.linear((1, 8, 8), 10))
     data = {name: array[:7] for name, array in data.items()}
     together = graphopt.DataParallel(both, communicator=communicator, threads=1, report=["loss"])
     records = graphopt.fit(together, data, epochs=3, batch_size=2, validation=None)
@@ -167,8 +179,103 @@ def statistics(communicator: graphopt.MPI) -> dict[str, Any]:
     return found
 
 
+class Late(graphopt.Callback):
+    """Let the second worker come last to a validation."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_step_end(self, run: graphopt.Run, record: dict[str, Any]) -> None:
+        time.sleep(0.02 * self._rank)
+
+    def on_evaluate_begin(self, run: graphopt.Run) -> None:
+        time.sleep(0.2 * self._rank)
+
+    def on_evaluate_end(self, run: graphopt.Run, record: dict[str, Any]) -> None:
+        time.sleep(0.2 * self._rank)
+
+
+def replaced(communicator: graphopt.MPI) -> dict[str, Any]:
+    """Replace weights for each validation while a late worker still reads the old ones."""
+    both, data = halves("adamw")
+
+    def trained(executor: graphopt.Executor, rank: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+        callbacks = [Late(rank), graphopt.callbacks.WeightAverage(decay=0.9)]
+        records = graphopt.fit(executor, data, epochs=3, batch_size=64, callbacks=callbacks)
+        return records, executor.parameters
+
+    together = graphopt.DataParallel(both, communicator=communicator, threads=1, report=["loss"])
+    found = trained(together, communicator.rank)
+    expected = trained(graphopt.Executor(both.step, threads=1, report=["loss"]), 0)
+    return {
+        "states": len(set(sums(communicator, together))),
+        "loss": [
+            abs(a[key] - b[key])
+            for a, b in zip(expected[0], found[0], strict=True)
+            for key in ("loss", "validation_loss")
+        ],
+        "weights": max(float(np.abs(x - found[1][name]).max()) for name, x in expected[1].items()),
+    }
+
+
+def refused(communicator: graphopt.MPI) -> dict[str, Any]:
+    """Take a step whose loss is finite, and whose new state is not, in one parameter: that of one worker."""
+    source = parsed(
+        "g (float[batch, 64] x) => (float[batch, 10] y) { h = MatMul(x, v) y = MatMul(h, w) }",
+        v=np.full((64, 32), 1e-2, np.float32),
+        w=np.full((32, 10), 1e-3, np.float32),
+    )
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(3e37))
+    both = graphopt.split_step(pipeline, source)
+    together = graphopt.DataParallel(both, communicator=communicator, threads=1, report=["loss"])
+    before = together.state
+    feeds = {"x": X[:8].reshape(8, 64) * 1e3, "target": np.zeros((8, 10), np.float32)}
+    message = ""
+    try:
+        together.step(feeds)
+    except graphopt.NonFiniteLoss as error:
+        message = str(error)
+    same = all(np.array_equal(x, before[name]) for name, x in together.state.items())
+    return {"messages": communicator.gather_json(message), "same": communicator.gather_json(same)}
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:graphopt")
+
+
+def memory(communicator: graphopt.MPI) -> dict[str, Any]:
+    """Return how many blocks of shared memory a worker has, with an executor and without; and then refuse any."""
+    both, data = halves("adamw")
+    rows = slice(communicator.rank, None, communicator.size)
+
+    def executor() -> graphopt.DataParallel:
+        one = graphopt.DataParallel(both, communicator=communicator, threads=1, report=["loss"])
+        one.step({name: array[rows] for name, array in data.items()})
+        return one
+
+    one = executor()
+    found: dict[str, Any] = {
+        "with": mapped(),
+        "shares": one.share_state,
+        "loss": [one.evaluate(data)["loss"]],
+    }
+    del one
+    found["without"] = mapped()
+
+    def refuse(name: str) -> int:
+        raise OSError("refused")
+
+    if communicator.leads:
+        os.memfd_create = refuse  # type: ignore[assignment]
+    one = executor()
+    found["refused"] = communicator.gather_json(one.share_state)
+    found["loss"].append(one.evaluate(data)["loss"])
+    return found
+
+
 if __name__ == "__main__":
     workers = graphopt.MPI(60)
-    result = {"equal": equal, "few_rows": few_rows, "statistics": statistics}[sys.argv[1]](workers)
+    programs = (equal, copies, few_rows, statistics, replaced, refused, memory)
+    result = {one.__name__: one for one in programs}[sys.argv[1]](workers)
     if workers.leads:
         print("RESULT", json.dumps(result), flush=True)

@@ -1,8 +1,9 @@
 """Measure how much faster several processes of one thread train than one, and predict it from the bytes they exchange.
 
-Each process trains on batches of the same size, so that N processes train on N times as many rows in a step. The
-prediction is the step of one process, times the processes on each core, plus the time to sum the gradients, measured
-alone. For networks, the time of a ring all-reduce is 2 (N - 1) / N times the bytes by the rate (Patarasuk, Yuan 2009,
+Each process trains on batches of the same size, so that N processes train on N times as many rows in a step. They
+share one state in memory, or each has a copy and they sum their gradients, as on several machines. The prediction is
+the step of one process, times the processes on each core, plus the time to sum the gradients, measured alone, for
+copies. For networks, the time of a ring all-reduce is 2 (N - 1) / N times the bytes by the rate (Patarasuk, Yuan 2009,
 Bandwidth optimal all-reduce algorithms for clusters of workstations).
 
 Run it: python examples/benchmarks/data_parallel.py [--rounds 5] [--workers 2 4]
@@ -56,13 +57,17 @@ def per_call(call: Any, communicator: graphopt.MPI) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def worker(name: str) -> None:
+def worker(name: str, share_state: bool) -> None:
     """Print the seconds of a step and of the sum of the gradients, and the bytes of the latter."""
     communicator = graphopt.MPI()
     model, shape, rows = MODELS[name]
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
     executor = graphopt.DataParallel(
-        graphopt.split_step(pipeline, model), communicator=communicator, threads=1, report=["loss"]
+        graphopt.split_step(pipeline, model),
+        communicator=communicator,
+        threads=1,
+        report=["loss"],
+        share_state=share_state,
     )
     random = np.random.default_rng(communicator.rank)
     batch = {
@@ -71,17 +76,19 @@ def worker(name: str) -> None:
     }
     step = per_call(lambda: executor.step(batch), communicator)
     numbers = np.zeros(sum(array.size for array in executor.parameters.values()), np.float32)
-    summed = per_call(lambda: communicator.sum(numbers), communicator) if communicator.size > 1 else 0.0
+    summed = 0.0
+    if communicator.size > 1 and not executor.share_state:
+        summed = per_call(lambda: communicator.sum(numbers), communicator)
     if communicator.leads:
         found = {"step": step, "sum": summed, "bytes": numbers.nbytes, "rows": rows * communicator.size}
         print("FOUND", json.dumps(found), flush=True)
 
 
-def measured(name: str, workers: int) -> dict[str, float]:
+def measured(name: str, workers: int, state: str) -> dict[str, float]:
     beside = str(Path(sys.executable).parent)
     mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec") or "mpiexec"
     done = subprocess.run(
-        [mpiexec, "-n", str(workers), sys.executable, __file__, "--worker", name],
+        [mpiexec, "-n", str(workers), sys.executable, __file__, "--worker", name, "--state", state],
         env={**ANY_CORE, **AS_ROOT, **os.environ},
         capture_output=True,
         text=True,
@@ -94,22 +101,26 @@ def measured(name: str, workers: int) -> dict[str, float]:
 def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
     """Print a table of measured and predicted ratios, and one of networks."""
     cores, lines = os.cpu_count() or 1, []
-    print("| model | workers | ms a step | ms to sum | rows/s by those of one | predicted |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| model | workers | state | ms a step | ms to sum | rows/s by those of one | predicted |")
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
     for name in MODELS:
-        found: dict[int, list[dict[str, float]]] = {n: [] for n in (1, *workers)}
+        forms = [(1, "one"), *((n, state) for n in workers for state in ("shared", "copies"))]
+        found: dict[tuple[int, str], list[dict[str, float]]] = {form: [] for form in forms}
         for _ in range(rounds):
-            for n, runs in found.items():
-                runs.append(measured(name, n))
-        one = statistics.median(run["step"] for run in found[1])
-        for n, runs in found.items():
+            for (n, state), runs in found.items():
+                runs.append(measured(name, n, state))
+        ones = found[1, "one"]
+        one = statistics.median(run["step"] for run in ones)
+        for (n, state), runs in found.items():
             step, total = (statistics.median(run[key] for run in runs) for key in ("step", "sum"))
             faster = statistics.median(
-                n * alone["step"] / run["step"] for alone, run in zip(found[1], runs, strict=True)
+                n * alone["step"] / run["step"] for alone, run in zip(ones, runs, strict=True)
             )
             expected = n * one / (one * max(1, n / cores) + total)
-            print(f"| {name} | {n} | {1e3 * step:.2f} | {1e3 * total:.2f} | {faster:.2f} | {expected:.2f} |")
-        size = found[1][0]["bytes"]
+            print(
+                f"| {name} | {n} | {state} | {1e3 * step:.2f} | {1e3 * total:.2f} | {faster:.2f} | {expected:.2f} |"
+            )
+        size = ones[0]["bytes"]
         for rate in NETWORKS:
             for n in (2, 8):
                 sent = 2 * (n - 1) / n * size * 8 / (rate * 1e9)
@@ -126,8 +137,9 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--state", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker)
+        worker(options.worker, options.state == "shared")
     else:
         main(options.rounds, tuple(options.workers))

@@ -2,17 +2,23 @@
 
 # No `from __future__ import annotations` here: Python 3.10 cannot resolve an InitVar in a string annotation.
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.compiler import StepHalves
-from graphopt.runtime.communicator import SINGLE, Communicator
+from graphopt.errors import GraphoptError
+from graphopt.runtime.communicator import SINGLE, Communicator, digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.split_runner import SplitRunner
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
+from graphopt.runtime.tensors import Allocate, allocated
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -20,9 +26,13 @@ class DataParallel(Executor):
     """Run a training step on the rows of several workers, as one process does on all rows.
 
     Each worker feeds its part of a batch: different numbers of rows, or none, are allowed. All workers average their
-    gradients, weighted by rows, or by the sums of weights if the loss is a weighted mean. They then update equal
-    copies of the state. The losses and metrics that a step reports are means over all workers; other outputs are
-    those of a worker's own rows. A single worker runs the whole step, as `Executor` does.
+    gradients, weighted by rows, or by the sums of weights if the loss is a weighted mean. The losses and metrics that
+    a step reports are means over all workers; other outputs are those of a worker's own rows. A single worker runs the
+    whole step, as `Executor` does.
+
+    On one machine with Linux, workers on the CPU share one copy of the state, of which each updates a part, from the
+    gradients of all, where they lie. Elsewhere, and with `in_place` or `statistics="local"`, they sum their gradients,
+    and each updates its own copy. All workers call `update_state`, and each method that changes the state.
 
     BatchNormalization normalizes by the mean and the variance of a worker's own rows. Its running statistics are
     averaged over the workers, or kept by each worker with `statistics="local"`.
@@ -32,9 +42,10 @@ class DataParallel(Executor):
         communicator: the workers, such as `graphopt.MPI()`.
         statistics: `synchronized` averages running statistics in each step; with `local`, each worker has its own, and
             the first worker's are saved.
+        share_state: let workers share one copy of the state; False afterwards if they cannot.
 
     Raises:
-        GraphoptError: as `Executor` does, or the workers have different graphs or versions.
+        GraphoptError: as `Executor` does, or the workers have different graphs, initial states or options.
 
     >>> import numpy
     >>> from graphopt import models
@@ -48,6 +59,7 @@ class DataParallel(Executor):
     step: InitVar[StepHalves] = field(kw_only=False)
     communicator: Communicator = field(default_factory=lambda: SINGLE)
     statistics: Literal["synchronized", "local"] = "synchronized"
+    share_state: bool = True
 
     def __post_init__(self, step: StepHalves) -> None:
         self._halves = step
@@ -57,6 +69,31 @@ class DataParallel(Executor):
     @property
     def workers(self) -> Communicator:
         return self.communicator
+
+    def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if self._shared and arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
+            self.communicator.wait()  # the others may still read the old state
+        super().update_state(arrays)
+
+    def _buffers_of(self, model: ir.Model) -> StateBuffers:
+        self._shared: Allocate | None = None
+        communicator, halves = self.communicator, (self._halves.grad, self._halves.apply)
+        if communicator.size > 1:
+            names = ("share_state", "statistics", "in_place")
+            graphs = [ir.to_proto(half).SerializeToString(deterministic=True) for half in halves]
+            arrays = [x.const_value.numpy() for x in model.graph.inputs if x.const_value is not None]
+            communicator.check_alike(
+                {
+                    "training graph": digest(b"".join(graphs)),
+                    "state": digest(b"".join(array.tobytes() for array in arrays)),
+                    "options": ", ".join(f"{name} {getattr(self, name)}" for name in names),
+                }
+            )
+            on_host = self._device.on_cpu and not self.in_place and self.statistics == "synchronized"
+            if self.share_state and on_host and communicator.shared_memory(1) is not None:
+                self._shared = functools.partial(_allocated, communicator)
+        self.share_state = self._shared is not None
+        return StateBuffers(self._device, model, self._shared or allocated)
 
     def _runner_of(
         self, runner_of: Callable[[ir.Model], StepRunner], model: ir.Model
@@ -70,8 +107,20 @@ class DataParallel(Executor):
             self._buffers,
             self._report,
             self.communicator,
+            allocate=self._shared,
             average_statistics=self.statistics == "synchronized",
             static_shapes=self.static_shapes or self._device.cuda_graph,
             as_numpy=self.as_numpy,
             in_place=self.in_place,
         )
+
+
+def _allocated(communicator: Communicator, size: int) -> np.ndarray:
+    """Return memory that all workers share."""
+    memory = communicator.shared_memory(size)
+    if memory is None:
+        raise GraphoptError(
+            f"share_state: expected {size / 1e6:.0f} MB of memory for the workers together, found less: train with "
+            f"one process"
+        )
+    return memory

@@ -69,6 +69,11 @@ def state_of_local(value: Named) -> str:
     return state_of(_name(value).removesuffix(_LOCAL))
 
 
+def of_worker(value: Named, rank: int) -> str:
+    """Return the name of a worker's value, as another worker reads it."""
+    return f"{_name(value)}.{rank}"
+
+
 def parted(derived: Named) -> tuple[str, str]:
     """Return the name that another is derived from, and what is added: `w` and `momentum` of `w.momentum`."""
     owner, _, suffix = _name(derived).rpartition(".")

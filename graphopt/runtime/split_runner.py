@@ -10,16 +10,17 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import state_of_local
+from graphopt.graph.names import of_worker, state_of_local
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers, reporting
 from graphopt.runtime.session import Session
+from graphopt.runtime.shared_update import part_of_update
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
-from graphopt.runtime.tensors import Tensor, buffer, buffers, rows_of
+from graphopt.runtime.tensors import Allocate, Tensor, buffer, buffers, rows_of
 
 FIRST_ROW, SHARE = "first_row", "share"  # inputs of the halves: see `passes.halves`
 
@@ -36,6 +37,9 @@ class SplitRunner:
         buffers: the buffers of the state.
         report: the outputs to return.
         communicator: the workers.
+        allocate: returns memory that all workers share, in which their state lies, too. Each worker then computes a
+            part of the new state, from the gradients of all, where they lie. None if workers sum their gradients, and
+            each updates a copy of the state.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class SplitRunner:
         report: Sequence[str],
         communicator: Communicator,
         *,
+        allocate: Allocate | None = None,
         average_statistics: bool = True,
         static_shapes: bool = False,
         as_numpy: bool = True,
@@ -58,9 +63,19 @@ class SplitRunner:
         self._losses = {str(y.name) for y in with_role(grad, Role.LOSS)} if self._is_sum else set()
         averaged = (Role.GRADIENT, Role.SAVED) if average_statistics else (Role.GRADIENT,)
         met = {y: _zeros(y) for y in grad.graph.outputs if role_of(y) in (Role.GRADIENT, Role.SAVED)}
-        self._met, self._memory = buffers(
-            device, {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
-        )
+        exchanged = {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
+        self._is_shared, others = allocate is not None, {}
+        if allocate:
+            each = [buffers(device, exchanged, allocate) for _ in range(communicator.size)]
+            self._met, self._memory = each[communicator.rank]
+            others = {
+                of_worker(name, rank): x
+                for rank, (values, _) in enumerate(each)
+                for name, x in values.items()
+            }
+            apply = part_of_update(apply, exchanged, communicator.rank, communicator.size)
+        else:
+            self._met, self._memory = buffers(device, exchanged)
         self._state = state
         self._own = {
             str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged
@@ -68,7 +83,7 @@ class SplitRunner:
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
         share = buffer(device, np.array(1 if self._is_sum else 1 / communicator.size, np.float32))
-        fixed = {**self._met, **self._own, FIRST_ROW: self._first_row, SHARE: share}
+        fixed = {**self._met, **others, **self._own, FIRST_ROW: self._first_row, SHARE: share}
         names = {str(y.name) for y in grad.graph.outputs}
         later = {str(y.name) for y in apply.graph.outputs}
         self._numbers = [name for name in report if name in names]
@@ -88,12 +103,12 @@ class SplitRunner:
                 native=native,
             )
 
-        # All workers run the same form of the update, so that their states stay the same bits. It comes first,
+        # All workers run the same form of the update, so that copies of the state stay the same bits. It comes first,
         # because the update may give the state one set of buffers in place of two.
         self._apply = applying(None if communicator.size == 1 else True)
         lowered = np.array([float(self._apply.native is True)])
-        communicator.sum(lowered)
-        if lowered.item() not in (0, communicator.size):
+        communicator.sum(lowered)  # and all have written the initial state
+        if lowered.item() not in (0, communicator.size) and not self._is_shared:
             if in_place:
                 raise GraphoptError(
                     "in_place: expected a compiler on the machine of each worker, found some without: leave it out"
@@ -133,12 +148,15 @@ class SplitRunner:
         self._average(reported, rows)
         self._keep_own(source, rows)
         reported |= self._apply.step(source, {})
+        self._is_finite = self._apply.state_is_finite
+        if self._is_shared:  # and all have read the gradients
+            self._is_finite = not self._communicator.any(not self._is_finite)[0]
         return {name: reported[name] for name in self._report if name in reported}
 
     @property
     def state_is_finite(self) -> bool:
         """Return whether the latest step found its new state to be finite; not all steps look."""
-        return self._apply.state_is_finite
+        return self._is_finite
 
     @property
     def native(self) -> bool | None:
@@ -152,7 +170,7 @@ class SplitRunner:
 
     @property
     def bytes_per_step(self) -> int:
-        """Return the size of the buffers that the workers sum in each step."""
+        """Return the size of a worker's gradients, which the others read or sum in each step."""
         return sum(flat.nbytes for flat in self._memory)
 
     def _place(self, rows: int) -> None:
@@ -188,7 +206,10 @@ class SplitRunner:
                 flat[...] = 0
             elif scale != 1:
                 np.multiply(flat, flat.dtype.type(scale), out=flat)
-            communicator.sum(flat)
+            if not self._is_shared:
+                communicator.sum(flat)
+        if self._is_shared:
+            communicator.wait()
         if not self._memory:
             for value, flat in zip(self._met.values(), memory, strict=True):
                 value.update_inplace(flat.reshape(value.shape()))

@@ -21,7 +21,7 @@ from graphopt.runtime.checkpoint import Property, load_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
-from graphopt.runtime.tensors import buffer, buffers, number_or_array
+from graphopt.runtime.tensors import Allocate, allocated, buffer, buffers, number_or_array
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -32,15 +32,18 @@ class StateBuffers:
 
     Args:
         model: a training graph, from which the initial values are removed.
+        allocate: returns memory for floating-point state on the CPU.
     """
 
-    def __init__(self, device: Device, model: ir.Model) -> None:
+    def __init__(self, device: Device, model: ir.Model, allocate: Allocate = allocated) -> None:
         initial = take_initial(model)
         kept = {str(x.name) for x in with_role(model, *STATE)}
         updated = {state_of(y) for y in with_role(model, Role.NEXT)}
         self._inputs = {str(x.name): InputSpec(x) for x in model.graph.inputs if x.name in initial}
-        self._device = device
-        first, memory = buffers(device, {name: array for name, array in initial.items() if name in kept})
+        self._device, self._allocate = device, allocate
+        first, memory = buffers(
+            device, {name: array for name, array in initial.items() if name in kept}, allocate
+        )
         self.sets = (first, first)
         self._totals: list[Total | Both] = [Total(device, first, memory)] * 2
         self._double({name: initial[name] for name in first if name in updated})
@@ -56,7 +59,7 @@ class StateBuffers:
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
         first, total = self.sets[0], self._totals[0]
-        second, memory = buffers(self._device, arrays)
+        second, memory = buffers(self._device, arrays, self._allocate)
         self.sets = (first, first | second)
         self._totals = [total, Total(self._device, second, memory)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from graphopt.runtime.device import Device
 if TYPE_CHECKING:
     import onnxruntime
 
+Allocate = Callable[[int], np.ndarray]  # returns zeros of so many bytes
 Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or an object that supports DLPack
 HOST = 1  # DLPack's device type for host memory
 ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
@@ -35,12 +36,20 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     return value
 
 
+def allocated(size: int) -> np.ndarray:
+    """Return zeros of so many bytes."""
+    return np.zeros(size, np.uint8)
+
+
 def buffers(
-    device: Device, arrays: Mapping[str, np.ndarray]
+    device: Device, arrays: Mapping[str, np.ndarray], allocate: Allocate = allocated
 ) -> tuple[dict[str, onnxruntime.OrtValue], list[np.ndarray]]:
     """Copy arrays to buffers; on the CPU, place arrays of one type contiguously and also return this memory.
 
     Zeros between the arrays align each to `ALIGNED` bytes.
+
+    Args:
+        allocate: returns memory for the arrays of one type.
     """
     values, memory = {}, []
     for dtype in SUMMED if device.kind == "cpu" else ():
@@ -48,7 +57,7 @@ def buffers(
         if not alike:
             continue
         sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in alike.values()]
-        raw = np.zeros(sum(sizes) + ALIGNED, np.uint8)
+        raw = allocate(sum(sizes) + ALIGNED)
         start = -raw.ctypes.data % ALIGNED
         flat = raw[start : start + sum(sizes)].view(dtype)
         for (name, array), part in zip(alike.items(), _cut(flat, sizes), strict=True):
