@@ -41,9 +41,9 @@ LIBRARY = "/usr/lib/x86_64-linux-gnu/libmpi.so.40"
 LAUNCH = [sys.executable, "-m", "graphopt", "launcher=local", "launcher.workers=2"]
 
 
-def program(name: str, workers: int, mpiexec: str | None = MPIEXEC, **environment: str) -> dict[str, Any]:
+def program(name: str, workers: int, *options: str, mpiexec: str | None = MPIEXEC, **environment: str) -> Any:
     done = subprocess.run(
-        [str(mpiexec), "-n", str(workers), sys.executable, str(TESTS / "workers.py"), name],
+        [str(mpiexec), *options, "-n", str(workers), sys.executable, str(TESTS / "workers.py"), name],
         env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
@@ -96,7 +96,7 @@ def test_shared_memory_is_released_and_may_be_refused() -> None:
     not (Path(SYSTEM).exists() and Path(LIBRARY).exists()), reason="expects Debian's Open MPI"
 )
 def test_workers_of_the_system_s_mpi() -> None:
-    check_equal(program("equal", 2, SYSTEM, MPI4PY_LIBMPI=LIBRARY))
+    check_equal(program("equal", 2, mpiexec=SYSTEM, MPI4PY_LIBMPI=LIBRARY))
 
 
 def test_workers_without_rows() -> None:
@@ -109,6 +109,12 @@ def test_running_statistics_are_averaged_or_each_worker_s_own() -> None:
     assert (found["synchronized"], found["local"]) == (1, 2)
     assert found["mean"] < 1e-6 and found["own"] < 1e-6
     assert found["changes"][0] > 1e-3 and found["changes"][1] < 1e-6
+
+
+def test_a_worker_that_dies_in_a_validation_leaves_its_rows_to_the_others() -> None:
+    found = program("bereaved", 3, "--with-ft", "ulfm")
+    assert found["workers"] == 2
+    assert found["found"] == pytest.approx(found["expected"], rel=1e-6)
 
 
 # --- The command ---
@@ -263,6 +269,29 @@ def test_a_killed_worker_ends_the_run_which_continues(tmp_path: Path, rank: int)
     assert code != 0
     wait_for(lambda: gone(workers))
     continues(tmp_path, run)
+
+
+APART = ["launcher.workers=3", "launcher.sync_every=10"]
+
+
+def test_workers_that_train_apart_go_on_without_a_killed_one(tmp_path: Path) -> None:
+    run, workers = training(tmp_path, *APART, name="apart")
+    os.kill(workers[2], signal.SIGKILL)
+    at = read(find(tmp_path / "run")).progress["step"]
+    wait_for(lambda: read(find(tmp_path / "run")).progress["step"] > at + 100, run)
+    run.send_signal(signal.SIGINT)
+    code, out, err = finished(run)
+    assert code == 128 + signal.SIGINT and "trained.onnx" in out
+    assert err.count("warning: worker 2 of 3: expected an answer, found it dead; 2 go on") == 1
+
+
+@pytest.mark.exhaustive
+def test_workers_that_train_apart_end_without_the_first_one(tmp_path: Path) -> None:
+    run, workers = training(tmp_path, *APART, name="first")
+    os.kill(workers[0], signal.SIGKILL)
+    code, _, err = finished(run)
+    assert code != 0 and "worker 0: expected the worker that writes the run's files, found it dead" in err
+    wait_for(lambda: gone(workers))
 
 
 def test_workers_end_with_their_launcher(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -239,6 +240,33 @@ def refused(communicator: graphopt.MPI) -> dict[str, Any]:
     return {"messages": communicator.gather_json(message), "same": communicator.gather_json(same)}
 
 
+class Dies(graphopt.Callback):
+    """End the process as the second validation begins."""
+
+    def on_evaluate_begin(self, run: graphopt.Run) -> None:
+        if run.epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bereaved(communicator: graphopt.MPI) -> dict[str, Any]:
+    """Train apart, and lose a worker in the last validation; return its result, and that of one process."""
+    both, data = halves("adamw")
+    held_out = {name: array[:50] for name, array in data.items()}
+    executor = graphopt.LocalSGD(both.step, communicator=communicator, sync_every=5, threads=1)
+    callbacks = [Dies()] if communicator.rank == 1 else []
+    options = {"validation": held_out, "epochs": 2, "batch_size": 8, "callbacks": callbacks}
+    records = graphopt.fit(executor, data, **options)
+    alone = graphopt.Executor(both.step, threads=1)
+    alone.update_state(executor.parameters)
+    found = alone.evaluate(held_out)
+    accuracy = float(np.mean(found["y"].argmax(1) == held_out["target"]))
+    return {
+        "workers": communicator.size,
+        "found": [records[-1]["validation_loss"], records[-1]["accuracy"]],
+        "expected": [found["loss"], accuracy],
+    }
+
+
 def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:graphopt")
 
@@ -275,7 +303,7 @@ def memory(communicator: graphopt.MPI) -> dict[str, Any]:
 
 if __name__ == "__main__":
     workers = graphopt.MPI(60)
-    programs = (equal, copies, few_rows, statistics, replaced, refused, memory)
+    programs = (equal, copies, few_rows, statistics, replaced, refused, memory, bereaved)
     result = {one.__name__: one for one in programs}[sys.argv[1]](workers)
     if workers.leads:
         print("RESULT", json.dumps(result), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ ANY_CORE = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+OPEN_MPI_5 = re.compile(r"Open MPI\) ([5-9]|\d\d)\.")  # and later: they tolerate faults
 WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
 Run = Callable[[Sequence[str]], int]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -120,7 +122,7 @@ class LocalLauncher(MPILauncher):
             )
         MPI(None)  # raises an error if mpi4py is missing
         environment = {**ANY_CORE, **(AS_ROOT if os.geteuid() == 0 else {}), **_terminal(), **os.environ}
-        command = [mpiexec, "-n", str(self.workers or os.cpu_count() or 1)]
+        command = [mpiexec, *self._tolerance(mpiexec), "-n", str(self.workers or os.cpu_count() or 1)]
         sys.stdout.flush()
         process = subprocess.Popen(
             [*command, sys.executable, "-m", "graphopt", *arguments],
@@ -142,6 +144,13 @@ class LocalLauncher(MPILauncher):
             for one, handler in before.items():
                 signal.signal(one, handler)
         raise SystemExit(128 + received[0] if received else code)
+
+    def _tolerance(self, mpiexec: str) -> list[str]:
+        """Return the options by which workers that train apart survive the death of one of them."""
+        if self.sync_every is None:
+            return []
+        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+        return ["--with-ft", "ulfm"] if OPEN_MPI_5.search(said) else []
 
 
 def _end_with_parent() -> None:

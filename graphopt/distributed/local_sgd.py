@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source
 from graphopt.pipeline import Step
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.communicator import SINGLE, Communicator
+from graphopt.runtime.communicator import SINGLE, Communicator, Survivors
 from graphopt.runtime.executor import Executor, NonFiniteLoss
 from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.several_steps import Batch
@@ -43,7 +43,8 @@ class LocalSGD(Executor):
 
     If the loss or the state of a worker is not finite, or what it has computed is missing, all workers drop the round:
     a warning names the worker, and the weights return to the last synchronisation. The third round in succession is an
-    error. `on_nonfinite="skip"` only skips the step.
+    error. `on_nonfinite="skip"` only skips the step. If a worker dies, and MPI tolerates faults (see `graphopt.MPI`),
+    the others drop the round, too, and go on without it; without the first worker, they end.
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
@@ -80,6 +81,7 @@ class LocalSGD(Executor):
         self.communicator.check_alike(
             {"sync_every": str(self.sync_every), "outer": repr(self.outer), "on_nonfinite": self.on_nonfinite}
         )
+        self._survivors = Survivors(self.communicator)
         self.steps_per_call = 1
         self._done = 0  # steps of this round
         self._dropped = 0  # rounds that were dropped in succession
@@ -94,7 +96,7 @@ class LocalSGD(Executor):
 
     @property
     def workers(self) -> Communicator:
-        return self.communicator
+        return self._survivors
 
     @property
     def is_synchronized(self) -> bool:
@@ -143,21 +145,21 @@ class LocalSGD(Executor):
         with self._lock:
             if self.is_synchronized:
                 return
-            rounds, communicator = self._rounds, self.communicator
+            rounds, workers = self._rounds, self._survivors
             rounds.present[...] = 0
             is_finite = rounds.collect()
             if self._failure is None and is_finite:
-                rounds.present[communicator.rank] = 1
+                rounds.present[workers.rank] = 1
             else:
                 rounds.flat[...] = 0
-            communicator.sum(rounds.flat)
-            missing = np.flatnonzero(rounds.present != 1)
-            rounds.flat /= communicator.size
-            kept = not missing.size and rounds.apply()
+            missing = workers.lost_in(lambda: self.communicator.sum(rounds.flat))
+            missing = missing or np.flatnonzero(rounds.present[: workers.size] != 1).tolist()
+            rounds.flat /= workers.size
+            kept = not missing and rounds.apply()
             rounds.begin()
             self._dropped = 0 if kept else self._dropped + 1
             if not kept:
-                self._tell_dropped(missing.tolist())
+                self._tell_dropped(missing)
             self._done, self._failure = 0, None
 
     def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import Communicator
+from graphopt.runtime.communicator import Communicator, WorkerLost
 
 LATE = 124  # the exit code after the time limit, as that of `timeout`
 
@@ -20,7 +21,8 @@ class MPI(Communicator):
     """Exchange numbers between the processes that `mpiexec` has started, by mpi4py.
 
     If one of them does not answer within the time limit, because its process stands still or the network is cut, all
-    end with exit code 124.
+    end with exit code 124. If one of them dies, MPI ends the others, unless it tolerates faults (ULFM): `mpiexec
+    --with-ft ulfm` of Open MPI 5 and later.
 
     Args:
         timeout: the time limit of each exchange in seconds, or None. The first steps compile kernels, and a validation
@@ -41,10 +43,12 @@ class MPI(Communicator):
                 f"launcher: expected mpi4py with an MPI library, found none ({' '.join(str(error).split())}): "
                 f"pip install graphopt[mpi], and install Open MPI or MPICH"
             ) from error
-        self._in_place, self._world = library.IN_PLACE, library.COMM_WORLD
+        self._library, self._in_place = library, library.IN_PLACE
+        self._world: Any = library.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
         machine = self._world.Split_type(library.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = machine.rank, machine.size
+        self._may_lose = hasattr(self._world, "Agree")  # since mpi4py 4.1
         self._waits_since: float | None = None
         if timeout is not None and self.size > 1:
             threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
@@ -69,6 +73,29 @@ class MPI(Communicator):
             self._world.Allgatherv(np.frombuffer(content, np.uint8), [found, sizes])
         return [part.tobytes() for part in np.split(found, np.cumsum(sizes)[:-1])]
 
+    def regroup(self, *, is_whole: bool) -> list[int]:
+        if self.size == 1 or not self._may_lose:
+            return []
+        try:
+            with self._waiting():
+                is_whole = bool(self._world.Agree(is_whole))
+        except WorkerLost:
+            is_whole = False
+        if is_whole:
+            return []
+        before = self._world
+        with self._waiting():
+            self._world = before.Shrink()
+        new = before.group.Translate_ranks(None, self._world.group)
+        lost = [rank for rank, found in enumerate(new) if found == self._library.UNDEFINED]
+        self.rank, self.size = self._world.rank, self._world.size
+        if 0 in lost:
+            raise GraphoptError(
+                "worker 0: expected the worker that writes the run's files, found it dead; resume=true continues from "
+                "the last checkpoint"
+            )
+        return lost
+
     def abort(self, code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -76,9 +103,24 @@ class MPI(Communicator):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        """Limit the time of a block that waits for all workers.
+
+        Raises:
+            WorkerLost: one of them has died.
+        """
         self._waits_since = time.monotonic()
         try:
             yield
+        except self._library.Exception as error:
+            library = self._library
+            lost = (library.ERR_PROC_FAILED, library.ERR_REVOKED) if self._may_lose else ()
+            if error.Get_error_class() not in lost:
+                raise
+            self._world.Revoke()  # all others stop to wait, too
+            raise WorkerLost(
+                f"expected an answer of {self.size} workers, found one of them dead; resume=true continues from the "
+                f"last checkpoint"
+            ) from error
         finally:
             self._waits_since = None
 

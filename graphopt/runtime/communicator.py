@@ -7,12 +7,17 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from graphopt.errors import GraphoptError
+
+
+class WorkerLost(GraphoptError):
+    """Report that a worker has died while the others waited for it."""
 
 
 class Communicator:
@@ -72,6 +77,20 @@ class Communicator:
         """Wait until all workers have called this."""
         self.any(False)
 
+    def regroup(self, *, is_whole: bool) -> list[int]:
+        """Go on without workers that have died, and return the ranks that they had. A subclass may be able to.
+
+        All workers call this after exchanges of which each needs to know whether they have succeeded for all. `rank`
+        and `size` change.
+
+        Args:
+            is_whole: whether this worker's exchanges have succeeded, without a `WorkerLost`.
+
+        Raises:
+            GraphoptError: the first worker has died, which writes the run's files.
+        """
+        return []
+
     def abort(self, code: int) -> None:
         """End all workers at once with an exit code, without waiting for them."""
 
@@ -117,6 +136,61 @@ class Communicator:
 
 
 SINGLE = Communicator()
+
+
+class Survivors(Communicator):
+    """Exchange numbers between the workers of another communicator, and go on without those that die.
+
+    An exchange during which a worker dies is repeated without it. A warning names the worker.
+
+    Args:
+        workers: a communicator that can `regroup`; with another one, the death of a worker is an error.
+    """
+
+    def __init__(self, workers: Communicator) -> None:
+        self._workers = workers
+        self._read()
+
+    def sum(self, array: np.ndarray) -> None:
+        given = array.copy()
+        while self.lost_in(lambda: self._workers.sum(array)):
+            array[...] = given
+
+    def gather(self, content: bytes) -> list[bytes]:
+        found: list[bytes] = []
+        while self.lost_in(lambda: found.extend(self._workers.gather(content))):
+            found.clear()
+        return found
+
+    def abort(self, code: int) -> None:
+        self._workers.abort(code)
+
+    def lost_in(self, exchange: Callable[[], None]) -> list[int]:
+        """Return the ranks of the workers that have died in an exchange, whose result then does not count.
+
+        Raises:
+            WorkerLost: the other workers cannot go on.
+        """
+        before, error = self.size, None
+        try:
+            exchange()
+        except WorkerLost as found:
+            error = found
+        lost = self._workers.regroup(is_whole=error is None)
+        if error and not lost:
+            raise error
+        self._read()
+        if lost and self.leads:
+            warnings.warn(
+                f"worker {', '.join(map(str, lost))} of {before}: expected an answer, found it dead; {self.size} go on",
+                stacklevel=3,
+            )
+        return lost
+
+    def _read(self) -> None:
+        workers = self._workers
+        self.rank, self.size = workers.rank, workers.size
+        self.local_rank, self.local_size = workers.local_rank, workers.local_size
 
 
 def digest(content: bytes) -> str:

@@ -18,6 +18,7 @@ from graphopt.training.checkpoints import Checkpoint
 from graphopt.training.signals import Signals
 
 _STATE, _ARRAYS = "state/", "arrays/"
+_POSITION = "graphopt.position"
 
 
 def agree(communicator: Communicator, control: Control, signals: Signals) -> bool:
@@ -71,19 +72,25 @@ def evaluated(
     """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time."""
     left = iter(batches)
     while group := list(itertools.islice(left, communicator.size)):
-        values: list[Mapping[str, Any]] = [{}]
-        if communicator.rank < len(group):
-            values = [evaluate(group[communicator.rank])]
+        own = communicator.rank
+        values = {own: evaluate(group[own])} if own < len(group) else {}
         if communicator.size > 1:
-            values = _exchanged(communicator, values[0])
-        yield from zip(group, values, strict=False)
+            values = _exchanged(communicator, values)
+        yield from ((group[i], value) for i, value in values.items())
+        lost = [batch for i, batch in enumerate(group) if i not in values]  # with a worker that has died
+        left = itertools.chain(lost, left)
 
 
-def _exchanged(communicator: Communicator, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the numbers and arrays of all workers."""
-    content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in own.items()})
-    found: list[Mapping[str, Any]] = []
+def _exchanged(
+    communicator: Communicator, own: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """Return the numbers and arrays of all workers by the position of their batch."""
+    found: dict[int, Mapping[str, Any]] = {}
+    given = [{_POSITION: np.array(position), **values} for position, values in own.items()] or [{}]
+    content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in given[0].items()})
     for other in communicator.gather(content):
         arrays = safetensors.numpy.load(other)
-        found.append({name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in arrays})
+        if arrays:
+            position = int(arrays.pop(_POSITION))
+            found[position] = {name: x if x.ndim else x.item() for name, x in arrays.items()}
     return found
