@@ -65,15 +65,31 @@ def test_an_error_of_the_recipe_is_one_line(tmp_path: Path) -> None:
     assert out.startswith("graphopt: error: model 'missing.onnx': no such file")
 
 
-@pytest.mark.exhaustive
 def test_an_error_of_a_worker_ends_the_run_with_its_code(tmp_path: Path) -> None:
     run = start(tmp_path, *RAY, "fit.epochs=1", "optimizer.learning_rate=1e30")
     out, _ = run.communicate(timeout=180)
     assert run.returncode == 3, out
-    assert out.count("graphopt: error: ") == 1 and "resumed" not in out
-    run = start(tmp_path, *RAY, "fit.epochs=1")
-    out, _ = run.communicate(timeout=180)
-    assert run.returncode == 1 and "epoch 1/1" not in out
+    assert out.count("graphopt: error: ") == out.count("found nan") == 1 and "resumed" not in out
+
+
+def wait_for_epochs(run: subprocess.Popen[str], folder: Path, count: int) -> None:
+    metrics, end = folder / "run/metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        assert time.monotonic() < end and run.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
+def test_a_signal_ends_the_workers_after_a_step(tmp_path: Path, number: signal.Signals) -> None:
+    run = start(tmp_path, *RAY, "fit.epochs=1000")
+    wait_for_epochs(run, tmp_path, 2)
+    run.send_signal(number)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + number, out
+    assert re.search(r"stopped +after step \d+", out)
+    assert (tmp_path / "run/trained.onnx").exists()
 
 
 def worker_of(folder: Path) -> int:
@@ -90,10 +106,7 @@ def worker_of(folder: Path) -> int:
 @pytest.mark.exhaustive
 def test_ray_starts_workers_again_which_continue(tmp_path: Path) -> None:
     run = start(tmp_path, *RAY, "fit.epochs=40", "fit.checkpoint.every=20 steps")
-    metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
-        assert time.monotonic() < end and run.poll() is None
-        time.sleep(0.1)
+    wait_for_epochs(run, tmp_path, 5)
     os.kill(worker_of(tmp_path.resolve()), signal.SIGKILL)
     out = finished(run)
     assert re.search(r"resumed +after step \d+", out)

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -132,17 +133,13 @@ class LocalLauncher(MPILauncher):
         )
         received: list[int] = []
 
-        def forward(number: int, frame: FrameType | None) -> None:
+        def forward(number: int) -> None:
             """Let the workers end after a step; a second signal ends them at once."""
             process.send_signal(signal.SIGTERM if received else WORKERS_END)
             received.append(number)
 
-        before = {one: signal.signal(one, forward) for one in ENDING}
-        try:
+        with handled(forward):
             code = process.wait()
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
         raise SystemExit(128 + received[0] if received else code)
 
     def _tolerance(self, mpiexec: str) -> list[str]:
@@ -151,6 +148,21 @@ class LocalLauncher(MPILauncher):
             return []
         said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
         return ["--with-ft", "ulfm"] if OPEN_MPI_5.search(said) else []
+
+
+@contextmanager
+def handled(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call a function with the number of each signal that asks the process to end, in a `with` block."""
+
+    def called(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    before = {one: signal.signal(one, called) for one in ENDING}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _end_with_parent() -> None:

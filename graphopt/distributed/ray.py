@@ -6,13 +6,14 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphopt.distributed.launchers import Launcher, Run
+from graphopt.distributed.launchers import Launcher, Run, handled
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
 from graphopt.runtime.communicator import Communicator
@@ -20,9 +21,12 @@ from graphopt.runtime.communicator import Communicator
 IN_WORKER = (
     "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor where they meet
 )
-
-
-MARK, CODE = "GRAPHOPT_RAY_MARK", "exit_code"  # a folder where workers note with which code they have ended
+# A folder where workers note with which code they have ended, and where they look whether they are to end.
+MARK, CODE, END = "GRAPHOPT_RAY_MARK", "exit_code", "end"
+SETTINGS = {
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise, Ray Train hides what workers print to stderr
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise, Ray hides GPUs that it has not reserved
+}
 SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
@@ -62,6 +66,7 @@ class RayCommunicator(Communicator):
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.local_rank, self.local_size = context.get_local_rank(), context.get_local_world_size()
         self._ray, self._timeout, self._round = ray, timeout, 0
+        self._end = Path(os.environ[MARK]) / END
         self._meeting = (
             ray.remote(num_cpus=0)(Meeting).options(name=meeting, get_if_exists=True).remote(self.size)
         )
@@ -79,8 +84,11 @@ class RayCommunicator(Communicator):
     def gather(self, content: bytes) -> list[bytes]:
         return [bytes(part) for part in self._exchanged(content)]
 
+    def asked_to_end(self) -> bool:
+        return self.leads and self._end.exists()
+
     def abort(self, code: int) -> None:
-        _end(Path(os.environ[MARK]), code)
+        _note(Path(os.environ[MARK]), code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -141,6 +149,7 @@ class RayLauncher(Launcher):
         named = str(place).replace("'", "\\'")
         local = {"num_cpus": max(self.workers, os.cpu_count() or 1)}
         quiet = ray.LoggingConfig(log_level="ERROR")
+        os.environ |= {**SETTINGS, **os.environ}
         ray.init(self.address or "local", logging_config=quiet, **({} if self.address else local))
         mark = place / ".ray" / uuid.uuid4().hex
         config = {
@@ -159,8 +168,19 @@ class RayLauncher(Launcher):
                 failure_config=FailureConfig(max_failures=self.restarts),
             ),
         )
+        received: list[int] = []
+
+        def end(number: int) -> None:
+            """Let the workers end after a step; a second signal ends Ray at once."""
+            if received:
+                raise SystemExit(128 + number)
+            received.append(number)
+            mark.mkdir(parents=True, exist_ok=True)
+            (mark / END).touch()
+
         try:
-            trainer.fit()
+            with handled(end), ThreadPoolExecutor(1) as thread:  # in the main one, Ray would handle SIGINT
+                thread.submit(trainer.fit).result()
         except Exception as error:
             lines = str(error).splitlines()
             raise GraphoptError(
@@ -169,10 +189,7 @@ class RayLauncher(Launcher):
             ) from error
         finally:
             ray.shutdown()
-        code = _code(mark)
-        if code:  # Ray keeps what workers write to stderr in its logs
-            print(f"graphopt: error: launcher=ray: the workers ended with exit code {code}", file=sys.stderr)
-        raise SystemExit(code)
+        raise SystemExit(128 + received[0] if received else _code(mark))
 
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
@@ -189,7 +206,7 @@ def _work(config: dict[str, Any]) -> None:
     mark.mkdir(parents=True, exist_ok=True)
     os.environ |= {IN_WORKER: meeting, MARK: str(mark), "TTY_COMPATIBLE": "0"}
     os.chdir(config["directory"])
-    _end(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
+    _note(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
 
 
 def _code(mark: Path) -> int:
@@ -198,7 +215,7 @@ def _code(mark: Path) -> int:
     return int(ended.read_text()) if ended.is_file() else 0
 
 
-def _end(mark: Path, code: int) -> None:
+def _note(mark: Path, code: int) -> None:
     """Note the exit code of a worker."""
     if code:
         (mark / CODE).write_text(str(code))

@@ -91,6 +91,10 @@ class Communicator:
         """
         return []
 
+    def asked_to_end(self) -> bool:
+        """Return whether this worker is to end after this step, for another reason than a signal."""
+        return False
+
     def abort(self, code: int) -> None:
         """End all workers at once with an exit code, without waiting for them."""
 
@@ -161,6 +165,9 @@ class Survivors(Communicator):
         while self.lost_in(lambda: found.extend(self._workers.gather(content))):
             found.clear()
         return found
+
+    def asked_to_end(self) -> bool:
+        return self._workers.asked_to_end()
 
     def abort(self, code: int) -> None:
         self._workers.abort(code)

@@ -55,8 +55,8 @@ def ending() -> Iterator[None]:
 def deferred() -> Iterator[Signals]:
     """Note Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 in a `with` block, and deliver the first of them after it.
 
-    In a thread other than the main one, signals do what they did before. A signal that the process ignores stays
-    ignored.
+    In a thread other than the main one, signals do what they did before, and one that `received` has been set to raises
+    SystemExit with the usual exit code. A signal that the process ignores stays ignored.
     """
     signals = Signals()
     before = {}
@@ -71,5 +71,7 @@ def deferred() -> Iterator[Signals]:
         for one, handler in before.items():
             if handler not in (signal.SIG_IGN, None):
                 signal.signal(one, handler)
-        if signals.received is not None:
+        if signals.received is not None and before:
             signal.raise_signal(signals.received)
+        elif signals.received is not None:
+            raise SystemExit(128 + signals.received)

@@ -23,9 +23,7 @@ _POSITION = "graphopt.position"
 
 def agree(communicator: Communicator, control: Control, signals: Signals) -> bool:
     """Let what one worker's callbacks ask for count for all; return whether any worker was asked to end."""
-    ended = signals.received is not None
-    if communicator.size == 1:
-        return ended
+    ended = signals.received is not None or communicator.asked_to_end()
     control.should_stop, control.should_evaluate, ended = communicator.any(
         control.should_stop, control.should_evaluate, ended
     )
