@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,68 +58,49 @@ class SplitRunner:
         in_place: bool = False,
     ) -> None:
         self._device, self._report, self._communicator = device, list(report), communicator
+        self._state, self._is_shared = state, allocate is not None
         weight = next(y for y in grad.graph.outputs if BATCH_WEIGHT.read(y))
         self._weight, self._is_sum = str(weight.name), BATCH_WEIGHT.read(weight) == "sum"
         self._losses = {str(y.name) for y in with_role(grad, Role.LOSS)} if self._is_sum else set()
         averaged = (Role.GRADIENT, Role.SAVED) if average_statistics else (Role.GRADIENT,)
         met = {y: _zeros(y) for y in grad.graph.outputs if role_of(y) in (Role.GRADIENT, Role.SAVED)}
         exchanged = {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
-        self._is_shared, others = allocate is not None, {}
-        if allocate:
-            each = [buffers(device, exchanged, allocate) for _ in range(communicator.size)]
-            self._met, self._memory = each[communicator.rank]
-            others = {
-                of_worker(name, rank): x
-                for rank, (values, _) in enumerate(each)
-                for name, x in values.items()
-            }
-            apply = part_of_update(apply, exchanged, communicator.rank, communicator.size)
-        else:
-            self._met, self._memory = buffers(device, exchanged)
-        self._state = state
         self._own = {
             str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged
         }
+        others: dict[str, Tensor] = {}
+        if allocate:
+            others = self._share(exchanged, allocate)
+            apply = part_of_update(apply, exchanged, communicator.rank, communicator.size)
+        else:
+            self._met, self._memory = buffers(device, exchanged)
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
         share = buffer(device, np.array(1 if self._is_sum else 1 / communicator.size, np.float32))
         fixed = {**self._met, **others, **self._own, FIRST_ROW: self._first_row, SHARE: share}
-        names = {str(y.name) for y in grad.graph.outputs}
-        later = {str(y.name) for y in apply.graph.outputs}
-        self._numbers = [name for name in report if name in names]
         self._means = numbers(grad, report)
-
-        def applying(native: bool | None) -> StepRunner:
-            updates = [name for name in report if name in later]
-            model = reporting(apply, updates)
-            return StepRunner(
+        updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]
+        # The update comes first, because it may give the state one set of buffers in place of two.
+        self._apply = self._updating(
+            lambda native: StepRunner(
                 device,
-                model,
+                reporting(apply, updates),
                 state,
                 updates,
                 fixed=fixed,
                 in_place=in_place,
                 as_numpy=as_numpy,
                 native=native,
-            )
-
-        # All workers run the same form of the update, so that copies of the state stay the same bits. It comes first,
-        # because the update may give the state one set of buffers in place of two.
-        self._apply = applying(None if communicator.size == 1 else True)
-        lowered = np.array([float(self._apply.native is True)])
-        communicator.sum(lowered)  # and all have written the initial state
-        if lowered.item() not in (0, communicator.size) and not self._is_shared:
-            if in_place:
-                raise GraphoptError(
-                    "in_place: expected a compiler on the machine of each worker, found some without: leave it out"
-                )
-            self._apply = applying(False)
+            ),
+            in_place,
+        )
         self._apply.check({})
+        reported = [*(name for name in report if name in {y.name for y in grad.graph.outputs}), self._weight]
         self._grad = StepRunner(
             device,
-            reporting(grad, [*self._numbers, self._weight]),
+            reporting(grad, reported),
             state,
-            [*self._numbers, self._weight],
+            reported,
             fixed=fixed,
             static_shapes=static_shapes,
             as_numpy=as_numpy,
@@ -140,7 +121,7 @@ class SplitRunner:
             feeds: tensors of this worker's rows, which `check` has accepted; without rows, it reports no arrays.
         """
         rows = rows_of(feeds)
-        if self._has_positions and self._communicator.size > 1:
+        if self._has_positions:
             self._place(rows)
         reported: Reported = dict.fromkeys([*self._means, self._weight], 0.0)
         if rows:
@@ -173,6 +154,31 @@ class SplitRunner:
         """Return the size of a worker's gradients, which the others read or sum in each step."""
         return sum(flat.nbytes for flat in self._memory)
 
+    def _share(self, exchanged: Mapping[str, np.ndarray], allocate: Allocate) -> dict[str, Tensor]:
+        """Place the gradients of each worker where all read them, and return them by the names that the update has."""
+        each = [buffers(self._device, exchanged, allocate) for _ in range(self._communicator.size)]
+        self._met, self._memory = each[self._communicator.rank]
+        return {
+            of_worker(name, rank): x for rank, (values, _) in enumerate(each) for name, x in values.items()
+        }
+
+    def _updating(self, runner_of: Callable[[bool], StepRunner], in_place: bool) -> StepRunner:
+        """Return the runner of the update, in the same form on all workers, so that copies stay the same bits.
+
+        Args:
+            runner_of: returns the runner, lowered to the machine where there is a compiler, or not.
+        """
+        runner, size = runner_of(True), self._communicator.size
+        lowered = np.array([float(runner.native is True)])
+        self._communicator.sum(lowered)  # and all have written the initial state
+        if self._is_shared or lowered.item() in (0, size):
+            return runner
+        if in_place:
+            raise GraphoptError(
+                "in_place: expected a compiler on the machine of each worker, found some without: leave it out"
+            )
+        return runner_of(False)
+
     def _place(self, rows: int) -> None:
         """Tell masks the position of this worker's first row."""
         communicator = self._communicator
@@ -192,8 +198,6 @@ class SplitRunner:
         """Replace numbers and gradients by their means over all workers, weighted by their batches."""
         weight = reported.pop(self._weight)
         communicator = self._communicator
-        if communicator.size == 1:
-            return
         totals = np.array([weight, *(weight * reported[name] for name in self._means)], np.float64)
         communicator.sum(totals)
         for name, number in zip(self._means, totals[1:], strict=True):
