@@ -16,7 +16,7 @@ from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.traversal import ancestors, extracted_between, values_read
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import backward, lost
 
@@ -151,7 +151,7 @@ def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[i
 
 def extract_part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
     """Return a copy of the part of a model between inputs and outputs."""
-    graph = ir.convenience.extract(model.graph, inputs, outputs)
+    graph = extracted_between(model.graph, inputs, outputs)
     part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     RemoveUnusedOpsetsPass()(part)
     return part

@@ -191,3 +191,15 @@ def test_two_weighted_losses_cannot_be_split() -> None:
     )
     with pytest.raises(GraphoptError, match="one loss that is a sum or a weighted mean, found several"):
         graphopt.split_step(pipeline, two)
+
+
+def test_halves_have_initializers_in_the_order_of_the_step() -> None:
+    """The workers compare the bytes of their graphs."""
+    source = models.transformer((6,), 3, width=8, heads=2)
+    halves = graphopt.split_step(
+        graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW()), source
+    )
+    for half in (halves.grad, halves.apply):
+        names = [name for name in halves.step.graph.initializers if name in half.graph.initializers]
+        assert len(names) > 1
+        assert [name for name in half.graph.initializers if name in names] == names

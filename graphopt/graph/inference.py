@@ -17,6 +17,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
 from graphopt.graph.rewriting import keep_interface, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like
 
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
@@ -46,12 +47,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     """Return the part of a training graph that computes `outputs`, in its inference form."""
 
     def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
-        cut = ir.convenience.extract(graph, list(graph.inputs), list(outputs))
-        for (
-            name
-        ) in graph.initializers:  # which come out of a set, so that their order differs from run to run
-            if name in cut.initializers:
-                cut.initializers[name] = cut.initializers.pop(name)
+        cut = extracted_between(graph, list(graph.inputs), list(outputs))
         return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
     extracted = part(model.graph, outputs)

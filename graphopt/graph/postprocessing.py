@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.metadata import Detached
 from graphopt.graph.roles import Role, set_role
-from graphopt.graph.traversal import captured
+from graphopt.graph.traversal import captured, extracted_between
 
 
 def set_aside(
@@ -31,7 +31,7 @@ def set_aside(
     before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs], [])
     sources = _sources(outputs, is_source)
     part = ir.to_proto(
-        ir.Model(ir.convenience.extract(model.graph, sources, outputs), ir_version=model.ir_version)
+        ir.Model(extracted_between(model.graph, sources, outputs), ir_version=model.ir_version)
     )
     for output in part.graph.output:
         if types is not None:

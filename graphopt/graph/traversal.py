@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
+
+
+def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Graph:
+    """Return a copy of the part of a graph between inputs and outputs, with initializers in the graph's order."""
+    part = ir.convenience.extract(graph, inputs, outputs)
+    for name in graph.initializers:  # they come out of a set, whose order differs from process to process
+        if name in part.initializers:
+            part.initializers[name] = part.initializers.pop(name)
+    return part
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:

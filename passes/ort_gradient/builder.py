@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
+from graphopt.graph.traversal import extracted_between
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
@@ -52,7 +53,7 @@ class Builder:
             x for node in nodes for x in inputs_of(node) if x is not None and x not in made
         )
         inputs = [x for x in needed if not _is_small(x)]
-        graph = ir.convenience.extract(self._model.graph, inputs, outputs)
+        graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():
                 del graph.initializers[str(x.name)]
