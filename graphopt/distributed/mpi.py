@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import sys
 import threading
 import time
@@ -35,8 +37,13 @@ class MPI(Communicator):
     1
     """
 
+    _has_lost = False
+
     def __init__(self, timeout: float | None = 300.0) -> None:
         try:
+            import mpi4py
+
+            mpi4py.rc.finalize = False  # `_finish` does it
             from mpi4py import MPI as library  # noqa: N811
         except (ImportError, RuntimeError) as error:
             raise GraphoptError(
@@ -50,6 +57,7 @@ class MPI(Communicator):
         self.local_rank, self.local_size = machine.rank, machine.size
         self._may_lose = hasattr(self._world, "Agree")  # since mpi4py 4.1
         self._waits_since: float | None = None
+        atexit.register(self._finish)
         if timeout is not None and self.size > 1:
             threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
 
@@ -89,6 +97,7 @@ class MPI(Communicator):
         new = before.group.Translate_ranks(None, self._world.group)
         lost = [rank for rank, found in enumerate(new) if found == self._library.UNDEFINED]
         self.rank, self.size = self._world.rank, self._world.size
+        MPI._has_lost = True
         if 0 in lost:
             raise GraphoptError(
                 "worker 0: expected the worker that writes the run's files, found it dead; resume=true continues from "
@@ -100,6 +109,21 @@ class MPI(Communicator):
         sys.stdout.flush()
         sys.stderr.flush()
         self._world.Abort(code)
+
+    def _finish(self) -> None:
+        """End the use of MPI as the process ends.
+
+        After a worker has died, MPI_Finalize of Open MPI may wait for it without end. The others then meet here
+        instead, because `mpiexec` may end all once one exits.
+        """
+        if not MPI._has_lost:
+            if not self._library.Is_finalized():
+                self._library.Finalize()
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(self._library.Exception):
+            self._world.Barrier()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
