@@ -6,10 +6,11 @@ import enum
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline, Step
 
@@ -184,7 +185,9 @@ class StepHalves:
 
     Args:
         step: the whole step, as `compile` returns it.
-        grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state.
+        grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state. It is one
+            graph, or several if the workers compute batch statistics together: they are run in turn, and workers sum
+            the outputs with the role `summed` of each before the next, which may read all outputs of earlier ones.
         apply: computes the new state from the gradients' sums over all workers.
 
     >>> from graphopt import models
@@ -195,14 +198,16 @@ class StepHalves:
     """
 
     step: ir.Model
-    grad: ir.Model
+    grad: tuple[ir.Model, ...]
     apply: ir.Model
 
 
 SIMPLIFYING = ("simplify", "fuse")
 
 
-def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
+def split_step(
+    pipeline: Pipeline, model: Source, *, statistics: Literal["synchronized", "local"] = "synchronized"
+) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
     The halves come from the same passes: they are cut apart before `simplify`, and then simplified and fused.
@@ -210,28 +215,36 @@ def split_step(pipeline: Pipeline, model: Source) -> StepHalves:
     Args:
         pipeline: the passes, such as `graphopt.standard` returns them.
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        statistics: the mean and the variance by which BatchNormalization normalizes: with `synchronized`, those of the
+            rows of all workers, as one process does; with `local`, those of a worker's own rows, which takes no
+            exchanges. In both cases, running statistics are means over the workers.
 
     Raises:
-        GraphoptError: the model cannot be read, a pass rejects it, or the step cannot be split.
+        GraphoptError: the model cannot be read, a pass rejects it, the step cannot be split, or `statistics` is
+            unknown.
 
     >>> import graphopt, passes
     >>> from graphopt import models
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> halves = graphopt.split_step(pipeline, models.linear((2,), 1))
-    >>> [output.name for output in halves.grad.graph.outputs]
+    >>> [output.name for output in halves.grad[0].graph.outputs]
     ['loss', 'y', 'rows', 'layers.0.bias.grad', 'layers.0.weight.grad']
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
+    from passes.batch_statistics import stages
     from passes.halves import cut
 
+    if statistics not in ("synchronized", "local"):
+        raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
     names = list(pipeline)
     first = min((names.index(name) for name in SIMPLIFYING if name in names), default=len(names))
     head = Pipeline(**{name: pipeline[name] for name in names[:first]})
     tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
     whole = head(model)
     grad, apply = cut(whole.clone())
-    return StepHalves(*map(tail.rewrite, (whole, grad, apply)))
+    parts = stages(grad) if statistics == "synchronized" else [grad]
+    return StepHalves(tail.rewrite(whole), tuple(map(tail.rewrite, parts)), tail.rewrite(apply))
 
 
 def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:

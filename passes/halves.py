@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -27,9 +26,9 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
 
     `grad` reads data and state. It returns the loss and other numbers of the forward pass, the gradients `NAME.grad`
     before clipping, new running statistics, and `rows`: the weight of the batch in a mean over several batches, which
-    is its number of rows, or the sum of the weights if the loss is a weighted mean, or 1 if it is a sum. `apply` reads
-    the sums of the gradients and statistics over all workers, multiplies them by its input `share`, and returns the
-    new state. State is a plain input of both halves.
+    is its number of rows, or the sum of the weights if the loss is a weighted mean. `apply` reads the sums of the
+    gradients and statistics over all workers, multiplies them by its input `share`, and returns the new state. State
+    is a plain input of both halves.
 
     Dropout's masks depend on the position of a row. The input `first_row` of `grad`, if there is one, is the position
     of the batch's first row among the rows of all workers.
@@ -85,15 +84,17 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
 def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node]:
     """Return the nodes that depend on the data of one worker: the forward and backward pass."""
     ends = {gradient.producer() for gradient in gradients}
-    fed = set(with_role(model, *FED))
-    known: set[ir.Value] = set()
+    backward = ancestors(gradients)
+    after = set(gradients)
+    known = set(with_role(model, *FED))
     found: set[ir.Node] = set()
     for node in model.graph:
         read = values_read(node)
-        if node in ends or any(x in fed or x in known for x in read):
+        if node not in backward and any(x in after for x in read):
+            after.update(node.outputs)
+        elif node in ends or any(x in known for x in read):
             found.add(node)
-            if node not in ends:
-                known.update(node.outputs)
+            known.update(node.outputs)
     return found
 
 
@@ -116,21 +117,21 @@ def _reads(nodes: set[ir.Node], local: set[ir.Node]) -> bool:
 
 def _batch_weight(model: ir.Model) -> ir.Value:
     """Emit the weight of a batch in a mean over batches."""
-    noted = [(y, kind) for node in model.graph for y in node.outputs if (kind := BATCH_WEIGHT.read(y))]
-    if len({y for y, _ in noted}) > 1:
+    values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
+    noted = [(x, kind) for x in values if (kind := BATCH_WEIGHT.read(x))]
+    kinds = {kind for _, kind in noted}
+    if kinds - {"rows"} and (len(kinds) > 1 or len(noted) > 1):
         raise GraphoptError(
             "several workers: expected one loss that is a sum or a weighted mean, found several: use one"
         )
-    summed = any(kind == "sum" for _, kind in noted)
+    summed = "sum" in kinds
     if summed and any(y.name == "penalty" for y in with_role(model, Role.METRIC)):
         raise GraphoptError(
             "several workers: expected a loss that is a mean beside a penalty, found a sum: set loss.reduction=mean"
         )
     state.check_free(model, ROWS)
     with Emitter(model) as op:
-        if summed:
-            weight = op.constant(np.array(1.0, np.float32))
-        elif noted:
+        if "mean" in kinds:
             weight = op.ReduceSum(noted[0][0], keepdims=0)
         else:
             data = next(x for x in with_role(model, *FED) if x.shape is not None and len(x.shape) > 0)

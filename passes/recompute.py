@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import memory
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.memory import base_of, bytes_of
+from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
@@ -94,7 +95,10 @@ class _Forward:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
-        outputs = {base_of(y).producer() for y in model.graph.outputs}
+        statistics = [
+            x for node in self.nodes if OF_BATCH.is_set(node) for x in node.inputs[3:] if x is not None
+        ]
+        outputs = {base_of(y).producer() for y in (*model.graph.outputs, *statistics)}
         saved: dict[ir.Node, set[ir.Value]] = {}
         start: dict[ir.Node, int] = {}
         fixed = {node for node in self.nodes if not _repeatable(node)}
@@ -297,3 +301,5 @@ def _emit(
     emitted = op.call_op(node.op_type, inputs, dict(node.attributes), outputs=len(node.outputs))
     values = [emitted] if isinstance(emitted, ir.Value) else emitted
     copies.update((x, like(y, x)) for x, y in zip(node.outputs, values, strict=True))
+    if POSITIONS.is_set(node):
+        POSITIONS.mark(values[0])

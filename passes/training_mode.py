@@ -12,13 +12,14 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import OF_BATCH, POSITIONS
+from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like
 from graphopt.intervals import within
+from passes.gradients.rules.normalization import channels
 
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
@@ -111,16 +112,16 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
     with Emitter(model) as op:
-        mean = op.ReduceMean(x, axes)
-        centered = x - mean
-        batch = op.Squeeze(mean, axes), op.ReduceMean(centered * centered, axes, keepdims=0)
+        mean = op.ReduceMean(x, axes, keepdims=0)
+        centered = x - channels(op, mean, x)
+        batch = mean, op.ReduceMean(centered * centered, axes, keepdims=0)
         running = []
         for index, statistic in zip((3, 4), batch, strict=True):
             old = _statistic(model, node, index)
             new = op.Cast(statistic, to=old.dtype)
             node.replace_input_with(index, new)
             if unbiased and index == 4:
-                new = new * _bessel(op, x, axes, old)
+                new = BATCH_CORRECTION.mark(new * _bessel(op, x, axes, old))
             state.set_next(model, old, op.Identity(momentum * old + (1 - momentum) * new))
             running.append(str(old.name))
     for output in node.outputs[1:]:

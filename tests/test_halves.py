@@ -130,12 +130,14 @@ def test_halves_have_the_interface_that_they_say() -> None:
     def names(values: list[ir.Value], *chosen: Role) -> list[str]:
         return sorted(str(value.name) for value in values if not chosen or role_of(value) in chosen)
 
-    assert names(halves.grad.graph.inputs) == sorted([*weights, "sample_weight", "target", "x"])
-    assert names(halves.grad.graph.outputs) == sorted(["loss", "rows", "y", *(f"{w}.grad" for w in weights)])
+    assert names(halves.grad[0].graph.inputs) == sorted([*weights, "sample_weight", "target", "x"])
+    assert names(halves.grad[0].graph.outputs) == sorted(
+        ["loss", "rows", "y", *(f"{w}.grad" for w in weights)]
+    )
     assert names(halves.apply.graph.inputs, Role.GRADIENT) == [f"{w}.grad" for w in weights]
     assert names(halves.apply.graph.outputs, Role.DIAGNOSTIC) == ["gradient_norm"]
     assert names(halves.apply.graph.outputs, Role.NEXT) == names(halves.step.graph.outputs, Role.NEXT)
-    assert not any(x.is_initializer() for half in (halves.grad, halves.apply) for x in half.graph.inputs)
+    assert not any(x.is_initializer() for half in (*halves.grad, halves.apply) for x in half.graph.inputs)
 
 
 def test_gradients_are_one_buffer() -> None:
@@ -179,16 +181,24 @@ def test_what_cannot_be_split(name: str) -> None:
         graphopt.split_step(graphopt.standard(**steps), models.mlp((4,), 3))
 
 
-def test_two_weighted_losses_cannot_be_split() -> None:
+WEIGHTED = passes.CrossEntropy(class_weights=(1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {"y": WEIGHTED, "z": WEIGHTED},
+        {"y": passes.CrossEntropy(), "z": passes.CrossEntropy(sample_weight=True)},
+        {"y": passes.CrossEntropy(), "z": passes.CrossEntropy(reduction="sum")},
+    ],
+)
+def test_losses_with_several_divisors_cannot_be_split(losses: dict[str, passes.CrossEntropy]) -> None:
     two = model(
         "g (float[batch, 3] x) => (float[batch, 2] y, float[batch, 2] z) {y = MatMul(x, v) z = MatMul(x, w)}",
         v=np.ones((3, 2), np.float32),
         w=np.ones((3, 2), np.float32),
     )
-    weighted = passes.CrossEntropy(class_weights=(1.0, 2.0))
-    pipeline = graphopt.standard(
-        loss=passes.Losses({"y": weighted, "z": weighted}), optimizer=passes.SGD(0.1)
-    )
+    pipeline = graphopt.standard(loss=passes.Losses(losses), optimizer=passes.SGD(0.1))
     with pytest.raises(GraphoptError, match="one loss that is a sum or a weighted mean, found several"):
         graphopt.split_step(pipeline, two)
 
@@ -199,7 +209,7 @@ def test_halves_have_initializers_in_the_order_of_the_step() -> None:
     halves = graphopt.split_step(
         graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW()), source
     )
-    for half in (halves.grad, halves.apply):
+    for half in (*halves.grad, halves.apply):
         names = [name for name in halves.step.graph.initializers if name in half.graph.initializers]
         assert len(names) > 1
         assert [name for name in half.graph.initializers if name in names] == names

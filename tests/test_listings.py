@@ -78,13 +78,31 @@ GRAPHS = {
         rank=1,
         workers=2,
     ),
+    "normalized_stages": lambda: (
+        graphopt.split_step(
+            graphopt.standard(
+                loss=passes.MeanSquaredError(), training=passes.TrainingMode(), optimizer=passes.SGD()
+            ),
+            model(
+                """g (float[N,3] x) => (float[N,2] y) {
+                h = MatMul(x, v)
+                n = BatchNormalization(h, scale, shift, mean, variance)
+                y = MatMul(n, w)
+            }""",
+                v=np.eye(3),
+                w=np.ones((3, 2)),
+                **{name: np.ones(3) for name in ("scale", "shift", "mean", "variance")},
+            ),
+        ).grad
+    ),
     "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
 }
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_listing(name):
-    found = graphopt.listing(GRAPHS[name]())
+    graphs = GRAPHS[name]()
+    found = "\n".join(map(graphopt.listing, graphs if isinstance(graphs, tuple) else [graphs]))
     path = FOLDER / f"{name}.txt"
     if os.environ.get("UPDATE_LISTINGS"):
         path.write_text(found)

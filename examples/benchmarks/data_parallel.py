@@ -1,7 +1,8 @@
 """Measure how much faster several processes of one thread train than one, and predict it from the bytes they exchange.
 
 Each process trains on batches of the same size, so that N processes train on N times as many rows in a step. They
-share one state in memory, or each has a copy and they sum their gradients, as on several machines. The prediction is
+share one state in memory, or each has a copy and they sum their gradients, as on several machines. BatchNormalization
+normalizes by the statistics of all rows, or of a worker's own ones. The prediction is
 the step of one process, times the processes on each core, plus the time to sum the gradients, measured alone, for
 copies. For networks, the time of a ring all-reduce is 2 (N - 1) / N times the bytes by the rate (Patarasuk, Yuan 2009,
 Bandwidth optimal all-reduce algorithms for clusters of workstations).
@@ -30,6 +31,10 @@ import passes
 from graphopt import models
 from graphopt.distributed.launchers import ANY_CORE, AS_ROOT
 
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import workloads
+
+RESIDUAL = workloads.workload("resnet")
 MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # model, shape of a row, rows of a process's batch
     "wide MLP 784-1024-1024-10": (models.mlp((784,), 10, hidden=(1024, 1024)), (784,), 128),
     "CNN 28x28, 32 and 64 channels": (
@@ -37,7 +42,14 @@ MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # model, shape of a row
         (1, 28, 28),
         64,
     ),
+    "residual network 32x32, 15 BatchNormalizations": (
+        workloads.model(RESIDUAL)[0],
+        RESIDUAL.row,
+        RESIDUAL.batch,
+    ),
 }
+NORMALIZED = list(MODELS)[-1]
+OWN = "shared, own statistics"
 NETWORKS = (1, 10, 100)  # Gbit/s
 SECONDS = 3.0  # of each measurement
 
@@ -57,17 +69,19 @@ def per_call(call: Any, communicator: graphopt.MPI) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def worker(name: str, share_state: bool) -> None:
+def worker(name: str, form: str) -> None:
     """Print the seconds of a step and of the sum of the gradients, and the bytes of the latter."""
     communicator = graphopt.MPI()
     model, shape, rows = MODELS[name]
-    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    pipeline = graphopt.standard(
+        loss=passes.CrossEntropy(), training=passes.TrainingMode(), optimizer=passes.AdamW(1e-3)
+    )
     executor = graphopt.DataParallel(
-        graphopt.split_step(pipeline, model),
+        graphopt.split_step(pipeline, model, statistics="local" if form == OWN else "synchronized"),
         communicator=communicator,
         threads=1,
         report=["loss"],
-        share_state=share_state,
+        share_state=form != "copies",
     )
     random = np.random.default_rng(communicator.rank)
     batch = {
@@ -104,7 +118,8 @@ def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
     print("| model | workers | state | ms a step | ms to sum | rows/s by those of one | predicted |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
     for name in MODELS:
-        forms = [(1, "one"), *((n, state) for n in workers for state in ("shared", "copies"))]
+        states = ["shared", "copies", *([OWN] if name == NORMALIZED else [])]
+        forms = [(1, "one"), *((n, state) for n in workers for state in states)]
         found: dict[tuple[int, str], list[dict[str, float]]] = {form: [] for form in forms}
         for _ in range(rounds):
             for (n, state), runs in found.items():
@@ -140,6 +155,6 @@ if __name__ == "__main__":
     parser.add_argument("--state", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.state == "shared")
+        worker(options.worker, options.state)
     else:
         main(options.rounds, tuple(options.workers))

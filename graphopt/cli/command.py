@@ -322,7 +322,9 @@ def _compile(recipe: Recipe, folder: Path) -> None:
     console = Console()
     if recipe.fields.get("launcher"):
         halves = recipe.halves()
-        graphs = {"step.onnx": halves.step, "grad.onnx": halves.grad, "apply.onnx": halves.apply}
+        stages = {f"grad.{i}.onnx": stage for i, stage in enumerate(halves.grad)}
+        grad = stages if len(stages) > 1 else {"grad.onnx": halves.grad[0]}
+        graphs = {"step.onnx": halves.step, **grad, "apply.onnx": halves.apply}
     else:
         graphs = {"step.onnx": recipe.compile()}
     for name, graph in graphs.items():

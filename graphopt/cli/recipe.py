@@ -222,7 +222,7 @@ class Recipe:
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
-        return split_step(self.pipeline, self.model())
+        return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
 
     def training_step(self) -> tuple[ir.Model, ir.Model | StepHalves]:
         """Return the training graph with the names of the data's classes, and what the executor is to run."""
@@ -260,7 +260,7 @@ class Recipe:
         launcher, options = self.launcher, {**fields, **given, "communicator": communicator}
         if isinstance(parts, StepHalves):
             options["report"] = self._report(parts.step)
-            return DataParallel(parts, statistics=launcher.statistics, **options)
+            return DataParallel(parts, **options)
         options["report"] = self._report(parts)
         return LocalSGD(parts, sync_every=launcher.sync_every or 1, outer=launcher.outer, **options)
 

@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -31,17 +30,12 @@ class DataParallel(Executor):
     whole step, as `Executor` does.
 
     On one machine with Linux, workers on the CPU share one copy of the state, of which each updates a part, from the
-    gradients of all, where they lie. Elsewhere, and with `in_place` or `statistics="local"`, they sum their gradients,
-    and each updates its own copy. All workers call `update_state`, and each method that changes the state.
-
-    BatchNormalization normalizes by the mean and the variance of a worker's own rows. Its running statistics are
-    averaged over the workers, or kept by each worker with `statistics="local"`.
+    gradients of all, where they lie. Elsewhere, and with `in_place`, they sum their gradients, and each updates its own
+    copy. All workers call `update_state`, and each method that changes the state.
 
     Args:
         step: the halves of a training graph, from `graphopt.split_step`.
         communicator: the workers, such as `graphopt.MPI()`.
-        statistics: `synchronized` averages running statistics in each step; with `local`, each worker has its own, and
-            the first worker's are saved.
         share_state: let workers share one copy of the state; False afterwards if they cannot.
 
     Raises:
@@ -58,7 +52,6 @@ class DataParallel(Executor):
 
     step: InitVar[StepHalves] = field(kw_only=False)
     communicator: Communicator = field(default_factory=lambda: SINGLE)
-    statistics: Literal["synchronized", "local"] = "synchronized"
     share_state: bool = True
 
     def __post_init__(self, step: StepHalves) -> None:
@@ -77,9 +70,9 @@ class DataParallel(Executor):
 
     def _buffers_of(self, model: ir.Model) -> StateBuffers:
         self._shared: Allocate | None = None
-        communicator, halves = self.communicator, (self._halves.grad, self._halves.apply)
+        communicator, halves = self.communicator, [*self._halves.grad, self._halves.apply]
         if communicator.size > 1:
-            names = ("share_state", "statistics", "in_place")
+            names = ("share_state", "in_place")
             graphs = [ir.to_proto(half).SerializeToString(deterministic=True) for half in halves]
             arrays = [x.const_value.numpy() for x in model.graph.inputs if x.const_value is not None]
             communicator.check_alike(
@@ -89,7 +82,7 @@ class DataParallel(Executor):
                     "options": ", ".join(f"{name} {getattr(self, name)}" for name in names),
                 }
             )
-            on_host = self._device.on_cpu and not self.in_place and self.statistics == "synchronized"
+            on_host = self._device.on_cpu and not self.in_place
             if self.share_state and on_host and communicator.shared_memory(1) is not None:
                 self._shared = functools.partial(_allocated, communicator)
         self.share_state = self._shared is not None
@@ -108,7 +101,6 @@ class DataParallel(Executor):
             self._report,
             self.communicator,
             allocate=self._shared,
-            average_statistics=self.statistics == "synchronized",
             static_shapes=self.static_shapes or self._device.cuda_graph,
             as_numpy=self.as_numpy,
             in_place=self.in_place,

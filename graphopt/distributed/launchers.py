@@ -45,7 +45,7 @@ class Launcher:
         sync_every: the number of steps after which workers average their weights, as `graphopt.LocalSGD` does; None
             to average their gradients in each step, as `graphopt.DataParallel` does.
         outer: as in `graphopt.LocalSGD`.
-        statistics: as in `graphopt.DataParallel`.
+        statistics: as in `graphopt.split_step`.
 
     Raises:
         GraphoptError: a number is outside its interval, or an option is unknown.

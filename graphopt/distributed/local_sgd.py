@@ -129,7 +129,7 @@ class LocalSGD(Executor):
                 reported = super().step(feeds)
             else:
                 self.set_hyperparameters(**self._split(feeds)[0])
-                reported = dict.fromkeys(numbers(self._model, self._report), 0.0)
+                reported = dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
                 self._batches += 1
             self._done += 1
             if self._done == self.sync_every:

@@ -37,6 +37,13 @@ class Flag:
         """Mark a holder."""
         holder.metadata_props[self.key] = "true"
 
+    def mark(self, value: ir.Value) -> ir.Value:
+        """Mark the node that computes a value, and return the value."""
+        node = value.producer()
+        assert node is not None
+        self.set(node)
+        return value
+
     def is_set(self, holder: Holder) -> bool:
         """Return whether a holder is marked."""
         return self.key in holder.metadata_props
@@ -66,7 +73,7 @@ ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name i
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
 BATCH_WEIGHT = Text(
     "graphopt.batch_weight"
-)  # of a value: the weights that sum to the loss's divisor, or a sum
+)  # of a value: the weights that sum to the loss's divisor, a sum, or a mean over rows
 RUNTIME = Text(
     "graphopt.needs_runtime"
 )  # of a model: the package of the only runtime that supports its operators
@@ -77,6 +84,10 @@ LABELS = Text(
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
+# Nodes whose second input, several workers compute from the rows of all:
+BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements per channel
+BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
+BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from

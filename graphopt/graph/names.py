@@ -64,11 +64,6 @@ def local_of(following: Named) -> str:
     return f"{_name(following)}{_LOCAL}"
 
 
-def state_of_local(value: Named) -> str:
-    """Return the name of the state that belongs to a worker's own value."""
-    return state_of(_name(value).removesuffix(_LOCAL))
-
-
 def of_worker(value: Named, rank: int) -> str:
     """Return the name of a worker's value, as another worker reads it."""
     return f"{_name(value)}.{rank}"

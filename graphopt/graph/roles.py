@@ -31,6 +31,8 @@ class Role(enum.Enum):
     METRIC = "metric"  # output: another number of the forward pass, such as a penalty
     DIAGNOSTIC = "diagnostic"  # output: a number of the step itself, such as the gradient's norm
     SAVED = "saved"  # output of a forward part: a value for its backward part
+    PASSED = "passed"  # output of a stage of `grad`, which later stages read as data
+    SUMMED = "summed"  # output of a stage of `grad`, whose sum over all workers is an input of later stages
     GRADIENT = (
         "gradient"  # output NAME.grad: the objective's derivative with respect to NAME; input of `apply`
     )
@@ -40,8 +42,8 @@ class Role(enum.Enum):
 _NAMES = {role.value for role in Role}
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
-INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED, Role.GRADIENT})
-OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.GRADIENT})
+INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED, Role.SUMMED, Role.GRADIENT})
+OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.SUMMED, Role.GRADIENT})
 
 
 def role_of(value: ir.Value) -> Role | None:
@@ -64,10 +66,7 @@ def set_role(value: ir.Value, role: Role) -> ir.Value:
 
 def stop_gradient_at(value: ir.Value) -> ir.Value:
     """Mark the node that computes `value` as a stop of gradients, and return the value."""
-    node = value.producer()
-    assert node is not None
-    metadata.STOP_GRADIENT.set(node)
-    return value
+    return metadata.STOP_GRADIENT.mark(value)
 
 
 def needs_training_runtime(model: ir.Model) -> None:

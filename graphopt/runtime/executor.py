@@ -25,7 +25,7 @@ from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.executor_options import check_steps_per_call
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.reported_outputs import chosen_outputs, reportable, reporting
-from graphopt.runtime.session import Session
+from graphopt.runtime.session import Session, placement
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.split_runner import SplitRunner
@@ -202,7 +202,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
-        return self._runner.session.placement()
+        return placement(self._runner.sessions)
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""

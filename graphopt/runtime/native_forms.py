@@ -39,6 +39,7 @@ class Forms:
         arranged: returns the graph to run from that of one step, lowered or not; by default, that graph itself.
         native: the form to take; by default, the device's option decides.
         in_place: let kernels write the new state over the old one; then take them without measuring.
+        is_large: whether `auto` compiles kernels; by default, if the graph has enough parameters.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
@@ -53,8 +54,10 @@ class Forms:
         arranged: Callable[[ir.Model], ir.Model] | None = None,
         native: bool | None = None,
         in_place: bool = False,
+        is_large: bool | None = None,
     ) -> None:
         self._device = device
+        self._is_large = is_large_enough([model]) if is_large is None else is_large
         self._model, self._bind, self._arranged, self._in_place = model, bind, arranged, in_place
         found = None if native is False else self._lowered()
         measures = (
@@ -93,7 +96,7 @@ class Forms:
     def _lowered(self) -> Lowered | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
         native = self._device.native
-        if not self._device.on_cpu or not native or (native == "auto" and not _is_worth_it(self._model)):
+        if not self._device.on_cpu or not native or (native == "auto" and not self._is_large):
             return None
         try:
             device = self._device
@@ -111,9 +114,11 @@ class Forms:
         return found
 
 
-def _is_worth_it(model: ir.Model) -> bool:
-    shapes = [x.shape for x in with_role(model, Role.PARAMETER) if x.shape is not None]
-    return sum(math.prod(shape.numpy()) for shape in shapes if shape.is_static()) >= WORTH_COMPILING
+def is_large_enough(models: Sequence[ir.Model]) -> bool:
+    """Return whether graphs have so many parameters together that compiling kernels is worth its time."""
+    shapes = {x.name: x.shape for model in models for x in with_role(model, Role.PARAMETER)}
+    known = [shape.numpy() for shape in shapes.values() if shape is not None and shape.is_static()]
+    return sum(map(math.prod, known)) >= WORTH_COMPILING
 
 
 def remembered(key: Sequence[object]) -> int | None:

@@ -38,17 +38,13 @@ def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
     if names == reportable(model):
         return model
     model = model.clone()
-    kept = (Role.NEXT, Role.GRADIENT, Role.SAVED)
+    kept = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in kept or y.name in names]
     RemoveUnusedNodesPass()(model)
     return model
 
 
-def numbers(model: ir.Model, report: Sequence[str]) -> list[str]:
-    """Return which of the outputs are floating-point numbers, of which workers take means."""
-    found = {
-        y.name
-        for y in model.graph.outputs
-        if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
-    }
+def numbers(outputs: Iterable[ir.Value], report: Sequence[str]) -> list[str]:
+    """Return which of the reported outputs are floating-point numbers, of which workers take means."""
+    found = {y.name for y in outputs if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()}
     return [name for name in report if name in found]

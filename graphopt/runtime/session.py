@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,20 +100,22 @@ class Session:
         names = [y.name for y in self.ort.get_outputs()]
         return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
 
-    def placement(self) -> dict[str, dict[str, int]]:
-        """Return for each execution provider the operators that it runs, and how many nodes of each.
 
-        Raises:
-            GraphoptError: onnxruntime is older than 1.24 and does not report this.
-        """
-        if not hasattr(self.ort, "get_provider_graph_assignment_info"):
+def placement(sessions: Iterable[Session]) -> dict[str, dict[str, int]]:
+    """Return for each execution provider the operators that it runs, and how many nodes of each.
+
+    Raises:
+        GraphoptError: onnxruntime is older than 1.24 and does not report this.
+    """
+    found: dict[str, Counter[str]] = {}
+    for session in sessions:
+        if not hasattr(session.ort, "get_provider_graph_assignment_info"):
             raise GraphoptError(
-                f"placement: expected onnxruntime 1.24 or later, found {self.device.ort.__version__}"
+                f"placement: expected onnxruntime 1.24 or later, found {session.device.ort.__version__}"
             )
-        found: dict[str, Counter[str]] = {}
-        for part in self.ort.get_provider_graph_assignment_info():
+        for part in session.ort.get_provider_graph_assignment_info():
             found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-        return {name: dict(counts.most_common()) for name, counts in found.items()}
+    return {name: dict(counts.most_common()) for name, counts in found.items()}
 
 
 def _serialized(

@@ -10,29 +10,34 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import of_worker, state_of_local
-from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.names import of_worker
+from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers, reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.shared_update import part_of_update
+from graphopt.runtime.staged_runner import StagedRunner
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
-from graphopt.runtime.tensors import Allocate, Tensor, buffer, buffers, rows_of
+from graphopt.runtime.summed_buffers import SummedBuffers
+from graphopt.runtime.tensors import Allocate, Tensor, buffer, rows_of
 
-FIRST_ROW, SHARE = "first_row", "share"  # inputs of the halves: see `passes.halves`
+FIRST_ROW, ROWS, SHARE = (
+    "first_row",
+    "rows",
+    "share",
+)  # inputs and an output of the halves: see `passes.halves`
 
 
 class SplitRunner:
     """Run the half `grad` on a worker's rows, average over all workers, and run the half `apply`.
 
-    Gradients of one type lie in one buffer, which both halves are bound to. `average_statistics` averages the running
-    statistics of BatchNormalization with them; otherwise each worker keeps its own.
+    Gradients of one type lie in one buffer, which both halves are bound to.
 
     Args:
-        grad: computes the loss, gradients and the weight of a batch.
+        grad: computes the loss, gradients and the weight of a batch, in stages.
         apply: computes the new state.
         buffers: the buffers of the state.
         report: the outputs to return.
@@ -45,40 +50,43 @@ class SplitRunner:
     def __init__(
         self,
         device: Device,
-        grad: ir.Model,
+        grad: Sequence[ir.Model],
         apply: ir.Model,
         state: StateBuffers,
         report: Sequence[str],
         communicator: Communicator,
         *,
         allocate: Allocate | None = None,
-        average_statistics: bool = True,
         static_shapes: bool = False,
         as_numpy: bool = True,
         in_place: bool = False,
     ) -> None:
         self._device, self._report, self._communicator = device, list(report), communicator
-        self._state, self._is_shared = state, allocate is not None
-        weight = next(y for y in grad.graph.outputs if BATCH_WEIGHT.read(y))
-        self._weight, self._is_sum = str(weight.name), BATCH_WEIGHT.read(weight) == "sum"
-        self._losses = {str(y.name) for y in with_role(grad, Role.LOSS)} if self._is_sum else set()
-        averaged = (Role.GRADIENT, Role.SAVED) if average_statistics else (Role.GRADIENT,)
-        met = {y: _zeros(y) for y in grad.graph.outputs if role_of(y) in (Role.GRADIENT, Role.SAVED)}
-        exchanged = {str(y.name): array for y, array in met.items() if role_of(y) in averaged}
-        self._own = {
-            str(y.name): buffer(device, array) for y, array in met.items() if role_of(y) not in averaged
-        }
-        others: dict[str, Tensor] = {}
+        self._is_shared = allocate is not None
+        outputs = [y for stage in grad for y in stage.graph.outputs]
+        self._is_sum = any(y.name == ROWS and BATCH_WEIGHT.read(y) == "sum" for y in outputs)
+        self._losses = {str(y.name) for y in outputs if role_of(y) is Role.LOSS} if self._is_sum else set()
+        fixed: dict[str, Tensor] = {}
+        self._met: dict[Role, SummedBuffers] = {}
+        for role in (Role.GRADIENT, Role.SAVED):  # saved: new running statistics
+            met = [y for y in outputs if role_of(y) is role]
+            if allocate:
+                each = [SummedBuffers(device, met, allocate) for _ in range(communicator.size)]
+                self._met[role] = each[communicator.rank]
+                for rank, one in enumerate(each):
+                    fixed |= {of_worker(name, rank): x for name, x in one.values.items()}
+            else:
+                self._met[role] = SummedBuffers(device, met)
+            fixed |= self._met[role].values
         if allocate:
-            others = self._share(exchanged, allocate)
-            apply = part_of_update(apply, exchanged, communicator.rank, communicator.size)
-        else:
-            self._met, self._memory = buffers(device, exchanged)
+            names = [name for buffers in self._met.values() for name in buffers.values]
+            apply = part_of_update(apply, names, communicator.rank, communicator.size)
         self._first_row = buffer(device, np.zeros((), np.int32))
-        self._has_positions = any(x.name == FIRST_ROW for x in grad.graph.inputs)
-        share = buffer(device, np.array(1 if self._is_sum else 1 / communicator.size, np.float32))
-        fixed = {**self._met, **others, **self._own, FIRST_ROW: self._first_row, SHARE: share}
-        self._means = numbers(grad, report)
+        self._has_positions = any(x.name == FIRST_ROW for stage in grad for x in stage.graph.inputs)
+        self._share = 1.0 if self._is_sum else 1 / communicator.size
+        share = buffer(device, np.array(self._share, np.float32))
+        fixed |= {FIRST_ROW: self._first_row, SHARE: share}
+        self._means = numbers(outputs, report)
         updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]
         # The update comes first, because it may give the state one set of buffers in place of two.
         self._apply = self._updating(
@@ -95,12 +103,13 @@ class SplitRunner:
             in_place,
         )
         self._apply.check({})
-        reported = [*(name for name in report if name in {y.name for y in grad.graph.outputs}), self._weight]
-        self._grad = StepRunner(
+        reported = [*(name for name in report if name in {y.name for y in outputs}), ROWS]
+        self._grad = StagedRunner(
             device,
-            reporting(grad, reported),
+            grad,
             state,
             reported,
+            communicator,
             fixed=fixed,
             static_shapes=static_shapes,
             as_numpy=as_numpy,
@@ -123,11 +132,12 @@ class SplitRunner:
         rows = rows_of(feeds)
         if self._has_positions:
             self._place(rows)
-        reported: Reported = dict.fromkeys([*self._means, self._weight], 0.0)
+        reported: Reported = dict.fromkeys([*self._means, ROWS], 0.0)
         if rows:
             reported = self._grad.step(source, feeds)
+        else:
+            self._grad.skip()
         self._average(reported, rows)
-        self._keep_own(source, rows)
         reported |= self._apply.step(source, {})
         self._is_finite = self._apply.state_is_finite
         if self._is_shared:  # and all have read the gradients
@@ -145,22 +155,9 @@ class SplitRunner:
         return self._grad.native
 
     @property
-    def session(self) -> Session:
-        """Return the session of the half `grad`."""
-        return self._grad.session
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Return the size of a worker's gradients, which the others read or sum in each step."""
-        return sum(flat.nbytes for flat in self._memory)
-
-    def _share(self, exchanged: Mapping[str, np.ndarray], allocate: Allocate) -> dict[str, Tensor]:
-        """Place the gradients of each worker where all read them, and return them by the names that the update has."""
-        each = [buffers(self._device, exchanged, allocate) for _ in range(self._communicator.size)]
-        self._met, self._memory = each[self._communicator.rank]
-        return {
-            of_worker(name, rank): x for rank, (values, _) in enumerate(each) for name, x in values.items()
-        }
+    def sessions(self) -> list[Session]:
+        """Return the sessions of both halves."""
+        return [*self._grad.sessions, *self._apply.sessions]
 
     def _updating(self, runner_of: Callable[[bool], StepRunner], in_place: bool) -> StepRunner:
         """Return the runner of the update, in the same form on all workers, so that copies stay the same bits.
@@ -187,38 +184,27 @@ class SplitRunner:
         communicator.sum(counts)
         self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
 
-    def _keep_own(self, source: int, rows: int) -> None:
-        """Undo the division by the number of workers for statistics that each worker has for itself."""
-        before = self._state.sets[source]
-        for name, value in self._own.items():
-            kept = value if rows else before[state_of_local(name)]
-            value.update_inplace(kept.numpy() * kept.numpy().dtype.type(self._communicator.size))
-
     def _average(self, reported: Reported, rows: int) -> None:
         """Replace numbers and gradients by their means over all workers, weighted by their batches."""
-        weight = reported.pop(self._weight)
+        weight = reported.pop(ROWS)
         communicator = self._communicator
-        totals = np.array([weight, *(weight * reported[name] for name in self._means)], np.float64)
+        factors = [1.0 if name in self._losses else weight for name in self._means]
+        numbers = [factor * reported[name] for factor, name in zip(factors, self._means, strict=True)]
+        totals = np.array([weight, *numbers], np.float64)
         communicator.sum(totals)
+        total = totals[0] or 1.0
         for name, number in zip(self._means, totals[1:], strict=True):
-            total = 1.0 if name in self._losses else totals[0]
-            reported[name] = float(number / total) if total else 0.0
-        scale = 1.0 if self._is_sum else weight * communicator.size / (totals[0] or 1.0)
-        memory = self._memory or [value.numpy().ravel() for value in self._met.values()]
-        for flat in memory:
-            if not rows:
-                flat[...] = 0
-            elif scale != 1:
-                np.multiply(flat, flat.dtype.type(scale), out=flat)
-            if not self._is_shared:
-                communicator.sum(flat)
+            reported[name] = float(number if name in self._losses else number / total)
+        for role, buffers in self._met.items():
+            is_sum = self._is_sum and role is Role.GRADIENT
+            scale = 1.0 if is_sum else weight / total / self._share
+            with buffers.flat() as arrays:
+                for flat in arrays:
+                    if not rows:
+                        flat[...] = 0
+                    elif scale != 1:
+                        np.multiply(flat, flat.dtype.type(scale), out=flat)
+                    if not self._is_shared:
+                        communicator.sum(flat)
         if self._is_shared:
             communicator.wait()
-        if not self._memory:
-            for value, flat in zip(self._met.values(), memory, strict=True):
-                value.update_inplace(flat.reshape(value.shape()))
-
-
-def _zeros(y: ir.Value) -> np.ndarray:
-    assert y.shape is not None and y.dtype is not None
-    return np.zeros(y.shape.numpy(), y.dtype.numpy())

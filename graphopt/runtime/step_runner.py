@@ -31,6 +31,7 @@ class StepRunner:
         in_place: let kernels write the new state over the old one.
         fixed: values for inputs and outputs of the graph that stay where they are.
         native: whether to lower the graph to the machine; by default, a measurement decides.
+        is_large: whether it is worth that; by default, if it has enough parameters.
         single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
 
@@ -46,11 +47,12 @@ class StepRunner:
         in_place: bool = False,
         fixed: Mapping[str, Any] | None = None,
         native: bool | None = None,
+        is_large: bool | None = None,
         single: StepRunner | None = None,
     ) -> None:
         self._device, self._model, self._single, self._static = device, model, single, static_shapes
         self.signature = Signature(device, with_role(_unrolled(model) if single else model, *FED))
-        self._in_place, self._native = in_place, native
+        self._in_place, self._native, self._is_large = in_place, native, is_large
         self._bind = functools.partial(
             BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy, fixed=fixed
         )
@@ -97,7 +99,14 @@ class StepRunner:
         single = self._single
         if single is None:
             model = with_shapes(self._model, shapes) if shapes else self._model
-            return Forms(self._device, model, self._bind, in_place=self._in_place, native=self._native)
+            return Forms(
+                self._device,
+                model,
+                self._bind,
+                native=self._native,
+                in_place=self._in_place,
+                is_large=self._is_large,
+            )
         # Kernels are those of single steps, so that the results are, too.
         arranged = functools.partial(_unrolled, shapes=shapes)
         return Forms(self._device, self._model, self._bind, arranged=arranged, native=single.native)
@@ -108,13 +117,13 @@ class StepRunner:
         return self._forms is not None and self._forms.latest.state_is_finite
 
     @property
-    def session(self) -> Session:
-        """Return the session of the latest step."""
+    def sessions(self) -> list[Session]:
+        """Return the session of the latest step, as a list."""
         if self._forms is None:
             raise GraphoptError(
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
-        return self._forms.latest.session
+        return [self._forms.latest.session]
 
 
 def _unrolled(model: ir.Model, shapes: Mapping[str, Sequence[int]] | None = None) -> ir.Model:

@@ -81,7 +81,9 @@ class Loss(Pass):
             BATCH_WEIGHT.write(total, "sum")
             return total
         if weights is None:
-            return op.ReduceMean(elements, keepdims=0)
+            mean = op.ReduceMean(elements, keepdims=0)
+            BATCH_WEIGHT.write(mean, "rows")
+            return mean
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
         BATCH_WEIGHT.write(weights, "mean")

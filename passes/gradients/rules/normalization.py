@@ -8,7 +8,7 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import OF_BATCH
+from graphopt.graph.metadata import BATCH_COUNT, BATCH_GRADIENT, OF_BATCH
 from graphopt.graph.values import dims_of
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import nonzero
@@ -107,7 +107,7 @@ def batch_normalization(
         return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
     assert dy is not None
     if OF_BATCH.is_set(node):
-        return of_batch(op, dy, x, scale, bias, variance, epsilon)
+        return of_batch(op, dy, x, scale, bias, mean, variance, epsilon)
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
     dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
@@ -119,23 +119,32 @@ def batch_normalization(
 
 
 def of_batch(
-    op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, variance: Value, epsilon: float
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    scale: Value,
+    bias: Value,
+    mean: Value,
+    variance: Value,
+    epsilon: float,
 ) -> Gradients:
     """Differentiate through the batch statistics, which have no gradients of their own: per channel, as `standardized`.
 
     With c = x - mean and s = 1 / sd, dx = scale s dy - scale s (mean(dy) + c s^2 mean(dy c)). The first part is a
-    shifted normalization of dy, and the second is c times one number per channel.
+    shifted normalization of dy, and the second is c times one number per channel. The count and the sums in both are
+    marked, because several workers take them over all rows.
     """
     axes = [0, *range(2, rank(x))]
-    centered = x - op.ReduceMean(x, axes)
+    centered = x - channels(op, op.Cast(mean, to=x.dtype), x)
     inverse = 1 / op.Sqrt(op.Cast(variance, to=x.dtype) + epsilon)
     dbias = op.ReduceSum(dy, axes, keepdims=0)
     along = op.ReduceSum(dy * centered, axes, keepdims=0) * inverse
-    share = op.Cast(scale, to=x.dtype) * inverse / op.count(x, axes)
-    shift = op.Cast(-share * dbias, to=bias.dtype)
+    share = BATCH_COUNT.mark(op.Cast(scale, to=x.dtype) * inverse / op.count(x, axes))
+    shift = op.Cast(BATCH_GRADIENT.mark(-share * dbias), to=bias.dtype)
     zero = op.Cast(filled(op, 0.0, scale), to=variance.dtype)
     dx = op.BatchNormalization(dy, scale, shift, zero, variance, epsilon=epsilon)
-    return [dx - centered * channels(op, share * inverse * along, x), along, dbias]
+    slope = BATCH_GRADIENT.mark(share * inverse * along)
+    return [dx - centered * channels(op, slope, x), along, dbias]
 
 
 def filled(op: Emitter, number: float, x: Value) -> Value:
