@@ -186,9 +186,11 @@ class StepHalves:
     Args:
         step: the whole step, as `compile` returns it.
         grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state. It is one
-            graph, or several if the workers compute batch statistics together: they are run in turn, and workers sum
-            the outputs with the role `summed` of each before the next, which may read all outputs of earlier ones.
+            graph, or several stages that are run in turn, if the workers compute batch statistics together or sum
+            gradients early. Workers sum the outputs with the role `summed` of a stage before the next one. A stage may
+            read all outputs of earlier ones.
         apply: computes the new state from the gradients' sums over all workers.
+        overlap: whether workers sum the gradients of a stage while they compute the next ones.
 
     >>> from graphopt import models
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
@@ -200,13 +202,18 @@ class StepHalves:
     step: ir.Model
     grad: tuple[ir.Model, ...]
     apply: ir.Model
+    overlap: bool = False
 
 
 SIMPLIFYING = ("simplify", "fuse")
 
 
 def split_step(
-    pipeline: Pipeline, model: Source, *, statistics: Literal["synchronized", "local"] = "synchronized"
+    pipeline: Pipeline,
+    model: Source,
+    *,
+    statistics: Literal["synchronized", "local"] = "synchronized",
+    overlap: bool = False,
 ) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
@@ -218,6 +225,8 @@ def split_step(
         statistics: the mean and the variance by which BatchNormalization normalizes: with `synchronized`, those of the
             rows of all workers, as one process does; with `local`, those of a worker's own rows, which takes no
             exchanges. In both cases, running statistics are means over the workers.
+        overlap: let workers sum the gradients of the last layers while they compute the others, in a thread. It pays
+            between machines with a slow network, and is of no use if workers share one state.
 
     Raises:
         GraphoptError: the model cannot be read, a pass rejects it, the step cannot be split, or `statistics` is
@@ -232,8 +241,9 @@ def split_step(
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
-    from passes.batch_statistics import stages
+    from passes.batch_statistics import stages_of_batch
     from passes.halves import cut
+    from passes.stages import early_gradients
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
@@ -243,8 +253,10 @@ def split_step(
     tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
     whole = head(model)
     grad, apply = cut(whole.clone())
-    parts = stages(grad) if statistics == "synchronized" else [grad]
-    return StepHalves(tail.rewrite(whole), tuple(map(tail.rewrite, parts)), tail.rewrite(apply))
+    parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]
+    if overlap and len(parts) == 1:
+        parts = early_gradients(grad)
+    return StepHalves(tail.rewrite(whole), tuple(map(tail.rewrite, parts)), tail.rewrite(apply), overlap)
 
 
 def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:

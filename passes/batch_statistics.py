@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
@@ -16,19 +15,18 @@ from graphopt.graph.metadata import (
     BATCH_WEIGHT,
     OF_BATCH,
 )
-from graphopt.graph.operators import ARITHMETIC, PRODUCTS, VIEWS
-from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.roles import FED, Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of
 from passes.halves import ROWS
-from passes.vector_jacobian import extract_part
+from passes.stages import prepare, stages
 
 LEAST = 2.0**-30  # the weight of a batch whose rows all have weight 0: sums of gradients are divided by it
 WIDE = ir.DataType.DOUBLE  # of sums, in which the variance is a difference of squares
 
 
-def stages(grad: ir.Model) -> list[ir.Model]:
+def stages_of_batch(grad: ir.Model) -> list[ir.Model]:
     """Cut the half `grad`, which is not simplified yet, where workers sum batch statistics; the graph is changed.
 
     A stage returns sums over a worker's rows, `batch_sum.0`, `batch_sum.1`, ... Later stages read their sums over all
@@ -43,53 +41,8 @@ def stages(grad: ir.Model) -> list[ir.Model]:
         return [grad]
     ensure_typed(grad)
     summed = _Sums(grad).found
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(grad)
-    grad.graph.sort()
-    levels = _levels(grad.graph, summed)
-    found: list[ir.Model] = []
-    known, passed = dict.fromkeys(grad.graph.inputs), set()
-    for level in range(max(levels.values()) + 1):
-        made = [y for node in grad.graph if levels[node] == level for y in node.outputs]
-        ends = [y for y in made if y in summed or y.is_graph_output()]
-        read = [y for y in made if y not in ends and any(levels[user] > level for user in y.consumers())]
-        available = {*known, *ends, *read}
-        outputs = [*ends, *(y for y in read if not _is_repeated(y, available))]
-        for y in outputs:
-            if role_of(y) is None:
-                set_role(y, Role.PASSED)
-        stage = extract_part(grad, list(known), outputs)
-        stage.graph.inputs[:] = [x for x in stage.graph.inputs if x.uses()]
-        for x in stage.graph.inputs:
-            if x.name in passed:
-                set_role(x, Role.DATA)
-        found.append(stage)
-        known |= dict.fromkeys(outputs)
-        passed |= {y.name for y in outputs if y not in summed}
-    return found
-
-
-def _is_repeated(y: ir.Value, known: Collection[ir.Value]) -> bool:
-    """Return whether later stages compute a value again: it is elementwise in known ones, and no product reads it."""
-    node = y.producer()
-    if (
-        node is None
-        or node.op_type not in ARITHMETIC
-        or any(user.op_type in PRODUCTS for user in y.consumers())
-    ):
-        return False
-    return all(_is_known(x, known) for x in values_read(node))
-
-
-def _is_known(x: ir.Value, known: Collection[ir.Value]) -> bool:
-    """Return whether a value is known, or a view or cast of one that is."""
-    if x in known or x.is_initializer():
-        return True
-    node = x.producer()
-    return (
-        node is not None
-        and node.op_type in VIEWS | {"Cast"}
-        and all(_is_known(y, known) for y in values_read(node))
-    )
+    prepare(grad)
+    return stages(grad, _levels(grad.graph, summed), summed)
 
 
 def _check(grad: ir.Model) -> None:

@@ -17,6 +17,7 @@ from builders import model as parsed
 import graphopt
 import passes
 from graphopt import models
+from graphopt.runtime import split_runner
 
 ROWS = 203
 RANDOM = np.random.default_rng(0)
@@ -113,10 +114,10 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, np.ndarray]]] = {
 }
 
 
-def halves(name: str) -> tuple[graphopt.StepHalves, dict[str, np.ndarray]]:
+def halves(name: str, **options: Any) -> tuple[graphopt.StepHalves, dict[str, np.ndarray]]:
     steps, source, data = CASES[name]
     pipeline = graphopt.standard(**{"loss": passes.CrossEntropy(), **steps})
-    return graphopt.split_step(pipeline, source or models.mlp((1, 8, 8), 10)), data
+    return graphopt.split_step(pipeline, source or models.mlp((1, 8, 8), 10), **options), data
 
 
 def sums(communicator: graphopt.MPI, executor: graphopt.Executor) -> list[str]:
@@ -130,15 +131,20 @@ def copies(communicator: graphopt.MPI) -> dict[str, Any]:
     return equal(communicator, share_state=False)
 
 
-def equal(communicator: graphopt.MPI, share_state: bool = True) -> dict[str, Any]:
+def overlapped(communicator: graphopt.MPI) -> dict[str, Any]:
+    split_runner.BUCKET = 1
+    return equal(communicator, share_state=False, overlap=True)
+
+
+def equal(communicator: graphopt.MPI, share_state: bool = True, overlap: bool = False) -> dict[str, Any]:
     """Train on several workers and on one; return the largest differences."""
     found = {}
     for name in CASES:
-        both, data = halves(name)
+        both, data = halves(name, overlap=overlap)
         together = graphopt.DataParallel(
             both, communicator=communicator, threads=1, report=["loss"], share_state=share_state
         )
-        assert together.share_state is share_state
+        assert together.share_state is share_state and (len(both.grad) > 1 or not overlap)
         records = graphopt.fit(together, data, epochs=2, batch_size=31)
         digests = sums(communicator, together)
         if communicator.leads:
@@ -308,7 +314,7 @@ def memory(communicator: graphopt.MPI) -> dict[str, Any]:
 
 if __name__ == "__main__":
     workers = graphopt.MPI(60)
-    programs = (equal, copies, few_rows, replaced, refused, memory, bereaved)
+    programs = (equal, copies, overlapped, few_rows, replaced, refused, memory, bereaved)
     result = {one.__name__: one for one in programs}[sys.argv[1]](workers)
     if workers.leads:
         print("RESULT", json.dumps(result), flush=True)

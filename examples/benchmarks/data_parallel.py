@@ -2,10 +2,12 @@
 
 Each process trains on batches of the same size, so that N processes train on N times as many rows in a step. They
 share one state in memory, or each has a copy and they sum their gradients, as on several machines. BatchNormalization
-normalizes by the statistics of all rows, or of a worker's own ones. The prediction is
-the step of one process, times the processes on each core, plus the time to sum the gradients, measured alone, for
-copies. For networks, the time of a ring all-reduce is 2 (N - 1) / N times the bytes by the rate (Patarasuk, Yuan 2009,
-Bandwidth optimal all-reduce algorithms for clusters of workstations).
+normalizes by the statistics of all rows, or of a worker's own ones. The prediction is the step of one process, times
+the processes on each core, plus the time to sum the gradients, measured alone, for copies.
+
+The second table has machines that a network connects. As root on Linux, two are made of network namespaces, each with
+one core, and measured with and without `overlap`. The time of a ring all-reduce is predicted as 2 (N - 1) / N times the
+bytes by the rate (Patarasuk, Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
 
 Run it: python examples/benchmarks/data_parallel.py [--rounds 5] [--workers 2 4]
 """
@@ -31,7 +33,9 @@ import passes
 from graphopt import models
 from graphopt.distributed.launchers import ANY_CORE, AS_ROOT
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import machines
 import workloads
 
 RESIDUAL = workloads.workload("resnet")
@@ -51,7 +55,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # model, shape of a row
 NORMALIZED = list(MODELS)[-1]
 OWN = "shared, own statistics"
 NETWORKS = (1, 10, 100)  # Gbit/s
-SECONDS = 3.0  # of each measurement
+SECONDS = 2.0  # of each measurement
 
 
 def per_call(call: Any, communicator: graphopt.MPI) -> float:
@@ -77,11 +81,16 @@ def worker(name: str, form: str) -> None:
         loss=passes.CrossEntropy(), training=passes.TrainingMode(), optimizer=passes.AdamW(1e-3)
     )
     executor = graphopt.DataParallel(
-        graphopt.split_step(pipeline, model, statistics="local" if form == OWN else "synchronized"),
+        graphopt.split_step(
+            pipeline,
+            model,
+            statistics="local" if form == OWN else "synchronized",
+            overlap=form == "overlap",
+        ),
         communicator=communicator,
         threads=1,
         report=["loss"],
-        share_state=form != "copies",
+        share_state=form in ("shared", OWN),
     )
     random = np.random.default_rng(communicator.rank)
     batch = {
@@ -98,23 +107,36 @@ def worker(name: str, form: str) -> None:
         print("FOUND", json.dumps(found), flush=True)
 
 
-def measured(name: str, workers: int, state: str) -> dict[str, float]:
+def measured(
+    name: str, workers: int, state: str, network: machines.Machines | None = None
+) -> dict[str, float]:
     beside = str(Path(sys.executable).parent)
     mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec") or "mpiexec"
-    done = subprocess.run(
-        [mpiexec, "-n", str(workers), sys.executable, __file__, "--worker", name, "--state", state],
-        env={**ANY_CORE, **AS_ROOT, **os.environ},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: dict[str, float] = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
-    return found
+    program = [sys.executable, __file__, "--worker", name, "--state", state]
+    if network:
+        run = network.start(mpiexec, *program)
+    else:
+        environment = {**ANY_CORE, **AS_ROOT, **os.environ}
+        command = [mpiexec, "-n", str(workers), *program]
+        run = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    out, err = run.communicate()
+    if not (found := re.findall(r"FOUND (.*)", out)):
+        raise RuntimeError(err)
+    result: dict[str, float] = json.loads(found[0])
+    return result
+
+
+def faster(workers: int, ones: list[dict[str, float]], runs: list[dict[str, float]]) -> float:
+    """Return the rows per second of several workers by those of one, the median over rounds."""
+    return statistics.median(workers * one["step"] / run["step"] for one, run in zip(ones, runs, strict=True))
 
 
 def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
-    """Print a table of measured and predicted ratios, and one of networks."""
-    cores, lines = os.cpu_count() or 1, []
+    """Print a table of processes on this machine, and one of machines that a network connects."""
+    cores = os.cpu_count() or 1
+    singles = {}
     print("| model | workers | state | ms a step | ms to sum | rows/s by those of one | predicted |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
     for name in MODELS:
@@ -126,31 +148,49 @@ def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
                 runs.append(measured(name, n, state))
         ones = found[1, "one"]
         one = statistics.median(run["step"] for run in ones)
+        singles[name] = one, int(ones[0]["bytes"])
         for (n, state), runs in found.items():
             step, total = (statistics.median(run[key] for run in runs) for key in ("step", "sum"))
-            faster = statistics.median(
-                n * alone["step"] / run["step"] for alone, run in zip(ones, runs, strict=True)
-            )
             expected = n * one / (one * max(1, n / cores) + total)
             print(
-                f"| {name} | {n} | {state} | {1e3 * step:.2f} | {1e3 * total:.2f} | {faster:.2f} | {expected:.2f} |"
+                f"| {name} | {n} | {state} | {1e3 * step:.2f} | {1e3 * total:.2f} | {faster(n, ones, runs):.2f} "
+                f"| {expected:.2f} |",
+                flush=True,
             )
-        size = ones[0]["bytes"]
+    print(
+        "\n| model | MB | machines | Gbit/s | ms to sum | measured | rows/s by those of one | measured | overlap |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, (one, size) in singles.items():
         for rate in NETWORKS:
             for n in (2, 8):
                 sent = 2 * (n - 1) / n * size * 8 / (rate * 1e9)
-                lines.append(
-                    f"| {name} | {size / 1e6:.1f} | {n} | {rate} | {1e3 * sent:.2f} | {n * one / (one + sent):.2f} |"
+                cells = ["", "", ""]
+                if n == 2 and rate < NETWORKS[-1] and machines.can_build():
+                    cells = between_two_machines(name, rate, rounds)
+                print(
+                    f"| {name} | {size / 1e6:.1f} | {n} | {rate} | {1e3 * sent:.2f} | {cells[0]} "
+                    f"| {n * one / (one + sent):.2f} | {cells[1]} | {cells[2]} |",
+                    flush=True,
                 )
-    print("\n| model | MB a step | machines | Gbit/s | ms to sum | rows/s by those of one, predicted |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    print("\n".join(lines))
+
+
+def between_two_machines(name: str, rate: int, rounds: int) -> list[str]:
+    """Return the milliseconds to sum, and the rows per second by those of one, without overlap and with it."""
+    found: dict[str, list[dict[str, float]]] = {"one": [], "copies": [], "overlap": []}
+    with machines.machines(2, f"{rate}gbit") as network:
+        for _ in range(rounds):
+            for state, runs in found.items():
+                runs.append(measured(name, 1, state, network if state != "one" else None))
+    total = statistics.median(run["sum"] for run in found["copies"])
+    ratios = (faster(2, found["one"], found[state]) for state in ("copies", "overlap"))
+    return [f"{1e3 * total:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--state", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -222,7 +222,10 @@ class Recipe:
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
-        return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
+        launcher = self.launcher
+        return split_step(
+            self.pipeline, self.model(), statistics=launcher.statistics, overlap=launcher.overlap
+        )
 
     def training_step(self) -> tuple[ir.Model, ir.Model | StepHalves]:
         """Return the training graph with the names of the data's classes, and what the executor is to run."""

@@ -72,14 +72,18 @@ class DataParallel(Executor):
         self._shared: Allocate | None = None
         communicator, halves = self.communicator, [*self._halves.grad, self._halves.apply]
         if communicator.size > 1:
-            names = ("share_state", "in_place")
+            options = {
+                "share_state": self.share_state,
+                "in_place": self.in_place,
+                "overlap": self._halves.overlap,
+            }
             graphs = [ir.to_proto(half).SerializeToString(deterministic=True) for half in halves]
             arrays = [x.const_value.numpy() for x in model.graph.inputs if x.const_value is not None]
             communicator.check_alike(
                 {
                     "training graph": digest(b"".join(graphs)),
                     "state": digest(b"".join(array.tobytes() for array in arrays)),
-                    "options": ", ".join(f"{name} {getattr(self, name)}" for name in names),
+                    "options": ", ".join(f"{name} {value}" for name, value in options.items()),
                 }
             )
             on_host = self._device.on_cpu and not self.in_place
@@ -101,6 +105,7 @@ class DataParallel(Executor):
             self._report,
             self.communicator,
             allocate=self._shared,
+            overlap=self._halves.overlap,
             static_shapes=self.static_shapes or self._device.cuda_graph,
             as_numpy=self.as_numpy,
             in_place=self.in_place,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
+import os
 import sys
 import threading
 import time
@@ -17,6 +19,9 @@ from graphopt.errors import GraphoptError
 from graphopt.runtime.communicator import Communicator, WorkerLost
 
 LATE = 124  # the exit code after the time limit, as that of `timeout`
+# Open MPI 5.0 sends and receives at the same time only if it has two connections, and then sums take half the time. A
+# thread that waits for others leaves its core to one that computes.
+SETTINGS = {"OMPI_MCA_btl_tcp_links": "2", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 class MPI(Communicator):
@@ -38,11 +43,13 @@ class MPI(Communicator):
     """
 
     _has_lost = False
+    _waits_since: float | None
 
     def __init__(self, timeout: float | None = 300.0) -> None:
         try:
             import mpi4py
 
+            os.environ |= {**SETTINGS, **os.environ}
             mpi4py.rc.finalize = False  # `_finish` does it
             from mpi4py import MPI as library  # noqa: N811
         except (ImportError, RuntimeError) as error:
@@ -56,10 +63,9 @@ class MPI(Communicator):
         machine = self._world.Split_type(library.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = machine.rank, machine.size
         self._may_lose = hasattr(self._world, "Agree")  # since mpi4py 4.1
-        self._waits_since: float | None = None
+        self._timeout = timeout
+        self._start_watch()
         atexit.register(self._finish)
-        if timeout is not None and self.size > 1:
-            threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
 
     def sum(self, array: np.ndarray) -> None:
         if self.size == 1:
@@ -80,6 +86,14 @@ class MPI(Communicator):
         with self._waiting():
             self._world.Allgatherv(np.frombuffer(content, np.uint8), [found, sizes])
         return [part.tobytes() for part in np.split(found, np.cumsum(sizes)[:-1])]
+
+    def beside(self) -> Communicator | None:
+        if self._library.Query_thread() < self._library.THREAD_MULTIPLE:
+            return None
+        other = copy.copy(self)
+        other._world = self._world.Dup()
+        other._start_watch()
+        return other
 
     def regroup(self, *, is_whole: bool) -> list[int]:
         if self.size == 1 or not self._may_lose:
@@ -147,6 +161,11 @@ class MPI(Communicator):
             ) from error
         finally:
             self._waits_since = None
+
+    def _start_watch(self) -> None:
+        self._waits_since = None
+        if self._timeout is not None and self.size > 1:
+            threading.Thread(target=self._watch, args=[self._timeout], daemon=True).start()
 
     def _watch(self, timeout: float) -> None:
         """End all workers if an exchange takes longer than the time limit."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.memory import bytes_of
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.names import of_worker
 from graphopt.graph.roles import Role, role_of
@@ -29,12 +32,13 @@ FIRST_ROW, ROWS, SHARE = (
     "rows",
     "share",
 )  # inputs and an output of the halves: see `passes.halves`
+BUCKET = 2**20  # bytes of gradients to sum before the others are known; a sum of less is mostly waiting
 
 
 class SplitRunner:
     """Run the half `grad` on a worker's rows, average over all workers, and run the half `apply`.
 
-    Gradients of one type lie in one buffer, which both halves are bound to.
+    Gradients of one type lie in one buffer, which both halves are bound to, or in several if sums overlap with `grad`.
 
     Args:
         grad: computes the loss, gradients and the weight of a batch, in stages.
@@ -45,6 +49,7 @@ class SplitRunner:
         allocate: returns memory that all workers share, in which their state lies, too. Each worker then computes a
             part of the new state, from the gradients of all, where they lie. None if workers sum their gradients, and
             each updates a copy of the state.
+        overlap: whether a thread sums the gradients of a stage of `grad` while the next ones run.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class SplitRunner:
         communicator: Communicator,
         *,
         allocate: Allocate | None = None,
+        overlap: bool = False,
         static_shapes: bool = False,
         as_numpy: bool = True,
         in_place: bool = False,
@@ -66,27 +72,34 @@ class SplitRunner:
         outputs = [y for stage in grad for y in stage.graph.outputs]
         self._is_sum = any(y.name == ROWS and BATCH_WEIGHT.read(y) == "sum" for y in outputs)
         self._losses = {str(y.name) for y in outputs if role_of(y) is Role.LOSS} if self._is_sum else set()
+        self._means = numbers(outputs, report)
+        self._weighed = max(  # the stage after which the numbers are known that are averaged
+            i for i, one in enumerate(grad) if any(y.name in {ROWS, *self._means} for y in one.graph.outputs)
+        )
+        beside = communicator.beside() if overlap and device.on_cpu and not allocate else None
+        self._summing = beside or communicator
+        self._thread = ThreadPoolExecutor(1) if beside else None
+        self._pending: list[Future[None]] = []
         fixed: dict[str, Tensor] = {}
-        self._met: dict[Role, SummedBuffers] = {}
-        for role in (Role.GRADIENT, Role.SAVED):  # saved: new running statistics
-            met = [y for y in outputs if role_of(y) is role]
+        self._met: list[tuple[int, Role, SummedBuffers]] = []
+        for stage, role, met in self._meetings(grad):
             if allocate:
                 each = [SummedBuffers(device, met, allocate) for _ in range(communicator.size)]
-                self._met[role] = each[communicator.rank]
+                own = each[communicator.rank]
                 for rank, one in enumerate(each):
                     fixed |= {of_worker(name, rank): x for name, x in one.values.items()}
             else:
-                self._met[role] = SummedBuffers(device, met)
-            fixed |= self._met[role].values
+                own = SummedBuffers(device, met)
+            self._met.append((stage, role, own))
+            fixed |= own.values
         if allocate:
-            names = [name for buffers in self._met.values() for name in buffers.values]
+            names = [name for _, _, buffers in self._met for name in buffers.values]
             apply = part_of_update(apply, names, communicator.rank, communicator.size)
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for stage in grad for x in stage.graph.inputs)
         self._share = 1.0 if self._is_sum else 1 / communicator.size
         share = buffer(device, np.array(self._share, np.float32))
         fixed |= {FIRST_ROW: self._first_row, SHARE: share}
-        self._means = numbers(outputs, report)
         updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]
         # The update comes first, because it may give the state one set of buffers in place of two.
         self._apply = self._updating(
@@ -133,11 +146,17 @@ class SplitRunner:
         if self._has_positions:
             self._place(rows)
         reported: Reported = dict.fromkeys([*self._means, ROWS], 0.0)
-        if rows:
-            reported = self._grad.step(source, feeds)
-        else:
-            self._grad.skip()
-        self._average(reported, rows)
+        for stage, found in enumerate(self._grad.run(source, feeds) if rows else self._grad.skip()):
+            reported |= found
+            if stage == self._weighed:
+                self._exchange(functools.partial(self._average, reported))
+            for after, role, buffers in self._met:
+                if after == stage:
+                    self._exchange(functools.partial(self._sum, role, buffers, rows))
+        while self._pending:
+            self._pending.pop(0).result()
+        if self._is_shared:
+            self._communicator.wait()
         reported |= self._apply.step(source, {})
         self._is_finite = self._apply.state_is_finite
         if self._is_shared:  # and all have read the gradients
@@ -184,27 +203,47 @@ class SplitRunner:
         communicator.sum(counts)
         self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
 
-    def _average(self, reported: Reported, rows: int) -> None:
-        """Replace numbers and gradients by their means over all workers, weighted by their batches."""
+    def _meetings(self, grad: Sequence[ir.Model]) -> Iterator[tuple[int, Role, list[ir.Value]]]:
+        """Yield the stages after which workers sum, the role of what they sum, and the values."""
+        gradients: list[ir.Value] = []
+        for i, stage in enumerate(grad):
+            gradients += [y for y in stage.graph.outputs if role_of(y) is Role.GRADIENT]
+            is_large = sum(map(bytes_of, gradients)) >= BUCKET
+            if i == len(grad) - 1 or (self._thread and is_large and i >= self._weighed):
+                yield i, Role.GRADIENT, gradients
+                gradients = []
+        outputs = [y for stage in grad for y in stage.graph.outputs]
+        statistics = [y for y in outputs if role_of(y) is Role.SAVED]
+        yield len(grad) - 1, Role.SAVED, statistics
+
+    def _exchange(self, work: Callable[[], None]) -> None:
+        """Exchange numbers with the other workers: now, or in a thread, in the order of the calls."""
+        if self._thread:
+            self._pending.append(self._thread.submit(work))
+        else:
+            work()
+
+    def _average(self, reported: Reported) -> None:
+        """Replace numbers by their means over all workers, weighted by their batches, and learn the weight of all."""
         weight = reported.pop(ROWS)
-        communicator = self._communicator
         factors = [1.0 if name in self._losses else weight for name in self._means]
         numbers = [factor * reported[name] for factor, name in zip(factors, self._means, strict=True)]
         totals = np.array([weight, *numbers], np.float64)
-        communicator.sum(totals)
+        self._summing.sum(totals)
         total = totals[0] or 1.0
         for name, number in zip(self._means, totals[1:], strict=True):
             reported[name] = float(number if name in self._losses else number / total)
-        for role, buffers in self._met.items():
-            is_sum = self._is_sum and role is Role.GRADIENT
-            scale = 1.0 if is_sum else weight / total / self._share
-            with buffers.flat() as arrays:
-                for flat in arrays:
-                    if not rows:
-                        flat[...] = 0
-                    elif scale != 1:
-                        np.multiply(flat, flat.dtype.type(scale), out=flat)
-                    if not self._is_shared:
-                        communicator.sum(flat)
-        if self._is_shared:
-            communicator.wait()
+        self._part = weight / total
+
+    def _sum(self, role: Role, buffers: SummedBuffers, rows: int) -> None:
+        """Weigh what this worker has computed by its batch, and sum it over all workers unless they share memory."""
+        is_sum = self._is_sum and role is Role.GRADIENT
+        scale = 1.0 if is_sum else self._part / self._share
+        with buffers.flat() as arrays:
+            for flat in arrays:
+                if not rows:
+                    flat[...] = 0
+                elif scale != 1:
+                    np.multiply(flat, flat.dtype.type(scale), out=flat)
+                if not self._is_shared:
+                    self._summing.sum(flat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,8 +93,8 @@ class StagedRunner:
             self._signature.check(feeds)
             self._checked, self._fit_stages = description(feeds), False
 
-    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read the state from set `source` and return the reported outputs.
+    def run(self, source: int, feeds: Mapping[str, Tensor]) -> Iterator[Reported]:
+        """Read the state from set `source`, and yield the reported outputs of each stage.
 
         Args:
             feeds: tensors that `check` has accepted.
@@ -104,20 +104,22 @@ class StagedRunner:
             inputs = {name: np.asarray(x) if np.isscalar(x := values[name]) else x for name in stage.reads}
             if not self._fit_stages:
                 stage.runner.check(inputs)
-            values |= stage.runner.step(source, inputs)
+            found = stage.runner.step(source, inputs)
+            values |= found
             self._sum(stage.sums)
             for name in stage.reads_last:
                 del values[name]
+            yield {name: self._reported(found[name]) for name in self._report if name in found}
         self._fit_stages = True
-        return {name: self._reported(values[name]) for name in self._report}
 
-    def skip(self) -> None:
-        """Add nothing to the sums of the other workers, without rows."""
+    def skip(self) -> Iterator[Reported]:
+        """Add nothing to the sums of the other workers, without rows; yield nothing for each stage."""
         for stage in self._stages:
             with stage.sums.flat() as arrays:
                 for array in arrays:
                     array[...] = 0
             self._sum(stage.sums)
+            yield {}
 
     @property
     def native(self) -> bool | None:
