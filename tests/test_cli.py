@@ -249,6 +249,10 @@ REFUSED = {
         ["pipeline.loss={_target_: passes.Losses, losses: {y: x}}"],
         "pipeline.loss.losses: expected Mapping[str, Loss]",
     ),
+    "one of several values": (
+        ["launcher=local", "launcher.statistics=global"],
+        "launcher.statistics: expected 'synchronized' or 'local', found 'global'",
+    ),
     "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
     "run": (

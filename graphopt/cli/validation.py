@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import pkgutil
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,8 +168,7 @@ def check_fields(
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
-            expected = str(parameters[name].annotation).removeprefix("<class '").removesuffix("'>")
-            raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
+            raise GraphoptError(f"{path}.{name}: expected {_named(parameters[name])}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in (*fields, *given):
             raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
@@ -260,6 +260,13 @@ def _hints(target: Any) -> dict[str, Any]:
         return typing.get_type_hints(target.__init__ if is_plain_class else target)
     except (NameError, TypeError):  # a user's annotations may not resolve
         return {}
+
+
+def _named(parameter: inspect.Parameter) -> str:
+    """Return what a parameter expects: its types, or the values of a Literal."""
+    text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
+    values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), text)
+    return values.replace(" | ", " or ")
 
 
 def _is_code(hint: Any) -> bool:
