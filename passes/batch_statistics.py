@@ -15,11 +15,11 @@ from graphopt.graph.metadata import (
     BATCH_WEIGHT,
     OF_BATCH,
 )
+from graphopt.graph.names import ROWS
 from graphopt.graph.roles import FED, Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of
-from passes.halves import ROWS
 from passes.stages import prepare, stages
 
 LEAST = 2.0**-30  # the weight of a batch whose rows all have weight 0: sums of gradients are divided by it

@@ -10,15 +10,11 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import gradient_of, local_of
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.state import ACCUMULATED
 from graphopt.graph.traversal import ancestors, values_read
 from passes.vector_jacobian import extract_part
-
-ROWS = "rows"  # the output of `grad` that weighs a batch
-FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
-SHARE = "share"  # the input of `apply` by which it multiplies the sums over all workers
 
 
 def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:

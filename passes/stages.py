@@ -47,7 +47,7 @@ def stages(
 
 
 def prepare(grad: ir.Model) -> None:
-    """Let a graph have types, sorted nodes, and constants that all stages read."""
+    """Infer missing types, make constants initializers, which each stage can have, and sort the nodes."""
     ensure_typed(grad)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(grad)
     grad.graph.sort()

@@ -204,7 +204,8 @@ def between_two_machines(name: str, rate: int, rounds: int) -> list[str]:
     with machines.machines(2, f"{rate}gbit") as network:
         for _ in range(rounds):
             for state, runs in found.items():
-                runs.append(measured(name, 1, state, network if state != "one" else None))
+                place = (1, state) if state == "one" else (network.count, state, network)
+                runs.append(measured(name, *place))
     total = statistics.median(run["sum"] for run in found["copies"])
     ratios = (faster(2, found["one"], found[state]) for state in ("copies", "overlap", TORCH))
     return [f"{1e3 * total:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]

@@ -42,7 +42,7 @@ class MPI(Communicator):
     1
     """
 
-    _has_lost = False
+    _has_lost = False  # whether a worker has died, of all communicators of this process
     _waits_since: float | None
 
     def __init__(self, timeout: float | None = 300.0) -> None:

@@ -84,7 +84,7 @@ LABELS = Text(
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
-# Nodes whose second input, several workers compute from the rows of all:
+# Several workers compute the second input of these nodes from the rows of all:
 BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements per channel
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics

@@ -10,6 +10,9 @@ import onnx_ir as ir
 Named = ir.Value | str
 
 COUNTERS = "graphopt."  # the prefix of entries in an on-device checkpoint that are not weights
+FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
+ROWS = "rows"  # the output of `grad` that weighs a batch
+SHARE = "share"  # the input of `apply` by which it multiplies the sums over all workers
 _NEXT, _GRADIENT, _SEED, _REPORT, _CONSTANT = ".next", ".grad", ".seed", ".gradient", ".constant"
 _LOCAL = ".local"
 

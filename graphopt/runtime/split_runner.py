@@ -13,7 +13,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.memory import bytes_of
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import of_worker
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
 from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.communicator import Communicator
@@ -27,11 +27,6 @@ from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.summed_buffers import SummedBuffers
 from graphopt.runtime.tensors import Allocate, Tensor, buffer, rows_of
 
-FIRST_ROW, ROWS, SHARE = (
-    "first_row",
-    "rows",
-    "share",
-)  # inputs and an output of the halves: see `passes.halves`
 BUCKET = 2**20  # bytes of gradients to sum before the others are known; a sum of less is mostly waiting
 
 

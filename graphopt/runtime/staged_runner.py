@@ -23,7 +23,7 @@ from graphopt.runtime.tensors import Tensor
 
 
 class _Stage(NamedTuple):
-    """Hold a stage: what it reads of the data and of earlier stages, and what no later stage reads."""
+    """Hold a stage, the names of the tensors that it reads, and of those that no later stage reads."""
 
     runner: StepRunner
     reads: list[str]
@@ -55,8 +55,8 @@ class StagedRunner:
     ) -> None:
         self._report, self._communicator, self._as_numpy = list(report), communicator, as_numpy
         read = [{str(x.name): x for x in with_role(stage, *FED)} for stage in stages]
-        made = [{str(y.name) for y in stage.graph.outputs} for stage in stages]
-        given = {name: x for each in read for name, x in each.items() if not any(name in ys for ys in made)}
+        made = {str(y.name) for stage in stages for y in stage.graph.outputs}
+        given = {name: x for each in read for name, x in each.items() if name not in made}
         self._signature = Signature(device, list(given.values()))
         self._checked: list[Any] | None = None
         self._fit_stages = False  # whether what the stages read has the shapes that they have checked

@@ -31,7 +31,7 @@ class StepRunner:
         in_place: let kernels write the new state over the old one.
         fixed: values for inputs and outputs of the graph that stay where they are.
         native: whether to lower the graph to the machine; by default, a measurement decides.
-        is_large: whether it is worth that; by default, if it has enough parameters.
+        is_large: whether the graph is large enough to be lowered; by default, its parameters decide.
         single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
 
