@@ -68,6 +68,23 @@ def test_a_ragged_last_batch_has_a_call_of_its_own():
     equal(single, several)
 
 
+def test_batches_before_one_that_cannot_be_drawn_train():
+    step = compiled(optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+
+    def drawn():
+        yield from BATCHES[:3] * 2
+        raise OSError("the file is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the file is gone"):
+        for reported in executor.iterate(drawn(), steps_per_call=4):
+            found.append(reported["loss"])
+    alone = graphopt.Executor(step, threads=1)
+    assert found == [alone.step(batch)["loss"] for batch in BATCHES[:3] * 2]
+    assert executor.batches == 6
+
+
 def test_how_many_is_chosen_by_the_time_of_a_step():
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     assert len(executor.run(BATCHES)) == 50

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, cause
-from graphopt.graph import metadata
+from graphopt.graph import metadata, plain
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
 from graphopt.graph.opsets import IR_VERSION
@@ -69,6 +69,7 @@ class Pass(ir.passes.InPlacePass):
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        plain.forget(model)
         try:
             with detached(model):
                 self.rewrite(model)

@@ -25,7 +25,7 @@ SESSION_OPTIONS = (
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
-NATIVE = "GRAPHOPT_NATIVE"  # the environment variable
+NATIVE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # environment variables
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -50,6 +50,10 @@ class DeviceOptions:
             compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`.
         native_without: the names of lowerings to leave out: `kernels`, `products`, `convolutions` or
             `scans`.
+        verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
+            steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
+            plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
+            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
@@ -64,6 +68,7 @@ class DeviceOptions:
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     native_without: Sequence[str] = ()
+    verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
 
 
@@ -97,7 +102,12 @@ class Device(DeviceOptions):
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
-        self.native = self._resolved_native()
+        self.native = _resolved("native", NATIVE, self.native)
+        self.verify = _resolved("verify", VERIFY, self.verify)
+        if self.native is True and not self.on_cpu:
+            raise GraphoptError(
+                f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
+            )
         for lowering in self.native_without:
             if lowering not in LOWERINGS:
                 raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
@@ -106,20 +116,6 @@ class Device(DeviceOptions):
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
-
-    def _resolved_native(self) -> bool | Literal["auto"]:
-        """Return the option `native`, or the environment's."""
-        words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
-        given = os.environ.get(NATIVE, "auto") if self.native is None else self.native
-        found = words.get(str(given).lower())
-        if found is None:
-            name = f"environment variable {NATIVE}" if self.native is None else "native"
-            raise GraphoptError(f"{name}: expected auto, true or false, found {given!r}")
-        if self.native is True and not self.on_cpu:
-            raise GraphoptError(
-                f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
-            )
-        return found
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
@@ -210,6 +206,17 @@ class Device(DeviceOptions):
                 f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
             )
         return names[short]
+
+
+def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
+    """Return an option, or the environment's."""
+    words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+    given = os.environ.get(variable, "auto") if option is None else option
+    found = words.get(str(given).lower())
+    if found is None:
+        what = f"environment variable {variable}" if option is None else name
+        raise GraphoptError(f"{what}: expected auto, true or false, found {given!r}")
+    return found
 
 
 def _set(options: onnxruntime.SessionOptions, name: str, value: Any) -> None:

@@ -31,6 +31,7 @@ from graphopt.runtime.signature import Signature
 from graphopt.runtime.split_runner import SplitRunner
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.translation import Mistranslated
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -158,11 +159,14 @@ class Executor(ExecutorState):
     def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
         """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
         while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
-            waiting = list(itertools.islice(left, chosen or self._several.pace.steps))
+            waiting: list[Batch] = []
+            try:
+                waiting.extend(itertools.islice(left, chosen or self._several.pace.steps))
+            finally:  # if drawing a batch fails, those before it train
+                for batches in alike(waiting) if waiting else ():
+                    yield from self._call(batches)
             if not waiting:
                 return
-            for batches in alike(waiting):
-                yield from self._call(batches)
         with self._lock:
             self._several.close()
         yield from map(self.step, left)
@@ -172,7 +176,14 @@ class Executor(ExecutorState):
         if not self._several.take(batches):
             return map(self._alone, batches)
         with self._lock, self._several.pace.timed(len(batches)):
-            stacked = self._several.step_stacked(self._buffers.current, batches)
+            try:
+                stacked = self._several.step_stacked(self._buffers.current, batches)
+            except Mistranslated as error:
+                if self._device.verify is True:
+                    raise
+                warnings.warn(str(error), stacklevel=3)
+                self._several.give_up()
+                return map(self._alone, batches)
             is_finite = self._buffers.not_finite(stacked) is None
             if is_finite:
                 self._buffers.swap()
