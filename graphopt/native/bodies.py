@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
-from graphopt.graph.schemas import attributes_of
 from graphopt.graph.traversal import subgraphs
+from graphopt.native.attributes import attributes_of
 from graphopt.native.forms import form_of, sizes_of
 from graphopt.native.products import product_kernel
 
@@ -123,7 +123,7 @@ def _moved_in(scan: ir.Node, x: ir.Value | None, versions: Mapping[str, int]) ->
     place = list(scan.inputs).index(x) - states
     if place < 0:
         return False
-    directions = attributes_of(scan, versions).get("scan_input_directions") or [0] * len(scan.inputs)
+    directions = (attributes_of(scan, versions) or {}).get("scan_input_directions") or [0] * len(scan.inputs)
     sequences = list(zip(scan.inputs[states:], body.inputs[states:], directions, strict=False))
     _, element, direction = sequences.pop(place)
     graph.remove(node)

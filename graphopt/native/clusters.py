@@ -54,6 +54,15 @@ class Cluster:
         found = {x: axes for (node, i), axes in self.read.items() if (x := node.inputs[i]) is not None}
         return found | self.axes
 
+    def has_sizes(self) -> bool:
+        """Return whether what the cluster reads from outside says the size of each of its dimensions."""
+        read = {
+            x for node, form in self.nodes.items() for x in operands_of(node, form).values()
+        } - self.axes.keys()
+        return {size for x in read for size in sizes_of(x)} >= {
+            size for size in self.space.sizes.values() if isinstance(size, str)
+        }
+
     def is_inside(self, y: ir.Value) -> bool:
         """Return whether a node of the cluster reads a value."""
         return any(use.node in self.nodes for use in y.uses())
@@ -109,7 +118,7 @@ def _found(
         if first is None:
             continue
         cluster = _grown(first, free, reach)
-        if sum(form.kind != "view" for form in cluster.nodes.values()) >= least:
+        if sum(form.kind != "view" for form in cluster.nodes.values()) >= least and cluster.has_sizes():
             found.append(cluster)
             reach.contract(cluster.nodes)
             for node in cluster.nodes:

@@ -9,8 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.graph.schemas import attributes_of
 from graphopt.graph.values import constant_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.kernels import Kernel
 from graphopt.native.products import braced, only_reader, permutation, rank_of
 
@@ -24,9 +24,9 @@ Stored = tuple[ir.Value, list[int], list[int]]
 
 def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
     """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node."""
-    if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
-        return None
     attributes = attributes_of(node, versions)
+    if attributes is None or node.op_type not in ("Conv", "ConvTranspose"):
+        return None
     x, w, bias = [*node.inputs, None][:3]
     y = node.outputs[0]
     if (

@@ -133,6 +133,10 @@ VARIADIC: Mapping[str, Callable[[int], str]] = {
 # Operators whose operands need not have the type of the result.
 MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
 
+ELEMENTWISE = frozenset(
+    {*OF_ANY, *OF_FLOATING, *WITH_ATTRIBUTES, *VARIADIC, "Cast", "Clip", "Gelu", "IsInf", "Mod", "Pow"}
+)
+
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
     "sum": ("0", "{0} += {1};", "+"),
@@ -162,7 +166,8 @@ ROWS = frozenset({"LayerNormalization", "LogSoftmax", "RMSNormalization", "Softm
 def literal(number: float, ctype: str) -> str:
     """Return a number as C writes it, exactly."""
     if ctype not in FLOATING:
-        return f"{int(number)}LL" if ctype == "int64_t" else str(int(number))
+        text = f"{int(number)}LL" if ctype == "int64_t" else str(int(number))
+        return f"({int(number) + 1}LL - 1)" if number == -(2**63) else text
     if number != number:
         return "NAN"
     if number in (float("inf"), float("-inf")):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.schemas import attributes_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.forms import form_of
 from graphopt.native.kernels import Kernel
 
@@ -17,9 +17,9 @@ MOST_AXES = 4  # as in calls.h
 
 def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
     """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node."""
-    if node.domain != "" or node.op_type not in MATRIX_PRODUCTS:
-        return None
     attributes = attributes_of(node, versions)
+    if attributes is None or node.op_type not in MATRIX_PRODUCTS:
+        return None
     a, b, bias = [*node.inputs, None][:3]
     y, replaced = node.outputs[0], [node]
     rank = rank_of(y)
