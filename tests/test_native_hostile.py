@@ -20,6 +20,7 @@ from graphopt.graph.loading import load
 from graphopt.native import operators, toolchain
 from graphopt.native.library import source
 from graphopt.native.lowering import lower, plan
+from graphopt.runtime.session import Session
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 SQUARES = passes.MeanSquaredError()
@@ -105,7 +106,7 @@ def test_no_model_may_call_compiled_kernels(made, form, tmp_path):
     given = {"path": lambda: path, "proto": lambda: proto, "ir": lambda: ir.from_proto(proto)}[form]
     for use in (load, graphopt.Executor, lambda x: graphopt.compile(x, loss=SQUARES)):
         with pytest.raises(
-            GraphoptError, match="found the domain 'ai.graphopt' of graphopt's compiled"
+            GraphoptError, match=r"found the domain 'ai\.graphopt' of graphopt's compiled"
         ) as error:
             use(given())
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
@@ -207,3 +208,47 @@ def test_a_strange_word_is_noticed():
     assert strange("evil(1);") == {"evil"}
     assert strange('#include "/etc/passwd"') and strange("#error x") and strange("// x")
     assert strange("float v1 = exp_float(v0) * 0x1.8p+1f;") == set()
+
+
+# --- Models that take long to compile ---
+
+
+def chained(count):
+    lines = [f"h{i + 1} = {['Sin', 'Tanh', 'Neg', 'Sigmoid', 'Abs'][i % 5]}(h{i})" for i in range(count)]
+    return model(f"g (float[N,32] h0) => (float[N,32] h{count}) {{ {chr(10).join(lines)} }}")
+
+
+def largest_of(count, op_type="Max"):
+    lines = [
+        f"a{i} = {['Sin', 'Cos', 'Tanh', 'Neg'][i % 4]}({f'a{i - 4}' if i > 3 else 'x'})"
+        for i in range(count)
+    ]
+    lines.append(f"y = {op_type}({', '.join(f'a{i}' for i in range(count))})")
+    return model(f"g (float[N,32] x) => (float[N,32] y) {{ {chr(10).join(lines)} }}")
+
+
+LONG = {
+    "chain": lambda: chained(300),
+    "max": lambda: largest_of(24),
+    "min": lambda: largest_of(30, "Min"),
+    "sum": lambda: largest_of(200, "Sum"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_code_is_linear_in_the_graph(name):
+    graph = load(LONG[name]())
+    found = plan(graph)
+    assert max(found.clusters) <= 64
+    assert sum(len(kernel.code) for kernel in found.kernels) < 1000 * len(graph.graph)
+
+
+@pytest.mark.parametrize("op_type", ["Max", "Min"])
+def test_the_largest_of_many_is_the_runtimes(op_type):
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 32)).astype(np.float32)}
+    feeds["x"][0, 0] = np.nan
+    graph = load(largest_of(20, op_type))
+    lowered = lower(graph)
+    device = graphopt.Device("cpu")
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)["y"]
+    np.testing.assert_allclose(found, Session(device, graph).compute_arrays(feeds)["y"], rtol=1e-5)

@@ -10,10 +10,10 @@ import onnxruntime
 import pytest
 from builders import model
 
+from graphopt.graph.checking import KERNELS
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
 from graphopt.native.lowering import lower, plan
-from graphopt.graph.checking import KERNELS
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 

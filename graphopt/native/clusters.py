@@ -18,6 +18,7 @@ from graphopt.native.forms import Form, form_of, is_scalar, operands_of, sizes_o
 from graphopt.native.reach import Reach
 from graphopt.native.space import Axes, Placement, Space, placed
 
+MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
 TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
 
 
@@ -144,7 +145,7 @@ def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
 def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Cluster:
     """Return a cluster with all neighbors that fit, one by one."""
     refused: dict[ir.Node, int] = {}  # by the size of the cluster that refused it
-    while True:
+    while len(cluster.nodes) < MOST_NODES:
         for node in _neighbors(cluster):
             if node not in free or refused.get(node) == len(cluster.nodes):
                 continue
@@ -154,7 +155,8 @@ def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Clus
                 break
             refused[node] = len(cluster.nodes)
         else:
-            return cluster
+            break
+    return cluster
 
 
 def _neighbors(cluster: Cluster) -> list[ir.Node]:

@@ -15,6 +15,8 @@ from graphopt.native.operators import CTYPES, FLOATING, REDUCING, ROWS, expressi
 
 Size = int | str
 
+MOST_OPERANDS = 64  # of a node
+
 RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
 
 
@@ -43,7 +45,7 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     """Return what a node does; None if kernels do not compute it."""
     attributes = attributes_of(node, versions)
-    if attributes is None or not node.inputs or node.inputs[0] is None:
+    if attributes is None or not 1 <= len(node.inputs) <= MOST_OPERANDS or node.inputs[0] is None:
         return None
     if node.op_type in RESHAPING:
         return _view(node, attributes)

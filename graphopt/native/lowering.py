@@ -7,14 +7,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
-from graphopt.files import write_folder
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
@@ -23,6 +22,7 @@ from graphopt.graph.shapes import infer_anew
 from graphopt.graph.values import like
 from graphopt.native.attributes import is_well_formed
 from graphopt.native.bodies import bodies, move_into_bodies, note_rows
+from graphopt.native.cache import cache_folder, keep, kept
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.in_place import write_in_place
@@ -33,7 +33,7 @@ from graphopt.native.rewrites import undo_fusions
 from graphopt.native.scans import scan_kernel
 from graphopt.native.sizes import unify_sizes
 from graphopt.native.state_check import add_state_check
-from graphopt.native.toolchain import build, cache_folder, digest_of
+from graphopt.native.toolchain import build, digest_of
 
 LOWERINGS = ("kernels", "products", "convolutions", "scans")
 
@@ -118,31 +118,38 @@ def _lowered(
     with weights_apart(found.model):
         content = ir.to_proto(found.model).SerializeToString()
     note = json.dumps({"library": library.name, "check": found.check, "shared": shared}).encode()
-    write_folder(cache_folder(), {f"{digest}.onnx": content, f"{digest}.json": note})
+    keep(f"{digest}.onnx", content)
+    keep(f"{digest}.json", note)
     return Lowered(found.model, library, found.check, shared, digest)
 
 
 def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
-    folder = cache_folder()
-    try:
-        note = json.loads((folder / f"{digest}.json").read_text())
-        library, shared = folder / note["library"], note["shared"]
-        model = ir.from_proto(onnx.load_model_from_string((folder / f"{digest}.onnx").read_bytes()))
-    except (OSError, ValueError, KeyError, DecodeError):
+    note, content = kept(f"{digest}.json"), kept(f"{digest}.onnx")
+    if note is None or content is None:
         return None
-    if not library.exists():
+    found = json.loads(note)
+    if kept(found["library"]) is None:
         return None
+    model = ir.from_proto(onnx.load_model_from_string(content))
     for name, tensor in weights.items():
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = tensor
-    return Lowered(model, library, note["check"], shared, digest)
+    return Lowered(model, cache_folder() / found["library"], found["check"], found["shared"], digest)
+
+
+def sources() -> list[Path]:
+    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
+    package = Path(__file__).parents[1]
+    rooms = [path for room in ("graph", "native") for path in package.joinpath(room).rglob("*.py")]
+    return sorted([*rooms, *(package / f"{name}.py" for name in ("errors", "files", "intervals"))])
 
 
 @functools.cache
 def _code() -> list[str]:
-    """Return the code that lowers graphs."""
-    return [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    """Return what decides how a graph is lowered: the code, and the versions of the packages that it uses."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("onnx", "onnx_ir", "onnxscript", "numpy")]
+    return [*versions, *(path.read_text() for path in sources())]
 
 
 def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:

@@ -89,9 +89,9 @@ class _Sizes:
 
     def _note(self, size: Size, found: Product) -> None:
         """Note what a name means that was invented for one axis and is not known yet."""
-        if isinstance(size, str) and size not in self._named and size not in self._known:
-            if all(name != size for name, _ in found.powers):
-                self._known[size] = found
+        is_open = isinstance(size, str) and size not in self._named | self._known.keys()
+        if is_open and all(name != size for name, _ in found.powers):
+            self._known[str(size)] = found
 
     def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
         """Solve for the only size that is not known, as both have the same number of elements."""
