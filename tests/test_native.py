@@ -274,7 +274,7 @@ def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such limit")
 def test_a_compiler_that_takes_too_much_memory_fails(cache, monkeypatch):
     compiler_of(monkeypatch, "import sys; '--version' in sys.argv or bytes(2**30)", BYTES=2**29)
-    with pytest.raises(graphopt.GraphoptError, match="does not compile the kernels: .*MemoryError"):
+    with pytest.raises(graphopt.GraphoptError, match=r"does not compile the kernels: .*MemoryError"):
         lower(load(step_of()))
 
 

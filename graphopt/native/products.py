@@ -133,8 +133,9 @@ def permutation(node: ir.Node, rank: int) -> list[int] | None:
     """Return the permutation of a Transpose, which reverses the axes by default; None for any other node."""
     if node.op_type != "Transpose" or node.domain != "":
         return None
-    perm = node.attributes.get("perm")
-    return list(range(rank))[::-1] if perm is None else list(perm.as_ints())
+    given = node.attributes.get("perm")
+    perm = list(range(rank))[::-1] if given is None else list(given.as_ints())
+    return perm if sorted(perm) == list(range(rank)) else None
 
 
 def only_reader(y: ir.Value) -> ir.Node | None:

@@ -15,6 +15,8 @@ from graphopt.native.kernels import Kernel
 from graphopt.native.operators import STORED
 from graphopt.native.products import braced, rank_of
 
+MOST_TENSORS, MOST_AXES = 2**12, 2**6  # which a task holds on its stack
+
 
 @dataclass(frozen=True)
 class Step:
@@ -59,7 +61,9 @@ def scan_kernel(
     inputs = [*given, *besides]
     tensors = [*inputs, *body.inputs, *computed]
     dims = _dims(tensors, len(given), len(inputs), states)
-    if dims is None or any(x.dtype not in STORED for x in [*tensors, *node.outputs]):
+    if dims is None or len(tensors) > MOST_TENSORS or any(rank_of(x) > MOST_AXES for x in tensors):
+        return None
+    if any(x.dtype not in STORED for x in [*tensors, *node.outputs]):
         return None
     places = {x: i for i, x in enumerate(tensors)}
     backwards = list(attributes.get("scan_output_directions") or [0] * (len(body.outputs) - states))
