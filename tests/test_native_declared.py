@@ -98,6 +98,8 @@ NETWORKS = {
     "reshaped": (reshaped, (4, 6), (3,)),
     "totals": (totals, (8,), (3,)),
 }
+# Each tensor has memory of its own, so that a sanitizer sees what is beside it.
+APART = {"enable_cpu_mem_arena": False, "enable_mem_pattern": False, "enable_mem_reuse": False}
 STEPS = {}
 
 
@@ -130,10 +132,15 @@ def computed(proto):
 
 
 def damage(proto, rng, many):
-    """Declare wrong sizes, ranks and names of some computed values."""
+    """Declare wrong sizes, ranks and names of so many computed values; 0 stands for one of a rare operator."""
     values = computed(proto)
     symbols = [dim.dim_param for value in values for dim in value.type.tensor_type.shape.dim if dim.dim_param]
-    for i in rng.choice(len(values), min(many, len(values)), replace=False):
+    made = {y: node.op_type for graph in graphs(proto.graph) for node in graph.node for y in node.output}
+    chosen = list(rng.choice(len(values), min(many, len(values)), replace=False))
+    if not many:  # one result of an operator that few nodes have
+        op_type = rng.choice(sorted({made.get(value.name, "") for value in values}))
+        chosen = [rng.choice([i for i, value in enumerate(values) if made.get(value.name, "") == op_type])]
+    for i in chosen:
         shape = values[i].type.tensor_type.shape
         dims, how = shape.dim, rng.integers(8)
         if how == 0:
@@ -173,9 +180,9 @@ def results(proto, name, native):
     rng = np.random.default_rng(0)
     found = []
     try:
-        executor = graphopt.Executor(proto, threads=1, native=native)
+        executor = graphopt.Executor(proto, threads=1, native=native, session_options=APART)
         source = next(each for each in executor.inputs if each != "target")
-        for rows in (5, 33):
+        for rows in (5, 70):
             arrays = [rng.standard_normal((rows, *sizes)).astype(np.float32) for sizes in (shape, out)]
             found.append(executor.step(dict(zip((source, "target"), arrays, strict=True)))["loss"])
     except GraphoptError as error:
@@ -197,11 +204,11 @@ def compare(proto, name):
     return True
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NETWORKS)
 def test_wrong_declarations_change_nothing(name, seed):
     proto = step_of(name)
-    damage(proto, np.random.default_rng(seed), 1000 if seed else 3)
+    damage(proto, np.random.default_rng(seed), (0, 3, 1000)[seed])
     assert compare(proto, name) or isinstance(results(proto, name, False), GraphoptError)
 
 
@@ -283,7 +290,7 @@ def test_no_declaration_makes_kernels_write_beyond_their_memory(name, tmp_path):
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, __file__, name, "6"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__, name, "24"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     assert "kernels ran" in done.stdout
@@ -295,7 +302,7 @@ def main(name, seeds):
     ran = 0
     for seed in range(seeds):
         proto, rng = step_of(name), np.random.default_rng(seed)
-        (damage(proto, rng, int(rng.choice([1, 5, 1000]))) if seed % 2 else renamed(proto, rng))
+        (damage(proto, rng, int(rng.choice([0, 0, 0, 5, 1000]))) if seed % 2 else renamed(proto, rng))
         ran += compare(proto, name)
     print(f"kernels ran {ran} times")
 
