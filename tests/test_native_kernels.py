@@ -34,7 +34,7 @@ from random_clusters import SPECIAL, Graph, Part, grown
 import graphopt
 import passes
 from graphopt.native.lowering import lower, plan
-from graphopt.native.operators import OF_ANY, OF_FLOATING, REDUCING, ROWS, VARIADIC, WITH_ATTRIBUTES
+from graphopt.native.operators import FOLDED, OF_ANY, OF_FLOATING, REDUCING, ROWS, VARIADIC, WITH_ATTRIBUTES
 from graphopt.native.toolchain import compiler
 from graphopt.runtime.denormals import Flushing, supported
 
@@ -340,6 +340,7 @@ def test_random_clusters_have_every_operator_of_the_table() -> None:
         OF_FLOATING,
         WITH_ATTRIBUTES,
         VARIADIC,
+        FOLDED,
         REDUCING,
         ROWS,
         {"Cast", "Clip", "Gelu", "IsInf", "Mod", "Pow"},

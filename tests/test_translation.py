@@ -30,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     """Give each test a cache of its own, which has verified nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
-    return tmp_path / "cache" / "graphopt" / "native"
+    return tmp_path / "cache" / "graphopt" / "steps"
 
 
 CONVOLUTION = """g (float[N,3,10,12] x) => (float[N,3] y) {

@@ -15,8 +15,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.limits import Limits
+from graphopt.graph.limits import Limits, bodies
 
+KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering may write
 MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
 
@@ -40,6 +41,31 @@ def check_proto(proto: onnx.ModelProto) -> None:
     for function in proto.functions:
         own = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
         _check_references(function, f"function {function.domain}::{function.name}", own)
+
+
+def check_domains(model: ir.Model) -> None:
+    """Raise an error if a model names the domain of compiled kernels: in a node at any depth, a function or an opset.
+
+    Raises:
+        GraphoptError: names what uses the domain.
+    """
+    for whole in [model.graph, *model.functions.values()]:
+        nodes = (node for graph, _ in bodies(whole) for node in graph)
+        found = next((node for node in nodes if node.domain == KERNELS), None)
+        if found is not None:
+            names = [found.name, *(y.name for y in found.outputs)]
+            raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
+        if KERNELS in whole.opset_imports:
+            raise _reserved("the opsets")
+    if any(function.domain == KERNELS for function in model.functions.values()):
+        raise _reserved("a function")
+
+
+def _reserved(title: str) -> GraphoptError:
+    return GraphoptError(
+        f"{title}: expected operators of the model, found the domain {KERNELS!r} of graphopt's compiled kernels, which "
+        "exist only while a step runs: pass the model that was compiled"
+    )
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

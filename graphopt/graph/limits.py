@@ -84,7 +84,7 @@ def _measure_function(
     path = [function]
     while path:
         current = path[-1]
-        called = {node.op_identifier() for graph, _ in _bodies(current) for node in graph}
+        called = {node.op_identifier() for graph, _ in bodies(current) for node in graph}
         unknown = [name for name in called if name in model.functions and name not in known]
         if not unknown:
             known[current.identifier()] = _measure(model, current, known)
@@ -103,7 +103,7 @@ def _measure(
 ) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
-    for graph, depth in _bodies(whole):
+    for graph, depth in bodies(whole):
         deepest = max(deepest, depth)
         for node in graph:
             more, below = known[node.op_identifier()] if node.op_identifier() in model.functions else (0, -1)
@@ -112,7 +112,7 @@ def _measure(
     return nodes, deepest
 
 
-def _bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
+def bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
     """Yield a graph and all its subgraphs, each with its depth; without recursion."""
     waiting: list[tuple[ir.Graph | ir.Function, int]] = [(whole, 0)]
     while waiting:

@@ -18,7 +18,7 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.files import replacing
 from graphopt.graph import large_models as large
 from graphopt.graph import metadata_checks, plain
-from graphopt.graph.checking import check_external, check_proto
+from graphopt.graph.checking import check_domains, check_external, check_proto
 from graphopt.graph.large_models import checkable, weigh
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.postprocessing import set_aside
@@ -76,6 +76,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
     set_limits(model, limits)
     check_size(model)
+    check_domains(model)
     metadata_checks.check(model)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -89,7 +90,7 @@ STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
 
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value, including values in bodies, and name unknown dimensions."""
-    names = (f"unknown_{i}" for i in itertools.count())
+    names = _new_names(model)
     name_dimensions(model.graph.inputs, names)
     propagate = check_expanded(model)
     _infer_all(model, propagate)
@@ -107,6 +108,46 @@ def infer(model: ir.Model) -> None:
         untyped = next(_untyped(model), None)
     name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
     name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
+
+
+def infer_anew(model: ir.Model) -> None:
+    """Infer the types and shapes of all computed values from inputs and weights, whatever the model declares.
+
+    What cannot be inferred has no shape. A type stays declared only if inference does not know the operator: ONNX
+    Runtime compares all declared types with its own.
+    """
+    computed = [y for node in model.graph.all_nodes() for y in node.outputs]
+    inner = [x for graph in model.graphs() if graph is not model.graph for x in graph.inputs]
+    declared = {x: x.type for x in [*computed, *inner]}
+
+    def forget() -> None:
+        for x in declared:
+            x.shape, node = None, x.producer()
+            x.type = None if node is None or _has_schema(node) else declared[x]
+
+    forget()
+    try:
+        infer(model)
+    except GraphoptError:
+        forget()
+        name_dimensions(model.graph.inputs, _new_names(model))
+        with contextlib.suppress(*REFUSED):
+            typed = onnx.shape_inference.infer_shapes(_without_weights(model))
+            _take_types(model.graph, ir.from_proto(typed).graph)
+    for x, kind in declared.items():
+        x.type = x.type or kind
+
+
+def _new_names(model: ir.Model) -> Iterator[str]:
+    """Return names of dimensions that the model lacks."""
+    values = [x for graph in model.graphs() for x in graph.inputs]
+    values += [y for node in model.graph.all_nodes() for y in node.outputs]
+    taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
+    return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
+
+
+def _has_schema(node: ir.Node) -> bool:
+    return node.domain == "" and onnx.defs.has(node.op_type, "")
 
 
 def _untyped(model: ir.Model) -> Iterator[ir.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.native.clusters import Cluster
 from graphopt.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
-from graphopt.native.operators import REDUCING, cast, expression, in_type, literal, power
+from graphopt.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.native.space import Axes
 
 ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
@@ -175,6 +176,9 @@ class Numbers:
             self._of.update(zip(node.outputs, results, strict=False))
         elif node.op_type == "Clip":
             self._of[y] = self._clipped(given)
+        elif node.op_type in FOLDED:
+            code, ctype = self._expression(node, form, xs), ctype_of(y)
+            self._of[y] = functools.reduce(functools.partial(self._map, code, ctype), xs)
         else:
             code = self._expression(node, form, xs)
             self._of[y] = self._map(code, ctype_of(y), *xs)

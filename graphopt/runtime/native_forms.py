@@ -20,8 +20,8 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.plain import plain_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.native.cache import cache_folder, read_regular
 from graphopt.native.lowering import Lowered, lower
-from graphopt.native.toolchain import cache_folder
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import SessionRefused
@@ -215,7 +215,7 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
 def remembered(key: Sequence[object]) -> int | None:
     """Return the index of the fastest call that was measured on this machine, or None."""
     try:
-        return int(json.loads(_note(key).read_text())["fastest"])
+        return int(json.loads(read_regular(_note(key)) or b"")["fastest"])
     except (GraphoptError, OSError, ValueError, KeyError, TypeError):
         return None
 

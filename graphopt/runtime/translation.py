@@ -20,7 +20,7 @@ from graphopt.files import write, write_folder
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.native.toolchain import cache_folder
+from graphopt.native.cache import cache_folder
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -227,7 +227,7 @@ class Translation:
     def _told(self, form: Form, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
         name, error = next(iter(errors.items()))
-        folder = cache_folder() / f"difference-{digest[:16]}"
+        folder = cache_folder("steps") / f"difference-{digest[:16]}"
         files: dict[str, bytes] = {
             "rewritten.onnx": _content(form.model),
             "plain.onnx": _content(self._plain),
@@ -300,7 +300,7 @@ def _content(model: ir.Model) -> bytes:
 def _recalled(digest: str) -> str | None:
     """Return what was found about a form on this machine: "" if its numbers agree; None if it is new."""
     try:
-        told = json.loads((cache_folder() / f"{digest}.verified.json").read_text())["difference"]
+        told = json.loads((cache_folder("steps") / f"{digest}.verified.json").read_text())["difference"]
     except (GraphoptError, OSError, ValueError, KeyError, TypeError):
         return None
     return told if isinstance(told, str) else None
@@ -308,4 +308,4 @@ def _recalled(digest: str) -> str | None:
 
 def _remember(digest: str, told: str) -> None:
     with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-        write(cache_folder() / f"{digest}.verified.json", json.dumps({"difference": told}))
+        write(cache_folder("steps") / f"{digest}.verified.json", json.dumps({"difference": told}))
