@@ -158,12 +158,10 @@ def check_fields(
             raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
         if is_open:
             continue
-        if name not in parameters:
+        if name not in parameters or name in given:
             raise GraphoptError(
                 f"{path}: {unknown('field', name, [one for one in parameters if one not in given])}"
             )
-        if name in given:
-            continue
         hint = hints.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
