@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 
 HOME = Path(__file__).parents[2]  # what `graphopt` itself is imported from
 SAFE = "PYTHONSAFEPATH"  # read by Python 3.11 and later: `python -m` does not search the working directory
-IN_THIS_PROCESS = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+IN_THIS_PROCESS = "BasicLauncher"  # of Hydra
 SEARCHES_HERE = "hydra_plugins.hydra_ray_launcher"  # Ray has its workers search the working directory first
 
 
@@ -43,7 +43,7 @@ def check_processes(hydra: DictConfig) -> None:
         hydra: the node `hydra` of a composed config.
     """
     launcher = str(OmegaConf.select(hydra, "launcher._target_"))
-    if launcher == IN_THIS_PROCESS or (
+    if launcher.endswith(IN_THIS_PROCESS) or (
         sys.version_info >= (3, 11) and not launcher.startswith(SEARCHES_HERE)
     ):
         return

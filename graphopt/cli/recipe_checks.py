@@ -36,6 +36,7 @@ HOST = (
     "executor.provider_options",
     "executor.session_options",
 )  # these may name libraries to load and files to write
+NAMES: dict[type, str] = {str: "a name", bool: "true or false"}
 MOST = {  # of numbers that take memory, however small the data is
     "executor.steps_per_call": 10_000,
     "fit.prefetch": 1_000,
@@ -52,6 +53,12 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     Raises:
         GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
+    for field, value in _values(fields, ""):
+        if isinstance(value, str) and "\0" in value:
+            raise GraphoptError(f"{field[1:]}: expected text without the character NUL, found {value!r}")
+    for key, kind in {"model": str, "run": str, "predictions": str, "quiet": bool}.items():
+        if not isinstance(fields.get(key), kind):
+            raise GraphoptError(f"{key}: expected {NAMES[kind]}, found {fields.get(key)!r}")
     for key in ("data", "executor", "fit", "hosts", "limits", "models", "pipeline"):
         if not isinstance(fields.get(key), dict):
             raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")

@@ -296,6 +296,8 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
         return isinstance(value, Mapping) and all(_fits(one, parts[1], trust) for one in value.values())
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return isinstance(value, list) and all(_fits(one, parts[0], trust) for one in value)
+    if origin is Callable:
+        return False  # a text names it, which `_is_code` tells
     if inspect.isclass(origin):
         return isinstance(value, origin | str | list)
     return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)

@@ -348,16 +348,16 @@ def _problem(error: Exception) -> str:
     return "more than fits into memory" if isinstance(error, MemoryError) else line(error)
 
 
-def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious: int = UNSUSPICIOUS) -> None:
+def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
     """Raise an error if a file expands to far more data than its size.
 
     Args:
         size: the bytes after expansion.
         expansion: the maximum ratio.
-        unsuspicious: the bytes to which a file of any size may expand.
+        unsuspicious: the bytes to which a file of any size may expand; None for 1 GiB.
     """
     file_size = max(1, Path(path).stat().st_size)
-    if size > max(unsuspicious, expansion * file_size):
+    if size > max(UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
         raise GraphoptError(
             f"{path}: expected data of at most {expansion} times the file of {file_size:,} bytes, found {size:,}: "
             f"set data.expansion={-(-size // file_size)} to read it"

@@ -68,6 +68,10 @@ class Launcher:
             raise GraphoptError(
                 f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
             )
+        if self.outer is not None and not hasattr(self.outer, "slots"):
+            raise GraphoptError(
+                f"launcher.outer: expected an optimizer such as {{_target_: passes.SGD}}, found {self.outer!r}"
+            )
         if self.outer is not None and self.sync_every is None:
             raise GraphoptError(
                 "launcher.outer: expected sync_every with it, found none: set launcher.sync_every"
