@@ -493,7 +493,7 @@ ENDINGS = ("parquet", "feather", "stream", "polars")
 def test_texts_and_lists_are_read_from_what_other_libraries_write(tmp_path: Path, ending: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.feather")
-    x = RNG.standard_normal((100, 2))
+    x = np.random.default_rng(0).standard_normal((100, 2))
     texts = ["cat", "dog"] * 50
     table = pyarrow.table({"a": x[:, 0], "b": x[:, 1], "kind": texts, "unused": ["x"] * 100})
     read = data.parquet if ending == "parquet" else data.arrow
@@ -530,7 +530,9 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path: Path) -> None:
     pool = pyarrow.system_memory_pool()
     assert (data.parquet(path, features=["x"], target=None).arrays["x"][:, 0] == np.arange(500)).all()
     assert pool.bytes_allocated() < 10**8
-    with pytest.raises(GraphoptError, match="column 'unused', row 0: expected a number, found 'x+") as caught:
+    with pytest.raises(
+        GraphoptError, match=r"column 'unused', row 0: expected a number, found 'x+"
+    ) as caught:
         data.parquet(path, target=None)  # which holds the text once
     assert len(str(caught.value)) < 500
 
@@ -549,5 +551,5 @@ def test_one_long_cell_widens_no_column(tmp_path: Path) -> None:
     """NumPy would hold 4 bytes for each character of the longest cell, in each row."""
     path = tmp_path / "t.csv"
     path.write_text("a,target\n" + "1" * 100_000 + ",1\n" + "1,2\n" * 100_000)
-    with pytest.raises(GraphoptError, match="column 'a', row 0: expected a number, found '1+"):
+    with pytest.raises(GraphoptError, match=r"column 'a', row 0: expected a number, found '1+"):
         data.csv(str(path))
