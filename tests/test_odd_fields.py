@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("plain")
 
 ODD = {
     "a list": "[1]",
+    "lists": "[[1], []]",
     "a mapping": "{a: 1}",
     "a text": "text",
     "NUL": '"nul\\0"',
@@ -36,6 +37,8 @@ ODD = {
 KNOWN = [  # each once ended in a traceback
     ("model", "a list"),
     ("loss.function", "a list"),
+    ("loss.function", "lists"),
+    ("callbacks.csv", "a list"),
     ("launcher.outer", "a text"),
     ("data.path", "NUL"),
     ("model", "NUL"),

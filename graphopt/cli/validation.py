@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import pkgutil
 import re
 import types
@@ -299,7 +300,7 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     if origin is Callable:
         return False  # a text names it, which `_is_code` tells
     if inspect.isclass(origin):
-        return isinstance(value, origin | str | list)
+        return isinstance(value, (origin, str) if origin is os.PathLike else origin)
     return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)
 
 

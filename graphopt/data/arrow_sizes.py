@@ -65,7 +65,7 @@ def _sizes(metadata: memoryview, body: memoryview, is_dictionary: bool) -> tuple
     if is_dictionary:
         table = table.table(1)
     is_compressed = table.place(3) is not None
-    sizes = (_size(body, *buffer, is_compressed) for buffer in table.structures(2, "<qq"))
+    sizes = (_size(body, at, length, is_compressed) for at, length in table.structures(2, "<qq"))
     return table.long(0), sum(sizes)
 
 

@@ -89,10 +89,12 @@ class Device(DeviceOptions):
         self.kind, _, index = self.name.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
-        if self.threads is not None and not 0 <= self.threads <= MOST_THREADS:
+        if self.threads is not None and self.threads < 0:
             raise GraphoptError(
-                f"threads: expected 1 to {MOST_THREADS:,}, or None for the runtime's choice, found {self.threads}"
+                f"threads: expected 1 or more, or None for the runtime's choice, found {self.threads}"
             )
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
         self.index = int(index or 0)
         self.ort = _runtime()
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
