@@ -83,7 +83,7 @@ class Tracker(Log):
     init: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.module, ModuleType) and self.module not in TRACKERS:
+        if not hasattr(self.module, "init") and self.module not in TRACKERS:
             raise GraphoptError(
                 f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module"
             )
