@@ -34,8 +34,13 @@ def compiler() -> tuple[str, ...] | None:
         found = shutil.which(name) if name else None
         if found:
             return (found,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "cc")
+    spec = importlib.util.find_spec("ziglang")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        found = shutil.which(
+            "zig", path=folder
+        )  # not `python -m ziglang`, which searches the working directory
+        if found:
+            return (found, "cc")
     return None
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+MOST_THREADS = 1_024  # more would take the memory, or end the process
 SESSION_OPTIONS = (
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
     *("graph_optimization_level", "inter_op_num_threads", "intra_op_num_threads", "log_severity_level"),
@@ -97,6 +98,8 @@ class Device(DeviceOptions):
             raise GraphoptError(
                 f"threads: expected 1 or more, or None for the runtime's choice, found {self.threads}"
             )
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
         self.index = int(index or 0)
         self.ort = _runtime()
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None

@@ -70,6 +70,20 @@ class NonFiniteLoss(GraphoptError):
     """
 
 
+def fed_by(data: Mapping[str, Tensor] | None, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors of a call by name.
+
+    Raises:
+        GraphoptError: they have no names.
+    """
+    if data is not None and not isinstance(data, Mapping):
+        raise GraphoptError(
+            f"data: expected arrays by the names of the graph's inputs, such as {{'x': ...}}, found a "
+            f"{type(data).__name__}"
+        )
+    return {**(data or {}), **named} if named else data or {}
+
+
 class Executor(ExecutorState):
     """Run a training graph step by step. The state stays on the device.
 
@@ -110,7 +124,7 @@ class Executor(ExecutorState):
                 a label in host memory. Nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
-        feeds = {**(data or {}), **named} if named else data or {}
+        feeds = fed_by(data, named)
         with self._lock:
             if not self._runner.fits(feeds):
                 fed, feeds = self._split(feeds)
@@ -225,7 +239,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
+        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(data, named))
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the model's outputs. Targets are optional, and are checked if given.
@@ -238,7 +252,7 @@ class Executor(ExecutorState):
             raise GraphoptError(
                 "predict: expected an output other than the model's own loss, found none: use evaluate"
             )
-        return self._forward(outputs, {**(data or {}), **named})
+        return self._forward(outputs, fed_by(data, named))
 
     @property
     def learning_rate(self) -> float:
