@@ -19,6 +19,7 @@ import onnxscript.version_converter
 import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
+from graphopt.graph.declarations import forget
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
 from graphopt.graph.operators import POOLS
@@ -26,7 +27,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
-from graphopt.graph.shapes import check_expanded, fold_shapes, infer
+from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.state import make_room
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
@@ -101,11 +102,12 @@ class Normalize(Pass):
         except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
-        check_expanded(model)
+        forget(model)
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
             lowering.lower(model)
+            forget(model)
         expand(model)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)

@@ -393,6 +393,23 @@ class LeftOut(Note):
         return cls(tuple(map(str, fields["names"])))
 
 
+@dataclass(frozen=True)
+class Misdeclared(Note):
+    """Record how many values have wrong shapes in the file, and one of them with both shapes."""
+
+    KEY = "graphopt.misdeclared"
+    EXPECTED = "a number of values and an example"
+
+    count: int = 0
+    example: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Misdeclared:
+        found = cls(int(fields["count"]), str(fields["example"]))
+        _check(0 <= found.count < 2**31, len(found.example) < 2000)
+        return found
+
+
 def note_of(holder: Holder, key: str) -> str | None:
     """Return the metadata of another program under a key, or None."""
     return holder.metadata_props.get(key)

@@ -19,6 +19,7 @@ from graphopt.graph.metadata import (
     Detached,
     InferenceForm,
     LeftOut,
+    Misdeclared,
     Origin,
     TargetSpec,
     Text,
@@ -59,6 +60,7 @@ def check(model: ir.Model) -> None:
     check_detached(model)
     Versions.read(model)
     LeftOut.read(model)
+    Misdeclared.read(model)
     for value in graph.initializers.values():
         Origin.read(value)
 

@@ -1,0 +1,86 @@
+"""Files that declare wrong shapes: inferred shapes replace them, as ONNX Runtime, which runs these files, does."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import model
+
+import graphopt
+import passes
+from graphopt.inspection.report import report
+
+LINEAR = "g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) t = Tanh(h) y = Identity(t) }"
+ONES = np.ones((4, 3), np.float32)
+
+
+def declared(text: str, inner: dict[str, list] | None = None, **given) -> onnx.ModelProto:
+    """Return a model with shapes declared for inner values; a name in a body gets its shape there."""
+    proto = model(text, **given)
+    for name, dims in (inner or {}).items():
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims))
+    return proto
+
+
+def run_by_the_runtime(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options).run(None, feeds)[0]
+
+
+WRONG = {
+    "an output's size": ("g (float[N,4] x) => (float[N,7] y) { y = MatMul(x, w) }", {}),
+    "an output's rank": ("g (float[N,4] x) => (float y) { y = MatMul(x, w) }", {}),
+    "an output's fixed rows": ("g (float[N,4] x) => (float[5,3] y) { y = MatMul(x, w) }", {}),
+    "an inner value's size": (LINEAR, {"h": ["N", 9], "t": [5, 3]}),
+    "an inner value's rank": (LINEAR, {"h": [], "t": ["N"]}),
+    "an input's name for another size": (
+        "g (float[N,4] x) => (float[N,N] y) { y = MatMul(x, w) }",
+        {},
+    ),
+    "a reshape by a computed size": (
+        "g (float[N,4] x) => (float[5,4,3] y) { s = Shape<end=1>(x) k = Concat<axis=0>(s, rest) "
+        "e = Unsqueeze(x, last) m = Mul(e, row) y = Reshape(m, k) }",
+        {"m": [5, 4, 3]},
+    ),
+    "a branch of an If": (
+        "g (float[N,4] x) => (float[N] y) { r = Shape(x) s = Size(r) c = Equal(s, two) "
+        "y = If (c) <then_branch = a () => (float[N] p) { p = MatMul(x, w) }, "
+        "else_branch = b () => (float q) { q = ReduceSum<keepdims=0>(x) }> }",
+        {},
+    ),
+    "a Loop's state and output": (
+        "g (float[N,4] x, int64 n, bool c) => (float[7,7] y) { h = MatMul(x, w) "
+        "y = Loop (n, c, h) <body = b (int64 i, bool on, float[5,5,5] s) => (bool go, float[2] k) { "
+        "go = Identity(on) k = Tanh(s) }> }",
+        {},
+    ),
+    "a Scan's state and outputs": (
+        "g (float[T,4] x) => (float[7] y) { last, y = Scan <num_scan_inputs = 1, "
+        "body = b (float[9] h, float[1,1] i) => (float[2,2] k, float o) { k = Add(h, i) o = Tanh(k) }> (start, x) }",
+        {},
+    ),
+}
+
+
+def given_for(text: str) -> dict[str, np.ndarray]:
+    every = {
+        "w": ONES, "rest": np.array([4, 3]), "last": np.array([2]), "row": np.ones(3),
+        "two": np.array(2), "start": np.ones(4),
+    }  # fmt: skip
+    return {name: array for name, array in every.items() if f"{name})" in text or f"({name}" in text}
+
+
+@pytest.mark.parametrize(("text", "inner"), WRONG.values(), ids=WRONG)
+def test_inferred_shapes_win(text, inner):
+    proto = declared(text, inner, **given_for(text))
+    gradients = graphopt.grad(proto, ["x"])
+    for rows in (3, 6):
+        feeds = {"x": np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)}
+        feeds |= {"n": np.array(2), "c": np.array(True)} if "Loop" in text else {}
+        wanted = run_by_the_runtime(proto, feeds)
+        session = onnxruntime.InferenceSession(graphopt.testing_proto(gradients))
+        found = session.run(["y"], feeds)[0]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
