@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import model
@@ -81,6 +82,37 @@ def test_inferred_shapes_win(text, inner):
         feeds = {"x": np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)}
         feeds |= {"n": np.array(2), "c": np.array(True)} if "Loop" in text else {}
         wanted = run_by_the_runtime(proto, feeds)
-        session = onnxruntime.InferenceSession(graphopt.testing_proto(gradients))
+        session = onnxruntime.InferenceSession(ir.to_proto(gradients).SerializeToString())
         found = session.run(["y"], feeds)[0]
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_a_loss_that_is_declared_as_a_scalar_trains(keepdims):
+    """The runtime's own examples declare a ReduceSum of shape [1, 1] so."""
+    proto = model(
+        "g (float[N,4] x, float[N,3] label) => (float loss, float[N,3] y) { y = MatMul(x, w) d = Sub(y, label) "
+        f"q = Mul(d, d) loss = ReduceSum<keepdims={keepdims}>(q) }}",
+        w=ONES,
+    )
+    step = graphopt.compile(proto, loss=passes.OwnLoss("loss"), optimizer=passes.SGD(0.01))
+    feeds = {"x": np.ones((2, 4), np.float32), "label": np.zeros((2, 3), np.float32)}
+    wanted = run_by_the_runtime(proto, feeds)
+    assert graphopt.Executor(step).step(feeds)["loss"] == pytest.approx(wanted.item())
+
+
+def test_the_report_says_which_shapes_were_wrong():
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError())
+    wrong = report(declared(*WRONG["an inner value's rank"], w=ONES), pipeline).summary()
+    assert (
+        "shapes     2 of the file are wrong, such as 'h' as [] for [N,3]: inferred ones replace them" in wrong
+    )
+    assert "\nshapes " not in report(model(LINEAR, w=ONES), pipeline).summary()
+
+
+def test_a_shape_that_only_the_file_knows_stays():
+    proto = model(
+        "g (float[N,4] x, int64[K] s) => (float[N,12] y) { m = MatMul(x, w) y = Reshape(m, s) }", w=ONES
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError())
+    assert [str(x.shape) for x in step.graph.inputs if x.name == "target"] == ["[N,12]"]

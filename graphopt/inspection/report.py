@@ -115,8 +115,7 @@ def _summary(found: Report) -> Iterator[str]:
     decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
     yield from _weights(next(decided, final))
     if wrong := Misdeclared.read(final):
-        values = "1 value" if wrong.count == 1 else f"{wrong.count} values"
-        yield f"shapes     the file declares wrong ones of {values}, such as {wrong.example}: inferred ones replace them"
+        yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if found.blocked:
         yield from _blocked(*found.blocked)
     else:
