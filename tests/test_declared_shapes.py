@@ -58,9 +58,9 @@ WRONG = {
         "go = Identity(on) k = Tanh(s) }> }",
         {},
     ),
-    "a Scan's state and outputs": (
+    "the outputs of a Scan": (
         "g (float[T,4] x) => (float[7] y) { last, y = Scan <num_scan_inputs = 1, "
-        "body = b (float[9] h, float[1,1] i) => (float[2,2] k, float o) { k = Add(h, i) o = Tanh(k) }> (start, x) }",
+        "body = b (float[4] h, float[4] i) => (float[M] k, float[L] o) { k = Add(h, i) o = Tanh(k) }> (start, x) }",
         {},
     ),
 }
