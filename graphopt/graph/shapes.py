@@ -16,6 +16,7 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
+from graphopt.graph.large_models import bytes_of
 from graphopt.graph.limits import check_constants, limits_of, set_limits
 from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
@@ -203,7 +204,7 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
     large = {
         v: v.const_value
         for v in initializers.values()
-        if v.const_value is not None and v.const_value.nbytes > 1000
+        if v.const_value is not None and bytes_of(v.const_value) > 1000
     }
     for value in large:
         value.const_value = ir.tensor(np.zeros(0))
