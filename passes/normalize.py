@@ -20,6 +20,7 @@ import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
 from graphopt.graph.declarations import forget
+from graphopt.graph.file_notes import remember
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
 from graphopt.graph.operators import POOLS
@@ -66,6 +67,8 @@ class Normalize(Pass):
         origins = exporters.read(model)
         left_out = exporters.left_out(model)
         note_versions(model)
+        remember(model)
+        _set_givens_aside(model)
         with keep_interface(model):
             self._prepare(model)
             infer(model)
@@ -202,6 +205,19 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
         set_aside(model, labels, is_floating, role)
+
+
+def _set_givens_aside(model: ir.Model) -> None:
+    """Remove outputs that are inputs or weights themselves; the trained model has them again."""
+    givens = [y for y in model.graph.outputs if y.producer() is None]
+    for y in givens:
+        if not y.uses():
+            raise GraphoptError(
+                f"output {y.name!r}: expected a value that a node computes, or an input or weight that one reads, "
+                f"found one that none reads: remove the output"
+            )
+    if givens:
+        set_aside(model, givens, lambda value: True)
 
 
 def upgrade(model: ir.Model) -> None:

@@ -20,6 +20,7 @@ from graphopt.graph.metadata import (
     InferenceForm,
     LeftOut,
     Misdeclared,
+    Notes,
     Origin,
     TargetSpec,
     Text,
@@ -61,6 +62,7 @@ def check(model: ir.Model) -> None:
     Versions.read(model)
     LeftOut.read(model)
     Misdeclared.read(model)
+    Notes.read(model)
     for value in graph.initializers.values():
         Origin.read(value)
 
