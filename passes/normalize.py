@@ -21,6 +21,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
 from graphopt.graph.declarations import forget
 from graphopt.graph.file_notes import remember
+from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
 from graphopt.graph.operators import POOLS
@@ -105,6 +106,7 @@ class Normalize(Pass):
         except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+        refuse_foreign(model)
         forget(model)
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):

@@ -116,3 +116,26 @@ def test_a_shape_that_only_the_file_knows_stays():
     )
     step = graphopt.compile(proto, loss=passes.MeanSquaredError())
     assert [str(x.shape) for x in step.graph.inputs if x.name == "target"] == ["[N,12]"]
+
+
+def test_a_size_that_the_file_fixes_is_told():
+    """PyTorch unrolls an nn.RNN of a dynamic length to the length of the export."""
+    proto = model(
+        "g (float[N,T,4] x) => (float[N,2,3] y) { h = MatMul(x, w) y = Slice(h, zero, two, one) }",
+        w=ONES, zero=np.array([0]), two=np.array([2]), one=np.array([1]),
+    )  # fmt: skip
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    feeds = {"x": np.ones((1, 5, 4), np.float32), "target": np.ones((1, 5, 3), np.float32)}
+    with pytest.raises(
+        graphopt.GraphoptError, match="the model computes 2 along axis 1 for every size of its"
+    ):
+        graphopt.Executor(step).step(feeds)
+
+
+@pytest.mark.parametrize("how", ["value_info", "input"])
+@pytest.mark.parametrize("dims", [["K", 3], [], [9, 9]])
+def test_a_weight_has_the_shape_of_its_tensor(how, dims):
+    proto = model("g (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }", w=ONES)
+    getattr(proto.graph, how).append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, dims))
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.AdamW())
+    assert [str(x.shape) for x in step.graph.inputs if x.name == "w"] == ["[4,3]"]
