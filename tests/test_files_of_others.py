@@ -109,8 +109,9 @@ def test_labels_that_may_not_fit_are_refused(dtype):
 
 
 def test_what_the_file_says_comes_back():
-    proto = model(TEXT, w=W)
+    proto = model(TEXT.replace("y = MatMul", "[m] y = MatMul"), w=W)
     graph = proto.graph
+    graph.node[0].ClearField("domain")
     graph.doc_string, graph.node[0].doc_string, graph.initializer[0].doc_string = "of g", "of node", "of w"
     graph.input[0].type.denotation = "IMAGE"
     graph.input[0].type.tensor_type.shape.dim[0].denotation = "DATA_BATCH"

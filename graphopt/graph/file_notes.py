@@ -50,8 +50,7 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
         weight.doc_string = docs.get(weight.name, weight.doc_string)
     denotations = found.get("denotations") or {}
     for value in [*graph.input, *graph.output]:
-        if value.name in denotations:
-            _denote(value, *denotations[value.name])
+        _denote(value, *denotations.get(value.name, ("", ())))
     nodes = found.get("nodes") or {}
     for node in graph.node:
         op_type, doc, props = nodes.get(node.output[0] if node.output else "", ("", "", {}))
@@ -75,9 +74,11 @@ def _denoted(x: ir.Value) -> Denoted | tuple[()]:
 
 
 def _denote(value: onnx.ValueInfoProto, kind: str, dims: Iterable[str]) -> None:
-    value.type.denotation = str(kind)
+    if kind:
+        value.type.denotation = str(kind)
     for dim, denotation in zip(value.type.tensor_type.shape.dim, dims, strict=False):
-        dim.denotation = str(denotation)
+        if denotation:
+            dim.denotation = str(denotation)
 
 
 def _own(texts: Mapping[str, str]) -> dict[str, str]:
