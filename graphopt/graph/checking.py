@@ -30,7 +30,7 @@ def check_proto(proto: onnx.ModelProto) -> None:
     Raises:
         GraphoptError: the file breaks one of these rules.
     """
-    for message in _messages(proto):
+    for message in messages(proto):
         if isinstance(message, onnx.TensorProto):
             _check_tensor(message)
         elif isinstance(message, onnx.TensorShapeProto):
@@ -70,7 +70,12 @@ def _reserved(title: str) -> GraphoptError:
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield every tensor in a model: weights, and tensors in attributes."""
-    return (message for message in _messages(proto) if isinstance(message, onnx.TensorProto))
+    return (message for message in messages(proto) if isinstance(message, onnx.TensorProto))
+
+
+def nodes_of(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yield every node in a model's graphs and functions."""
+    return (message for message in messages(proto) if isinstance(message, onnx.NodeProto))
 
 
 def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
@@ -113,7 +118,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
 
 
 def _check_references(whole: Message, title: str, names: Collection[str]) -> None:
-    for message in _messages(whole):
+    for message in messages(whole):
         if isinstance(message, onnx.AttributeProto) and message.ref_attr_name not in ("", *names):
             raise GraphoptError(
                 f"attribute {message.name!r}: expected a reference to an attribute of {title} "
@@ -121,7 +126,7 @@ def _check_references(whole: Message, title: str, names: Collection[str]) -> Non
             )
 
 
-def _messages(proto: Message) -> Iterator[Message]:
+def messages(proto: Message) -> Iterator[Message]:
     """Yield all messages of a model, parents first; without recursion, because messages may nest to any depth."""
     waiting: list[Message] = [proto]
     while waiting:

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
@@ -59,8 +60,9 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     RemoveUnusedNodesPass()(extracted)
+    unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     for value in list(graph.inputs):
-        if not value.uses() and not value.is_graph_output():
+        if not value.uses() and not value.is_graph_output() and value.name not in unread:
             graph.initializers.pop(value.name or "", None)
             graph.inputs.remove(value)
     RemoveUnusedOpsetsPass()(extracted)
@@ -182,6 +184,7 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     restore(
         proto, model, [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
     )
+    restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
         inputs = {x.name for x in proto.graph.input}
         infos = [

@@ -9,6 +9,7 @@ from typing import cast
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.large_models import bytes_of
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import captured, subgraphs
 from graphopt.intervals import check_intervals, within
@@ -127,9 +128,7 @@ def check_constants(model: ir.Model) -> None:
     Raises:
         GraphoptError: names the largest value and the option that raises the limit.
     """
-    given = sum(
-        x.const_value.nbytes for graph in model.graphs() for x in graph.initializers.values() if x.const_value
-    )
+    given = sum(bytes_of(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
     allowed = limits_of(model).constant_bytes + PER_BYTE * given
     constant: set[ir.Value] = set()
     sizes = {y: _bytes(y) for y in _computed(model.graph, constant)}

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import enum
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +25,7 @@ N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
+MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
 
 
@@ -391,6 +393,64 @@ class LeftOut(Note):
     @classmethod
     def of(cls, fields: dict[str, Any]) -> LeftOut:
         return cls(tuple(map(str, fields["names"])))
+
+
+@dataclass(frozen=True)
+class Misdeclared(Note):
+    """Record how many values have wrong shapes in the file, and one of them with both shapes."""
+
+    KEY = "graphopt.misdeclared"
+    EXPECTED = "a number of values and an example"
+
+    count: int = 0
+    example: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Misdeclared:
+        found = cls(int(fields["count"]), str(fields["example"]))
+        _check(0 <= found.count < 2**31, len(found.example) < 2000)
+        return found
+
+
+@dataclass(frozen=True)
+class Notes(Note):
+    """Record what a file says about its values, and passes and onnx_ir drop: texts, for people and for applications.
+
+    Args:
+        packed: a mapping in JSON, compressed, in base64; see `graphopt.graph.file_notes`.
+    """
+
+    KEY = "graphopt.notes"
+    EXPECTED = "compressed text"
+
+    packed: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Notes:
+        notes = cls(str(fields["packed"]))
+        notes.unpacked()
+        return notes
+
+    @classmethod
+    def pack(cls, texts: Mapping[str, Any]) -> Notes:
+        """Return the note of a mapping."""
+        return cls(base64.b64encode(zlib.compress(json.dumps(texts).encode())).decode())
+
+    def unpacked(self) -> dict[str, Any]:
+        """Return the mapping.
+
+        Raises:
+            ValueError: the text is malformed, or longer than `MOST_TEXT`.
+        """
+        inflate = zlib.decompressobj()
+        try:
+            text = inflate.decompress(base64.b64decode(self.packed, validate=True), MOST_TEXT)
+            _check(inflate.eof)
+            found = json.loads(text)
+        except (RecursionError, zlib.error) as error:
+            raise ValueError from error
+        _check(isinstance(found, dict))
+        return dict(found)
 
 
 def note_of(holder: Holder, key: str) -> str | None:

@@ -34,6 +34,7 @@ LIBRARIES = (
     ir.passes.PassError,
     ir.serde.SerdeError,
     onnx.checker.ValidationError,
+    onnx.defs.SchemaError,
     onnx.shape_inference.InferenceError,
     onnx.version_converter.ConvertError,
 )

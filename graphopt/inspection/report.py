@@ -16,7 +16,7 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.listing import listing, size
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
-from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Origin
+from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
@@ -114,6 +114,8 @@ def _summary(found: Report) -> Iterator[str]:
     yield f"operators  {_operators(found.model)}"
     decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
     yield from _weights(next(decided, final))
+    if wrong := Misdeclared.read(final):
+        yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if found.blocked:
         yield from _blocked(*found.blocked)
     else:

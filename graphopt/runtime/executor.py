@@ -160,7 +160,7 @@ class Executor(ExecutorState):
         chosen = self.steps_per_call if steps_per_call is None else steps_per_call
         if self.in_place or self.workers.size > 1 or (chosen is None and not self._device.on_cpu):
             chosen = 1
-        left = iter(batches)
+        left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
                 fed, feeds = self._split(first)
@@ -348,7 +348,8 @@ class Executor(ExecutorState):
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Separate the hyperparameters in `feeds` from the tensors."""
         fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-        return fed, {name: tensor for name, tensor in feeds.items() if name not in fed}
+        tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
+        return fed, dict(self._signature.completed(tensors))
 
     def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
         """Compute outputs of the graph in its inference form, with the fed hyperparameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
@@ -116,7 +117,8 @@ class Loss(Pass):
             names = [value.name for value in floating]
             raise GraphoptError(
                 f"{type(self).__name__}: output={self.output!r}: expected the name of one floating-point output, "
-                f"found {names}: use passes.Losses for several outputs, or passes.OwnLoss if the model has a loss"
+                f"found {names}: choose one{_such_as(names)}, use passes.Losses for several, or passes.OwnLoss if the "
+                f"model has a loss"
             )
         (prediction,) = outputs
         if prediction.shape is None:
@@ -162,6 +164,10 @@ def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
     value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[0]]))
     model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
     return value
+
+
+def _such_as(names: Sequence[str]) -> str:
+    return f" (in a recipe loss.output={names[0]})" if names else ""
 
 
 def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:

@@ -301,7 +301,7 @@ def _sources(value: ir.Value) -> tuple[str, ...]:
     """Return the names from which the exporter computed a value."""
     try:
         names = ast.literal_eval(note_of(value, _FOLDED_FROM) or "[]")
-    except (SyntaxError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
