@@ -97,7 +97,7 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
                 output.name = name
             if output.name != name:
                 outputs[i] = op.Identity(output, _outputs=[name])
-            metadata.replace(notes, outputs[i])
+            metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
     for value, own in given:
         if value.name != own:
             value.name = own
@@ -105,10 +105,15 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
-    """Hide nodes from rewriters by moving them to a private domain while the block runs."""
+    """Hide nodes from rewriters by moving them to private domains while the block runs.
+
+    Nodes with different notes are in different domains, so that no rewriter takes one for another.
+    """
     nodes = list(nodes)
+    kinds: dict[object, int] = {}
     for node in nodes:
-        node.domain = "graphopt.hidden"
+        notes = [tuple(sorted(metadata.all_of(x).items())) for x in (node, *node.outputs)]
+        node.domain = f"graphopt.hidden.{kinds.setdefault((*notes,), len(kinds))}"
     try:
         yield
     finally:

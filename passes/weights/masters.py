@@ -155,13 +155,9 @@ def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
     scale = ir.convenience.get_const_tensor(first.inputs[1]) if first.inputs[1] is not None else None
     if scale is None or dequantized(first) is None or FROZEN.is_set(x):
         return False
-    alike = all(
-        [*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes
-    )
+    alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
     steps = scale.numpy().astype(np.float32)
-    return (
-        alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
-    )
+    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
 
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
@@ -212,7 +208,10 @@ def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
 
 
 def _layout(node: ir.Node) -> dict[str, int]:
-    return {"axis": node.attributes.get_int("axis", 1), "block_size": node.attributes.get_int("block_size", 0)}
+    return {
+        "axis": node.attributes.get_int("axis", 1),
+        "block_size": node.attributes.get_int("block_size", 0),
+    }
 
 
 def like_shape(value: ir.Value, model: ir.Value) -> ir.Value:
