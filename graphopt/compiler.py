@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -58,7 +58,7 @@ def standard(
     steps = dict(locals())
     import passes
 
-    default = {
+    default: dict[str, Callable[[], Step]] = {
         "normalize": passes.Normalize,
         "parameters": passes.Parameters,
         "sort": passes.SortInitializers,

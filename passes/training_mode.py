@@ -106,7 +106,8 @@ class TrainingMode(Pass):
             if not any(matches(name, pattern) for found in names for name in found):
                 known = ", ".join(dict.fromkeys(name for found in names for name in found)) or "none"
                 raise GraphoptError(
-                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: {known}"
+                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
+                    f"{known}"
                 )
 
     def _check_bodies(self, model: ir.Model) -> None:
@@ -192,8 +193,8 @@ def _are_calls(nodes: Sequence[ir.Node]) -> bool:
 def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | None]) -> bool:
     """Return whether values are the same, or are equal constants."""
     for a, b in zip(first, second, strict=True):
-        numbers = constant_of(a), constant_of(b)
-        if a is not b and (numbers[0] is None or numbers[1] is None or not np.array_equal(*numbers)):
+        numbers, others = constant_of(a), constant_of(b)
+        if a is not b and (numbers is None or others is None or not np.array_equal(numbers, others)):
             return False
     return True
 

@@ -513,9 +513,11 @@ def two_normalizations(first, second, drop="false"):
     return model(
         f"""g (float[N,3] x) => (float[N,4] y) {{
             h = MatMul(x, w)
-            a = BatchNormalization<training_mode={first}, momentum=0.9>(h, "bn1.weight", "bn1.bias", "bn1.mean", "bn1.var")
+            a = BatchNormalization<training_mode={first}, momentum=0.9>(
+                h, "bn1.weight", "bn1.bias", "bn1.mean", "bn1.var")
             r = Tanh(a)
-            b = BatchNormalization<training_mode={second}, momentum=0.9>(r, "bn2.weight", "bn2.bias", "bn2.mean", "bn2.var")
+            b = BatchNormalization<training_mode={second}, momentum=0.9>(
+                r, "bn2.weight", "bn2.bias", "bn2.mean", "bn2.var")
             ratio = Constant<value = float {{0.5}}>()
             mode = Constant<value = bool {{{int(drop == "true")}}}>()
             y = Dropout(b, ratio, mode)

@@ -112,7 +112,8 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
     nodes = list(nodes)
     kinds: dict[object, int] = {}
     for node in nodes:
-        notes = [tuple(sorted(metadata.all_of(x).items())) for x in (node, *node.outputs)]
+        holders: list[metadata.Holder] = [node, *node.outputs]
+        notes = [tuple(sorted(metadata.all_of(holder).items())) for holder in holders]
         node.domain = f"graphopt.hidden.{kinds.setdefault((*notes,), len(kinds))}"
     try:
         yield

@@ -18,7 +18,7 @@ from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
-from graphopt.graph.roles import Role, stop_gradient_at
+from graphopt.graph.roles import Role, set_role, stop_gradient_at
 from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
 from graphopt.graph.values import like
 
@@ -168,7 +168,7 @@ def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role)
     weight.name = f"{name}/stored"
     master = state.declare(model, name, numbers, role)
     metadata.copy(weight, master)
-    return state.set_role(master, role)
+    return set_role(master, role)
 
 
 def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
@@ -180,7 +180,7 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     assert scale is not None
     steps = op.constant(spread(node, scale.numpy().astype(np.float32), quantized.numbers.shape))
     whole = op.Clip(op.Round(master / steps), *INT32_RANGE)
-    rounded = _dequantize(op, STORED.mark(like_shape(op.Cast(whole, to=dtype), master)), node)
+    rounded = _dequantize(op, STORED.mark(_like_shape(op.Cast(whole, to=dtype), master)), node)
     passed = master - stop_gradient_at(op.Identity(master))
     y: ir.Value = rounded + op.CastLike(passed, rounded)
     producer = y.producer()
@@ -195,7 +195,7 @@ def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) 
     wide = scale if scale.dtype == WIDE else op.Cast(scale, to=WIDE)
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     given = {} if zero is not None else {"output_dtype": dtype}
-    return like_shape(op.QuantizeLinear(master, wide, zero, **given, **_layout(node)), master)
+    return _like_shape(op.QuantizeLinear(master, wide, zero, **given, **_layout(node)), master)
 
 
 def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
@@ -214,7 +214,7 @@ def _layout(node: ir.Node) -> dict[str, int]:
     }
 
 
-def like_shape(value: ir.Value, model: ir.Value) -> ir.Value:
+def _like_shape(value: ir.Value, model: ir.Value) -> ir.Value:
     """Declare that `value` has the shape of `model`, where inference cannot see it."""
     value.shape = model.shape
     return value
