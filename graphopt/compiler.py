@@ -109,8 +109,8 @@ def compile(
             `passes.Parameters()` by default.
         sort: sorts the parameters by name; `passes.SortInitializers()` by default.
         training: makes BatchNormalization use batch statistics and enables Dropout in training, but not in evaluation
-            and export, for example `passes.TrainingMode()`; by default only those nodes that the file has in training
-            mode, `passes.TrainingMode(as_exported=True)`.
+            and export, for example `passes.TrainingMode()`; `passes.TrainingMode(as_exported=True)` by default, which
+            does so in the nodes that the file has in training mode.
         loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs,
             `passes.OwnLoss` for a model that computes its own loss.
         regularizer: adds a penalty on parameters chosen by name, for example `passes.L2(1e-4)`; a list adds several.

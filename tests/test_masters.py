@@ -241,6 +241,23 @@ def test_integer_weights_train_and_return_as_integers(kind, scales, zero):
         np.testing.assert_array_equal(initializers(trained)[name], initializers(proto)[name])
 
 
+def test_a_file_with_the_runtimes_own_quantization_trains():
+    proto = quantized("int8", "channel")
+    proto.opset_import[0].version = 17
+    proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for node in proto.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    executor = graphopt.Executor(
+        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.02)), threads=1
+    )
+    np.testing.assert_array_equal(executor.predict(x=X)["y"], as_written(proto))
+    losses = [executor.step(x=X, target=T)["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0]
+    assert initializers(executor.trained())["w"].dtype == np.int8
+    np.testing.assert_array_equal(as_written(executor.trained()), executor.predict(x=X)["y"])
+
+
 def test_integer_weights_train_as_pytorchs_fake_quantization():
     proto = quantized("int8", "tensor")
     found = initializers(proto)
