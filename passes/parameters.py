@@ -12,17 +12,18 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import metadata, state
+from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import evidence, ties
 from passes.weights.initializers import duplicate
+from passes.weights.masters import QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Parameters(Pass):
             )
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
+        quantized = QuantizedWeights(model)
         for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):
             _check(f"Parameters: {field}", getattr(self, field), _floating(model))
         if self.untie:
@@ -131,7 +133,8 @@ class Parameters(Pass):
             )
         _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
         for value in kept:
-            state.promote(model, value, Role.PARAMETER)
+            quantized.promote(value)
+        quantized.restore()
 
     def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
         """Return the kind of an initializer and the reason why it trains or not."""
@@ -222,6 +225,8 @@ def _origin(value: ir.Value) -> Origin:
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
+    if uses and all(evidence.is_scale(*use) for use in uses):
+        return Origin(Kind.CONSTANT, "the scale of a quantization")
     written = Origin.read(value)
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)

@@ -18,6 +18,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
 from graphopt.graph.rewriting import keep_interface, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.stored import store
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like
 
@@ -130,7 +131,11 @@ def _operator(
 
 
 def trained(
-    model: ir.Model, state: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+    model: ir.Model,
+    state: Mapping[str, np.ndarray],
+    outputs: Sequence[str] | None = None,
+    *,
+    as_stored: bool = True,
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -141,6 +146,7 @@ def trained(
         model: the training graph.
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+        as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
 
     Raises:
         GraphoptError: the inference model has no value with one of these names.
@@ -156,6 +162,8 @@ def trained(
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):
         value.name = metadata.original_name(value)
+    if as_stored:
+        store(inference)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
         metadata.remove_own(value, keep=[metadata.FROZEN])
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):

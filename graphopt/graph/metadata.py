@@ -92,6 +92,10 @@ BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this numb
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
+DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
+STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
+STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
+QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text(
     "pkg.onnxscript.shape_inference_error"

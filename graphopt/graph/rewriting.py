@@ -19,7 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata, plain
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
+from graphopt.graph.metadata import STOP_GRADIENT, STORED, InferenceForm
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
@@ -99,7 +99,7 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
                 output.name = name
             if output.name != name:
                 outputs[i] = op.Identity(output, _outputs=[name])
-            metadata.replace(notes, outputs[i])
+            metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
     for value, own in given:
         if value.name != own:
             value.name = own
@@ -107,10 +107,16 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
-    """Hide nodes from rewriters by moving them to a private domain while the block runs."""
+    """Hide nodes from rewriters by moving them to private domains while the block runs.
+
+    Nodes with different notes are in different domains, so that no rewriter takes one for another.
+    """
     nodes = list(nodes)
+    kinds: dict[object, int] = {}
     for node in nodes:
-        node.domain = "graphopt.hidden"
+        holders: list[metadata.Holder] = [node, *node.outputs]
+        notes = [tuple(sorted(metadata.all_of(holder).items())) for holder in holders]
+        node.domain = f"graphopt.hidden.{kinds.setdefault((*notes,), len(kinds))}"
     try:
         yield
     finally:
@@ -119,17 +125,19 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
 
 
 def needed(model: ir.Model) -> list[ir.Node]:
-    """Return the Identity and Cast nodes that look redundant but must be kept.
+    """Return the nodes that rewriters must keep although they look redundant or equal to others.
 
-    They stop gradients, keep outer values from becoming outputs of bodies, which would be invalid, or are casts that
-    inference omits and that therefore must not be folded.
+    They have a meaning that rewriters do not see: they stop gradients, round weights to their form in the file, or
+    compute something else in inference. Some keep outer values from becoming outputs of bodies, which would be invalid.
     """
     results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
     return [
         node
         for node in model.graph.all_nodes()
-        if (node.op_type == "Identity" and (STOP_GRADIENT.is_set(node) or node.outputs[0] in results))
-        or (node.op_type == "Cast" and InferenceForm.is_on(node.outputs[0]))
+        if STOP_GRADIENT.is_set(node)
+        or STORED.is_set(node)
+        or any(map(InferenceForm.is_on, node.outputs))
+        or (node.op_type == "Identity" and node.outputs[0] in results)
     ]
 
 

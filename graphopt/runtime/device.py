@@ -27,6 +27,9 @@ SESSION_OPTIONS = (
 ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
 NATIVE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # environment variables
+# Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
+# DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
+AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -173,7 +176,8 @@ class Device(DeviceOptions):
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not self.low_memory
-        options.add_session_config_entry(PLACEMENT, "1")
+        for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
+            options.add_session_config_entry(name, entry)
         if self.flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
         for name, value in (self.session_options or {}).items():

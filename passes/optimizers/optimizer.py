@@ -137,10 +137,14 @@ class Optimizer(Pass):
             emission.kernel(*kernel, rows)
             return
         worthwhile = self.flat and (self.slots() or emission.decay)  # plain w - rate g gains nothing
-        small = [row for row in rows if worthwhile and row.small]
-        if len(small) > 1:
-            emission.flat(self.update, small)
-            rows = [row for row in rows if not row.small]
+        joined: dict[ir.DataType | None, list[Row]] = {}
+        for row in rows:
+            if worthwhile and row.small:
+                joined.setdefault(row.parameter.dtype, []).append(row)
+        for together in joined.values():
+            if len(together) > 1:
+                emission.flat(self.update, together)
+                rows = [row for row in rows if row not in together]
         emission.each(self.update, rows)
 
     def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:

@@ -63,6 +63,11 @@ def constant_use(node: ir.Node, index: int) -> str | None:
     return None
 
 
+def is_scale(node: ir.Node, index: int) -> bool:
+    """Return whether an input of a node is the scale or the zero point of a quantization."""
+    return node.domain == "" and node.op_type in ("DequantizeLinear", "QuantizeLinear") and index > 0
+
+
 def constant_value(x: ir.Value) -> Origin | None:
     """Return the kind of an initializer if its numbers and all its uses show that it is a constant."""
     numbers = _numbers(x)
