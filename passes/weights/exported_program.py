@@ -18,12 +18,11 @@ from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from passes.weights import gathers
+from passes.weights.detached import FOLDED_FROM, SIGNATURE
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
-_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
-_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
@@ -77,7 +76,7 @@ _Use = tuple[ir.Value, ir.Node, int]
 
 def signature(model: ir.Model) -> dict[str, Spec]:
     """Return the parameters and buffers of the exported program by their placeholders."""
-    text = note_of(model.graph, _SIGNATURE) or ""
+    text = note_of(model.graph, SIGNATURE) or ""
     found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
     specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
     targets = {spec.target for spec in specs.values()}
@@ -300,7 +299,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
 def _sources(value: ir.Value) -> tuple[str, ...]:
     """Return the names from which the exporter computed a value."""
     try:
-        names = ast.literal_eval(note_of(value, _FOLDED_FROM) or "[]")
+        names = ast.literal_eval(note_of(value, FOLDED_FROM) or "[]")
     except (SyntaxError, ValueError):
         return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()

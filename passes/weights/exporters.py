@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from passes.weights import exported_program, torchscript
+from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import floating
 
 
@@ -20,6 +20,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
     """
     signature = exported_program.signature(model)
     if signature:
+        detached.stop(model)
         restored: dict[str, Origin] = {}
         for undo in (
             exported_program.separate_merged,
