@@ -16,6 +16,7 @@ from torch.nn import functional
 import graphopt
 import passes
 from graphopt import GraphoptError
+from graphopt.inspection.report import report
 
 LEARNING_RATE = 0.05
 
@@ -42,7 +43,7 @@ def first_argument(m, x, y):
 
 def same_value_twice(m, x, y):
     h = m.f(x)
-    return (h.detach() @ h.t() - m.g(h)).square().mean()
+    return (h.detach().t() @ h - m.g.weight).square().mean()
 
 
 def twice_detached(m, x, y):
@@ -111,7 +112,7 @@ USES = (
 
 def network(use: Callable) -> Network:
     torch.manual_seed(0)
-    made = Network(use)
+    made = use(None) if isinstance(use, type) else Network(use)
     made.scale = nn.Parameter(torch.ones(4))
     return made.eval()
 
@@ -167,22 +168,23 @@ def test_detached_values_get_no_gradient(use: Callable, optimize: bool, dynamic:
 
 
 def test_values_merged_across_a_detach_are_refused_until_the_file_keeps_them() -> None:
-    with pytest.raises(GraphoptError, match="merged or dropped 'mse_loss_1'.*optimize=False"):
+    with pytest.raises(GraphoptError, match=r"merged or dropped 'mse_loss_1'.*optimize=False"):
         compiled(exported(codebook, True))
     step, _ = compiled(exported(codebook, False))
     assert_trains_as_pytorch(codebook, step)
 
 
 def test_a_detach_without_a_record_is_said() -> None:
-    def viewed(m, x, y):
-        h = m.g(m.f(x)) - m.f(y).detach().view(2, -1).view(-1, 4).double()
-        return h.square().mean().float()
+    class Viewed(Network):
+        def forward(self, x, y):
+            h = self.g(self.f(x)) - self.f(y).detach().view(2, -1).view(-1, 4).double()
+            return h.square().mean().float()
 
-    _, said = compiled(exported(viewed, True))
-    assert any("no record of a detach() in" in line and "m.f(y).detach().view" in line for line in said)
-    step, said = compiled(exported(viewed, False))
+    _, said = compiled(exported(Viewed, True))
+    assert any("no record of a detach() in" in line and "self.f(y).detach().view" in line for line in said)
+    step, said = compiled(exported(Viewed, False))
     assert not said
-    assert_trains_as_pytorch(viewed, step)
+    assert_trains_as_pytorch(Viewed, step)
 
 
 def test_a_block_without_gradients_is_said_and_can_be_stopped() -> None:
@@ -213,3 +215,10 @@ def test_a_detached_output_gives_no_gradient() -> None:
             last = proto.graph.output[2].name
             with pytest.raises(GraphoptError, match="does not depend on"):
                 graphopt.compile(proto, loss=passes.OwnLoss(last), optimizer=passes.SGD(0.1))
+
+
+def test_the_report_names_what_stands_in_no_file() -> None:
+    found = report(exported(siamese, True), graphopt.standard(loss=passes.OwnLoss())).summary()
+    assert (
+        "requires_grad=False and torch.no_grad() stand in no file" in found and "parameters.freeze" in found
+    )

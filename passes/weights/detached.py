@@ -1,7 +1,7 @@
 """Stop gradients where PyTorch's exporter (`dynamo=True`) recorded a `detach`.
 
-A call of the exported program names the values that it reads. The exporter may drop the Identity of a `detach`; a reader
-then names a `detach` that no node computes.
+A call of the exported program names the values that it reads. The exporter may drop the Identity of a `detach`;
+a reader then names a `detach` that no node computes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
 _INNER = re.compile(r"val_\d+")  # a value inside of a call
 _APART = 'File "<eval_with_key>'  # the first line of the trace of code that the exporter traced apart
+
+DETACHING = {"detach", "detach_"}
 
 Edge = tuple[ir.Node, int, ir.Value]
 
@@ -167,7 +169,7 @@ class _Names:
         return any(y is not None and is_weight(y) and self._is_parameter(y) for y in inputs)
 
     def _is_parameter(self, x: ir.Value) -> bool:
-        named = re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or "") + [str(x.name)]
+        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), str(x.name)]
         return any(name in self.parameters for name in named)
 
     def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
