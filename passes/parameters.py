@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
-from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
@@ -48,7 +48,7 @@ class Untie(Pass):
         floating = _floating(model)
         _check("Untie: weights", self.weights, floating)
         for value in floating:
-            if matches(value.name, self.weights):
+            if selects(self.weights, value):
                 for copy in ties.untie(model, value):
                     metadata.copy(value, copy)
 
@@ -69,7 +69,8 @@ class Parameters(Pass):
 
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
     A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
-    `run=report` lists them. Patterns are shell-style, one or several.
+    `run=report` lists them. Patterns are shell-style, one or several. They match names of initializers, and of the
+    parameters from which the exporter made them, such as the weight whose transpose is in the file.
 
     Args:
         pattern: train only these.
@@ -138,9 +139,10 @@ class Parameters(Pass):
 
     def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
         """Return the kind of an initializer and the reason why it trains or not."""
-        if matches(value.name, self.freeze):
-            return Origin(Kind.PARAMETER, "frozen by the user", named=True)
-        if matches(value.name, self.unfreeze) or matches(value.name, self.pattern):
+        if selects(self.freeze, value):
+            frozen = replace(_origin(value), kind=Kind.PARAMETER, why="frozen by the user", certain=True)
+            return replace(frozen, named=True)
+        if selects(self.unfreeze, value) or selects(self.pattern, value):
             return replace(_origin(value), kind=Kind.PARAMETER, why="named by the user", certain=True)
         origin = _origin(value)
         if self.pattern:
@@ -150,11 +152,11 @@ class Parameters(Pass):
         return origin
 
     def _is_chosen(self, value: ir.Value, origin: Origin, is_reached: bool) -> bool:
-        if matches(value.name, self.freeze):
+        if selects(self.freeze, value):
             return False
         if self.pattern:
-            return matches(value.name, self.pattern)
-        return matches(value.name, self.unfreeze) or (origin.trains and is_reached)
+            return selects(self.pattern, value)
+        return selects(self.unfreeze, value) or (origin.trains and is_reached)
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
         """Compute copies from their original weights, and return the weights."""
@@ -177,12 +179,12 @@ class Parameters(Pass):
 
     def _is_asked(self, weight: ir.Value, copy: ir.Value) -> bool:
         """Return whether the user or the exporter says that a weight has this copy."""
-        retied = matches(weight.name, self.retie) or matches(copy.name, self.retie)
+        retied = selects(self.retie, weight) or selects(self.retie, copy)
         return retied or _is_folded(weight, copy) or _have_one_source(weight, copy)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
         """Return the operator that makes a copy of a weight, and its argument, or None if they are not tied."""
-        if matches(weight.name, self.untie) or matches(copy.name, self.untie):
+        if selects(self.untie, weight) or selects(self.untie, copy):
             return None
         how = ties.relation(weight, copy, transposed=_is_folded(weight, copy))
         if how is None or self._is_asked(weight, copy):
@@ -199,7 +201,7 @@ def _floating(model: ir.Model) -> list[ir.Value]:
 
 
 def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
-    if pattern and not any(matches(value.name, pattern) for value in floating):
+    if pattern and not any(selects(pattern, value) for value in floating):
         raise GraphoptError(
             f"{field}={pattern!r} matches no floating-point initializer; the model has: "
             f"{', '.join(str(value.name) for value in floating) or 'none'}"

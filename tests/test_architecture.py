@@ -65,6 +65,7 @@ OWN_TABLES = {
     "passes/lowering/classical.py": "operators that scale data in exported classical models",
     "passes/mixed_precision.py": "operators that are computed in 16 bits",
     "passes/ort_gradient/limits.py": "operators whose gradient onnxruntime-training has wrong",
+    "passes/weights/folds.py": "operators that calls of ATen become, in NumPy",
     "passes/portable.py": "forms for other runtimes",
     "passes/simplify.py": "rewrite rules",
     "passes/weights/evidence.py": "operators between constants and what tells them from weights",

@@ -460,3 +460,8 @@ class Notes(Note):
 def note_of(holder: Holder, key: str) -> str | None:
     """Return the metadata of another program under a key, or None."""
     return holder.metadata_props.get(key)
+
+
+def note(holder: Holder, key: str, text: str) -> None:
+    """Write metadata in the form of another program."""
+    holder.metadata_props[key] = text

@@ -159,3 +159,10 @@ def matches(name: str | None, pattern: Pattern) -> bool:
     """Return whether `name` matches at least one shell-style pattern; None matches nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     return any(fnmatchcase(name or "", one) for one in patterns)
+
+
+def selects(pattern: Pattern, value: ir.Value) -> bool:
+    """Return whether a pattern matches an initializer's name, or that of a parameter it was made from or tied to."""
+    origin = metadata.Origin.read(value)
+    names = () if origin is None else (*origin.sources, *(copy.name for copy in origin.copies))
+    return any(matches(name, pattern) for name in (value.name, *names))

@@ -204,6 +204,11 @@ def _weights(model: ir.Model) -> Iterator[str]:
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
     if missing := LeftOut.read(model):
         yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
+    if model.producer_name == "pytorch":
+        yield (
+            "not known  requires_grad=False and torch.no_grad() stand in no file, and detach() only in files of "
+            "dynamo=True: set parameters.freeze, and StopGradient"
+        )
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

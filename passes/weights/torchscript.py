@@ -36,6 +36,13 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
             yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 
+def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
+    """Yield name and kind of each initializer whose name is one that buffers have."""
+    for value in floating(model):
+        if str(value.name).rpartition(".")[2] in _BUFFERS:
+            yield str(value.name), _origin(str(value.name), value.consumers())
+
+
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
