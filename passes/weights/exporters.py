@@ -30,7 +30,8 @@ def read(model: ir.Model) -> dict[str, Origin]:
             restored |= undo(model, signature)
         return dict(exported_program.read(model, signature)) | restored
     if model.producer_name == "pytorch":
-        restored = torchscript.separate_merged(model) | torchscript.restore_rows(model)
+        restored = torchscript.separate_merged(model)
+        restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         return dict(_read_tensorflow(model))
