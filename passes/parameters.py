@@ -218,7 +218,9 @@ def _is_open(value: ir.Value) -> bool:
 def _origin(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
-        return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
+        return Origin(
+            Kind.CONSTANT, "statistics of the data that the model was fitted to; unfreeze trains them"
+        )
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
