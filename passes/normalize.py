@@ -82,6 +82,8 @@ class Normalize(Pass):
         whole_windows(model)
         if is_classical:
             classical.freeze_scaling(model)
+            if model.producer_name == "skl2onnx":
+                classical.freeze_preprocessing(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         set_labels_aside(model, is_classical)
         if left_out:

@@ -223,7 +223,9 @@ def _is_open(value: ir.Value) -> bool:
 def _origin(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
-        return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
+        return Origin(
+            Kind.CONSTANT, "statistics of the data that the model was fitted to; unfreeze trains them"
+        )
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
@@ -232,7 +234,7 @@ def _origin(value: ir.Value) -> Origin:
     written = Origin.read(value)
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
-    if written is not None and written.kind is Kind.COMPUTED:
+    if written is not None and written.kind is Kind.COMPUTED and written.sources:
         return written
     reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
     if reasons and reasons[0] is not None and all(reasons):
@@ -247,7 +249,9 @@ def _origin(value: ir.Value) -> Origin:
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
     # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
-    likely = len(value.shape or ()) > 0 and (written.named or evidence.is_factor(value))
+    likely = len(value.shape or ()) > 0 and (
+        written.named or (evidence.is_factor(value) and written.kind is Kind.PARAMETER)
+    )
     return replace(written, certain=written.certain or likely)
 
 

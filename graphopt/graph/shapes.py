@@ -137,7 +137,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, _new_names(model))
         with contextlib.suppress(*REFUSED):
-            typed = onnx.shape_inference.infer_shapes(_without_weights(model))
+            typed = onnx.shape_inference.infer_shapes(without_weights(model))
             _take_types(model.graph, ir.from_proto(typed).graph)
     for x, kind in declared.items():
         x.type = x.type or kind

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.metadata import ORIGINAL_NAME, ROLE
 from graphopt.graph.names import next_of, parted
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 
@@ -78,6 +78,14 @@ def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
     initializer.const_value = None
     model.graph.inputs.append(initializer)
     return set_role(initializer, role)
+
+
+def demote(model: ir.Model, value: ir.Value) -> None:
+    """Turn a promoted initializer into an initializer again; inside a pass only."""
+    model.graph.inputs.remove(value)
+    ROLE.remove(value)
+    value.const_value = value.meta.pop(_INITIAL)
+    model.graph.register_initializer(value)
 
 
 def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Value:

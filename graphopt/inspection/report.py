@@ -112,8 +112,9 @@ def _summary(found: Report) -> Iterator[str]:
     opset = found.model.opset_imports.get("", 0)
     yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
     yield f"operators  {_operators(found.model)}"
-    decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
-    yield from _weights(next(decided, final))
+    decided = [model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER)]
+    reached = [model for model in decided if with_role(model, Role.GRADIENT)]
+    yield from _weights((reached or decided or [final])[0])
     if wrong := Misdeclared.read(final):
         yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if found.blocked:

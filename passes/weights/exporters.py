@@ -42,7 +42,8 @@ def read(model: ir.Model) -> dict[str, Origin]:
         )
         return dict(torchscript.read_buffers(model))
     if model.producer_name == "pytorch":
-        restored = torchscript.separate_merged(model) | torchscript.restore_rows(model)
+        restored = torchscript.separate_merged(model)
+        restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         return dict(_read_tensorflow(model))
