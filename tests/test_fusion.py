@@ -164,6 +164,7 @@ def test_sums_over_many_columns_are_products(optimizer):
         {"optimizer": passes.SGD(0.05, groups=(passes.Group("b", learning_rate=0.5),))},
         {"optimizer": passes.SGD(0.05, weight_decay=0.1), "regularizer": passes.L2(0.1, parameters="w")},
         {"optimizer": passes.SGD(0.05), "schedule": passes.Cosine(steps=50)},
+        {"optimizer": passes.SGD(0.05), "clip": passes.ReportGradients()},
     ],
 )
 def test_scaled_gradients_change_nothing_that_is_reported(steps):
