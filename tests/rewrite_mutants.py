@@ -47,7 +47,11 @@ FUSIONS = [
         "passes/fusion/pooling.py",
         "fusion",
         ("masked_after_pooling", "like(op.HardSigmoid(p,", "like(op.HardSigmoid(share,"),
-        ("unfused_graph", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
+    ),
+    *of(
+        "passes/fusion/pooling.py",
+        "training_matrix",
+        ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
     ),
     *of(
         "passes/fusion/gemm_updates.py",
@@ -59,13 +63,13 @@ FUSIONS = [
         ),
         ("unfused_graph or plain_descent", "minus = like(op.Neg(scalar), scalar)", "minus = scalar"),
         ("unfused_graph", "beta=float(tensor.numpy())", "beta=1.0 - float(tensor.numpy())"),
-        ("unfused_graph", "len(gemm.inputs) > 2 or len(g.uses()) != 1", "len(g.uses()) != 1"),
+        ("looks_like", 'gemm.attributes.get_float("alpha", 1.0) != 1.0', "False"),
     ),
     *of(
         "passes/fusion/arithmetic.py",
         "fusion",
         ("plain_descent or scaled_gradients", "op.Mul(like(op.Mul(s, t), s), x)", "op.Mul(s, x)"),
-        ("powers", "tensor.numpy() != 2", "tensor.numpy() < 2"),
+        ("looks_like", "tensor.numpy() != 2", "tensor.numpy() < 2"),
     ),
     *of(
         "passes/fusion/shared_gelu.py",
@@ -75,12 +79,12 @@ FUSIONS = [
     *of(
         "passes/fusion/column_sums.py",
         "fusion",
-        ("many_columns", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
+        ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
     *of(
         "passes/fusion/scan.py",
         "scan_fusion",
-        ("at_once", "if first and first.direction == second.direction else", "if first else"),
+        ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
         ("parted", "rows[a].direction == rows[b].direction", "True"),
         ("parted", "axis if axis < 0 else axis + 1", "axis"),
         ("parted", "len(directions) != 1", "len(directions) < 1"),
@@ -90,8 +94,8 @@ FUSIONS = [
 SIMPLIFYING = [
     *of(
         "passes/simplify.py",
-        "executor",
-        ("reciprocal", "tensor.numpy().item() != 1", "False"),
+        "regularizers_and_clipping",
+        ("global_norm", "tensor.numpy().item() != 1", "False"),
     ),
     *of(
         "graphopt/graph/rewriting.py",
@@ -108,9 +112,13 @@ SIMPLIFYING = [
 NATIVE = [
     *of(
         "graphopt/native/products.py",
+        "native",
+        ("trains_as_the_plain", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
+        ("trains_as_the_plain", "-1 if bias is None else rank_of(bias)", "-1"),
+    ),
+    *of(
+        "graphopt/native/products.py",
         "native_products",
-        ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
-        ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
         ("is_the_runtimes", "b, _turned(axes_b), a, _turned(axes_a)", "b, axes_b, a, axes_a"),
         ("scaled_products", 'attributes.get("alpha", 1.0) != 1.0 or', "False or"),
     ),

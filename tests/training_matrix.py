@@ -130,9 +130,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
             nn.Conv2d(8, 8, 3),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(32, CLASSES),
+            nn.Linear(48, CLASSES),
         ),
-        (1, 8, 8),
+        (1, 8, 10),
     ),
     "average-pooled": (
         lambda: nn.Sequential(
