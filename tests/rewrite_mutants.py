@@ -125,9 +125,9 @@ NATIVE = [
     *of(
         "graphopt/native/operators.py",
         "native_kernels",
-        ("test_random_clusters", '"maximum": ("-INFINITY",', '"maximum": ("0",'),
+        ("extremes", '"maximum": ("-INFINITY",', '"maximum": ("0",'),
         ("test_random_clusters", '"Where": "{0} ? {1} : {2}"', '"Where": "{0} ? {2} : {1}"'),
-        ("test_random_clusters", '"rint{F}({0})"', '"round{F}({0})"'),
+        ("extremes", '"rint{F}({0})"', '"round{F}({0})"'),
         ("test_random_clusters", '"{0} / ({C})AT_LEAST_1({N})"', '"{0} / ({C})(AT_LEAST_1({N}) + 1)"'),
     ),
     *of(
