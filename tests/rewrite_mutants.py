@@ -20,6 +20,11 @@ def of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
 
 FUSIONS = [
     *of(
+        "passes/fusion/__init__.py",
+        "fusion",
+        ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
+    ),
+    *of(
         "passes/fusion/scaled_gradients.py",
         "training_matrix",
         (
@@ -103,6 +108,11 @@ SIMPLIFYING = [
         ("takes_pytorchs_steps", "            with detached(model):", "            if True:"),
     ),
     *of(
+        "graphopt/graph/rewriting.py",
+        "unroll",
+        ("names_differ", "                NameFixPass()(model)\n", ""),
+    ),
+    *of(
         "graphopt/graph/folding.py",
         "folding",
         ("weights_are_not_folded", "not weights.isdisjoint(node.inputs)", "False"),
@@ -112,13 +122,9 @@ SIMPLIFYING = [
 NATIVE = [
     *of(
         "graphopt/native/products.py",
-        "native",
-        ("trains_as_the_plain", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
-        ("trains_as_the_plain", "-1 if bias is None else rank_of(bias)", "-1"),
-    ),
-    *of(
-        "graphopt/native/products.py",
         "native_products",
+        ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
+        ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
         ("is_the_runtimes", "b, _turned(axes_b), a, _turned(axes_a)", "b, axes_b, a, axes_a"),
         ("scaled_products", 'attributes.get("alpha", 1.0) != 1.0 or', "False or"),
     ),
@@ -141,16 +147,16 @@ NATIVE = [
         "graphopt/native/scans.py",
         "native_scans",
         ("is_the_runtimes", "attributes.get('scan_input_directions') or", ""),
-        ("is_the_runtimes", "int(y not in homes)", "0"),
+        ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
     ),
     *of(
         "graphopt/native/in_place.py",
         "native_in_place",
         ("wait", "        if values:", "        if False:"),
         (
-            "view_of_the_state",
-            "return len(pairs) <= 1 and all(pair in kernel.aligned for pair in pairs)",
-            "return True",
+            "something_else_returns",
+            "return None if x.is_graph_output() else found",
+            "return found",
         ),
     ),
 ]
@@ -170,10 +176,14 @@ SPLITTING = [
         "passes/halves.py",
         "halves",
         ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
+    ),
+    *of(
+        "passes/halves.py",
+        "batch_statistics",
         (
-            "twins_compute",
-            "weight = op.ReduceSum(noted[0][0], keepdims=0)",
-            "weight = op.ReduceMax(noted[0][0], keepdims=0)",
+            "unequal_rows",
+            "weight = op.Squeeze(op.Shape(data, start=0, end=1), [0])",
+            "weight = op.Squeeze(op.Shape(data, start=1, end=2), [0])",
         ),
     ),
     *of(
@@ -195,22 +205,18 @@ SPLITTING = [
         "mixed_precision",
         ("range", "return bool(largest <= self._dtype.max)", "return True"),
         ("not_finite", "like(op.Where(finite, y, x), x)", "y"),
-        ("narrow", "bool(read) and self._made.issuperset(read)", "bool(read)"),
+        ("stays_wide", "bool(read) and self._made.issuperset(read)", "bool(read)"),
     ),
     *of(
         "passes/recompute.py",
         "recompute",
-        ("mask", "node.op_type not in RANDOM and", ""),
-        (
-            "agrees",
-            "sorted(inner, key=lambda node: position[node])",
-            "sorted(segment, key=lambda node: position[node])",
-        ),
+        ("drawn_once", "node.op_type not in RANDOM and", ""),
+        ("agrees", "op.Less(op.Abs(whole), 0.0)", "op.Less(whole, 0.0)"),
     ),
     *of(
         "passes/accumulate.py",
         "accumulate",
-        ("quarters", "total / op.Cast(done, to=total.dtype) if self.mean else total", "total"),
+        ("sum_of_gradients", "total / op.Cast(done, to=total.dtype) if self.mean else total", "total"),
     ),
     *of(
         "passes/lowering/contrib.py",
@@ -235,8 +241,8 @@ CHOOSING = [
     ),
     *of(
         "passes/parameters.py",
-        "training_mode",
-        ("trains_as_pytorchs", "index in (3, 4)", "index in (3,)"),
+        "weights",
+        ("statistics", "index in (3, 4)", "index in (3,)"),
     ),
     *of(
         "passes/weights/ties.py",

@@ -126,6 +126,14 @@ FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body
         a, b = Split<axis = 1, num_outputs = 2>(c) p = Less(a, b) q = Where(p, a, bias) k = Add(h, q) o = Mul(k, b)""",
         2,
     ),
+    "parts of other sizes": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, float[2,2] o)",
+        """k = Add(h, j) c = Concat<axis = 1>(i, j) a, b, d = Split<axis = 1, num_outputs = 3>(c)
+        e = Mul(a, b) o = Add(e, d)""",
+        1,
+    ),
     "predicates": (
         "",
         f"({ROWS} h, {ROWS} i, {ROWS} j)",
