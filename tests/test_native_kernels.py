@@ -382,6 +382,27 @@ def test_worst_errors_of_functions() -> None:
     assert worst == {name: pytest.approx(most, abs=0.01) for name, most in WORST.items()}
 
 
+def test_extremes_of_one_sign_and_halves() -> None:
+    """No maximum starts from 0, and halves are rounded to even."""
+    proto = text(
+        "(float[N,6] x) => (float[N,1] high, float[N,1] low, float[N,6] whole)",
+        "n = Neg(x)",
+        "high = ReduceMax(n, last)",
+        "low = ReduceMin(x, last)",
+        "h = Mul(n, half)",
+        "whole = Round(h)",
+    )
+    constants = {"last": np.array([1]), "half": np.array(0.5, np.float32)}
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(x, name) for name, x in constants.items())
+    native, found = lowered(onnx.shape_inference.infer_shapes(proto))
+    assert {node.domain for node in found.graph} == {"ai.graphopt"}
+    x = np.arange(1, 25, dtype=np.float32).reshape(4, 6)
+    y = run(native, {"x": x})
+    np.testing.assert_array_equal(y["high"], -x.min(1, keepdims=True))
+    np.testing.assert_array_equal(y["low"], x.min(1, keepdims=True))
+    np.testing.assert_array_equal(y["whole"], np.rint(-x / 2))
+
+
 def test_powers_and_remainders() -> None:
     """Powers are rounded once, and remainders are exact, whatever the quotient."""
     r = np.random.default_rng(0)

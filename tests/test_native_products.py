@@ -148,6 +148,7 @@ ALONE = (
 )  # only products are left of these
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_product_is_the_runtimes(name, symbolic):

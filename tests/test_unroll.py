@@ -139,6 +139,28 @@ def test_the_graph_stands_by_itself():
         )
 
 
+def test_names_differ_from_those_in_a_branch():
+    """A graph that was copied does not know which names its branches took."""
+    step = compiled(**STEPS["accumulate"])
+    branches = [
+        a.as_graph()
+        for node in step.graph
+        for a in node.attributes.values()
+        if a.type == ir.AttributeType.GRAPH
+    ]
+    inside = [y for branch in branches for node in branch for y in node.outputs]
+    taken = {y.name for node in step.graph.all_nodes() for y in node.outputs}
+    taken |= {name for graph in step.graphs() for name in graph.initializers}
+    names = (name for i in range(1000) if (name := f"val_{i}") not in taken)
+    for y, name in zip(inside, names, strict=False):
+        y.name = name
+    unrolled = passes.Unroll(steps=3)(step.clone()).model
+    onnx.checker.check_model(ir.to_proto(unrolled), full_check=True)
+    found = graphopt.Executor(step).run(BATCHES[:6], steps_per_call=3)
+    single = graphopt.Executor(step)
+    assert [one["loss"] for one in found] == [single.step(batch)["loss"] for batch in BATCHES[:6]]
+
+
 def test_fit_is_the_same_with_calls_of_several_steps():
     data = {"x": X.reshape(-1, 4), "target": T.reshape(-1, 3)}
     records = []

@@ -354,6 +354,7 @@ def graph(name: str) -> onnx.ModelProto:
     )  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", GRAPHS)
 def test_constants_are_told_by_their_use_and_their_numbers(name: str) -> None:
     loaded, _ = decided(graph(name))
@@ -385,6 +386,15 @@ def test_fresh_weights_are_no_constants(lines: str, c: np.ndarray) -> None:
     text = f"g (float[4,4] x) => (float[4,3] y) {{ {lines}\n y = MatMul(s, w) }}"
     loaded, _ = decided(model(text, c=c, w=rng.standard_normal((4, 3))))
     assert sorted(trained(loaded)) == ["c", "w"]
+
+
+def test_running_statistics_are_buffers() -> None:
+    text = "g (float[N,4] x) => (float[N,3] y) { h = BatchNormalization(x, a, b, c, d)\n y = MatMul(h, w) }"
+    rng = np.random.default_rng(1)
+    weights = {name: rng.uniform(0.5, 1.5, 4) for name in "abcd"}
+    loaded, said = decided(model(text, **weights, w=rng.standard_normal((4, 3))))
+    assert sorted(trained(loaded)) == ["a", "b", "w"] and not said
+    assert {origin(loaded, name).kind for name in "cd"} == {Kind.BUFFER}
 
 
 def tied() -> onnx.ModelProto:

@@ -14,7 +14,7 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata, plain
@@ -45,8 +45,8 @@ class Pass(ir.passes.InPlacePass):
     """Rewrite an onnx_ir model in place. A pass is a frozen dataclass whose fields are its options.
 
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
-    passes, the model is valid, self-contained ONNX. While `rewrite` runs, initial values of state are detached (see
-    `graphopt.graph.state`), so that any rewriter is safe.
+    passes, the model is valid, self-contained ONNX, whose nodes are sorted and whose names differ. While `rewrite`
+    runs, initial values of state are detached (see `graphopt.graph.state`), so that any rewriter is safe.
 
     A pass that learns options from data says so in `learns`, and `adapted` returns the pass with these options.
     """
@@ -75,6 +75,7 @@ class Pass(ir.passes.InPlacePass):
             with detached(model):
                 self.rewrite(model)
                 model.graph.sort()
+                NameFixPass()(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         return ir.passes.PassResult(model, modified=True)
