@@ -9,7 +9,11 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+
+from graphopt.graph.rewriting import Pass
+from passes.fusion import FUSIONS
 
 os.environ.setdefault("GRAPHOPT_NATIVE", "false")  # kernels are compiled where a test asks for them
 
@@ -38,6 +42,46 @@ def log_files_are_closed() -> Iterator[None]:
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run steps as their graphs say: a test compares small numbers bit by bit, or watches what processes start."""
     monkeypatch.setenv("GRAPHOPT_NATIVE", "false")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def rewriters_leave_sorted_graphs() -> Iterator[None]:
+    """Check the graph after each pass and each fusion of all tests: rewriters read nodes in topological order."""
+    call, fusions = Pass.call, dict(FUSIONS)
+
+    def checked(self: Pass, model: ir.Model) -> ir.passes.PassResult:
+        result = call(self, model)
+        assert_sorted(model, type(self).__name__)
+        return result
+
+    def after(name: str) -> None:
+        fusion = fusions[name]
+
+        def fused(model: ir.Model) -> int:
+            assert_sorted(model, f"what runs before {name}")
+            return fusion(model)
+
+        FUSIONS[name] = fused
+
+    Pass.call = checked  # type: ignore[method-assign]
+    for name in fusions:
+        after(name)
+    yield
+    Pass.call = call  # type: ignore[method-assign]
+    FUSIONS.update(fusions)
+
+
+def assert_sorted(model: ir.Model, name: str) -> None:
+    """Check that each node of a graph and of its bodies comes after the nodes that it reads."""
+    for graph in model.graphs():
+        seen: set[ir.Node] = set()
+        for node in graph:
+            sources = (x.producer() for x in node.inputs if x is not None)
+            late = [x for x in sources if x is not None and x.graph is graph and x not in seen]
+            assert not late, (
+                f"{name} leaves a graph that is not sorted: {node.op_type} before {late[0].op_type}"
+            )
+            seen.add(node)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -106,6 +106,41 @@ def test_fusions_of_plain_descent_are_seen_and_change_no_loss(name):
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+CONVOLUTIONS = {  # the image, the kernel, its strides
+    "one dimension": ((2, 64), (4, 2, 5), [2]),
+    "two dimensions": ((1, 8, 8), (4, 1, 3, 3), [1, 1]),
+    "strides": ((3, 9, 9), (6, 3, 3, 3), [2, 2]),
+    "many filters": ((3, 12, 12), (40, 3, 5, 5), [1, 1]),
+    "three dimensions": ((2, 5, 6, 7), (4, 2, 3, 3, 3), [1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_plain_descent_moves_each_weight_against_its_gradient(name):
+    image, kernel, strides = CONVOLUTIONS[name]
+    torch = pytest.importorskip("torch")
+    x = RNG.standard_normal((12, *image), np.float32)
+    target = RNG.integers(0, 3, 12)
+    convolve = [torch.conv1d, torch.conv2d, torch.conv3d][len(image) - 2]
+    w = RNG.standard_normal(kernel, np.float32) * 0.3
+    width = convolve(torch.tensor(x), torch.tensor(w), stride=strides).flatten(1).shape[1]
+    weights = {"w": w, "m": RNG.standard_normal((width, 3), np.float32) * 0.1}
+    proto = model(
+        f"agraph (float[N,{','.join(map(str, image))}] x) => (float[N,3] y) {{"
+        f"c = Conv<strides = {strides}>(x, w)  r = Relu(c)  f = Flatten(r)  y = MatMul(f, m) }}",
+        **weights,
+    )
+    step = graphopt.compile(proto, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+    executor.step(x=x, target=target)
+    ours = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
+    hidden = convolve(torch.tensor(x), ours["w"], stride=strides).relu().flatten(1)
+    torch.nn.functional.cross_entropy(hidden @ ours["m"], torch.tensor(target)).backward()
+    for name, weight in ours.items():
+        expected = (weight - 0.1 * weight.grad).detach().numpy()
+        np.testing.assert_allclose(executor.state[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sums_over_many_columns_are_products(optimizer):
     steps = {"loss": passes.CrossEntropy(), "optimizer": OPTIMIZERS[optimizer]}

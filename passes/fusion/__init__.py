@@ -45,6 +45,12 @@ FUSIONS: dict[str, Callable[[ir.Model], int]] = {
 }
 
 
+def _sorted(model: ir.Model) -> bool:
+    """Sort a graph, since a fusion may read its nodes in order and put new ones behind their readers."""
+    model.graph.sort()
+    return True
+
+
 @dataclass(frozen=True)
 class Fuse(Pass):
     """Rewrite operators into faster ones. Results stay the same up to rounding.
@@ -72,6 +78,10 @@ class Fuse(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         with keep_interface(model):
-            found = [fusion(model) for name, fusion in FUSIONS.items() if name not in self.leave_out]
-        if any(found):
+            changed = [
+                fusion(model) and _sorted(model)
+                for name, fusion in FUSIONS.items()
+                if name not in self.leave_out
+            ]
+        if any(changed):
             Simplify().rewrite(model)

@@ -20,6 +20,7 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
     The factor that already scales this gradient, such as 1 / N of a mean, absorbs -rate. One product per parameter
     disappears.
     """
+    model.graph.sort()
     updates = dict(filter(None, map(_descent, _following(model))))
     replaced = False
     nodes = list(model.graph)
@@ -72,18 +73,24 @@ def _descent(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
 
 
 def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]) -> list[ir.Node]:
-    """Return the products of updates if all depend linearly on `root`, and none if anything else depends on it."""
-    scaled, ends = {root}, []
+    """Return the products of updates if all depend linearly on `root`, and none if anything else depends on it.
+
+    Args:
+        nodes: the nodes after `root`, in topological order; nothing is returned if they lack a reader.
+    """
+    scaled, ends, seen = {root}, [], set()
     for node in nodes:
         if not scaled.intersection(values_read(node)):
             continue
+        seen.add(node)
         if node in updates and node.inputs[0] not in scaled:
             ends.append(node)
         elif _is_linear(node, [x in scaled for x in node.inputs]):
             scaled.update(node.outputs)
         else:
             return []
-    return [] if any(x.is_graph_output() for x in scaled) else ends
+    whole = all(seen.issuperset(x.consumers()) and not x.is_graph_output() for x in scaled)
+    return ends if whole else []
 
 
 def _is_linear(node: ir.Node, scaled: Sequence[bool]) -> bool:
