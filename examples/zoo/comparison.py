@@ -186,7 +186,9 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
     if (extra or missing) and is_said(ours.said, extra, missing):
         row.verdict = "reported"
-        named = [ours.said[name] for name in extra] or list(ours.said.values())
+        named = [ours.said[name] for name in (*extra, *missing) if name in ours.said] or list(
+            ours.said.values()
+        )
         row.cause = f"{row.cause}. The report: {'; '.join(named[:2])}"
     elif row.ours == row.theirs and row.own > CHAOS * row.difference:
         row.verdict, row.cause = "chaotic", ""
@@ -286,12 +288,16 @@ def train_here(proto: onnx.ModelProto, case: Case, optimizer: Any, batches: Sequ
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
-    """Return the report's lines about weights that the exporter computed or left out, or that a rule decided."""
+    """Return the report's lines about weights that the exporter changed, that a rule decided, or that are frozen."""
     found = {name: f"{name}: left out by the exporter" for name in (LeftOut.read(step) or LeftOut()).names}
     for value in weights:
         origin = Origin.read(value)
         if not origin.certain or origin.kind is Kind.COMPUTED:
             found[value.name] = f"{value.name}: {origin.reason}"
+    for value in step.graph.initializers.values():
+        origin = Origin.read(value)
+        if origin is not None and origin.trains:
+            found[str(value.name)] = f"{value.name}: {origin.reason}"
     return found
 
 
