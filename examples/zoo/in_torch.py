@@ -210,19 +210,22 @@ def export(
         sizes = (
             {0: torch.export.Dim("batch")} if len(axes) == 1 else dict.fromkeys(axes, torch.export.Dim.AUTO)
         )
-        shapes = tuple(sizes for _ in inputs) if axes else None
+        shapes = tuple({i: size for i, size in sizes.items() if i < x.ndim} for x in inputs) if axes else None
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=shapes, optimize=folds, verbose=False, **names
         )
         return program.model_proto
     buffer = io.BytesIO()
+    given = dict(zip(names["input_names"], inputs, strict=True))
+    dynamic = {name: {i: axis for i, axis in axes.items() if i < x.ndim} for name, x in given.items()}
+    dynamic["y"] = {0: "batch"}
     torch.onnx.export(
         module,
         inputs,
         buffer,
         dynamo=False,
         opset_version=20,
-        dynamic_axes={name: axes for name in [*names["input_names"], "y"]} if axes else None,
+        dynamic_axes=dynamic if axes else None,
         do_constant_folding=folds,
         training=evaluated,
         **names,
