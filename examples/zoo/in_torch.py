@@ -7,7 +7,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,8 +128,12 @@ class TorchModel(Model):
         return {name: p.detach().numpy().copy() for name, p in self.module.named_parameters()}
 
     def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
+        module = copy.deepcopy(self.module)
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                part.padding_idx = None
         with mock.patch.object(torch.Tensor, "detach", lambda self: self):
-            return self.train(optimizer, batches, double=False)
+            return replace(self, module=module).train(optimizer, batches, double=False)
 
     def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         module = copy.deepcopy(self.module)
