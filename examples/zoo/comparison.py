@@ -72,7 +72,8 @@ class Case(ABC):
         optimizers: the passes for the framework's optimizers, each of which is a row of the table.
         training: the pass that enables the training behaviour; None for a model without one.
         freeze: the parameters that the framework freezes, which no ONNX file records.
-        unrecorded: the words of exporters that drop detach(), so that gradients pass.
+        unrecorded: the words of exporters that drop what stops gradients: detach(), or the row of an embedding that
+            pads, which does not train.
         tolerance: the largest relative difference of an agreement.
     """
 
@@ -113,7 +114,7 @@ class Model(ABC):
         """Train a copy on all batches except the last, and predict the last one, in float32 or float64."""
 
     def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
-        """Train with gradients where the exporter drops detach()."""
+        """Train with the gradients that the exporter does not stop."""
         raise NotImplementedError
 
 
@@ -197,7 +198,7 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     ):
         row.verdict, row.cause = (
             "not recorded",
-            "the exporter drops detach(); PyTorch without it trains the same",
+            "the exporter drops what stops a gradient; the framework without it trains the same",
         )
     else:
         row.verdict = "differs"

@@ -5,8 +5,8 @@ float32, or in 16 bits with float32 masters of the weights. The program compares
 that it finds in the export, the predictions of the trained model, and how many numbers train. A row with a difference
 above 1e-4 (2e-3 in 16 bits), or with other trained numbers, is "reported" if graphopt's report names everything that
 trains on one side only and what the exporter did to it. It is "chaotic" if the same numbers train and the framework's
-own results differ as much between float32 and float64. It is "not recorded" if the exporter drops detach() and the
-framework's training without it agrees. Otherwise, it "differs".
+own results differ as much between float32 and float64. It is "not recorded" if the exporter drops what stops a gradient
+(detach, the padding of an embedding) and the framework's training without it agrees. Otherwise, it "differs".
 
 Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
 It updates RESULTS.md with the rows that it runs. A NAME is an architecture, a family (torch_own, timm_models, ...) or a
