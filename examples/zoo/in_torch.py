@@ -166,19 +166,21 @@ class TorchModel(Model):
             axes = {0: "batch", **({1: "length"} if self.case.lengths else {})} if self.dynamic else {}
             proto = export(copy.deepcopy(self.module), inputs, self.exporter, axes)
             proto = TOOLS.get(self.exporter.rpartition(", ")[2], lambda proto: proto)(proto)
-        self._check(proto, inputs)
+        self._check(proto)
         return proto
 
-    def _check(self, proto: onnx.ModelProto, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise NotExported if the file computes another prediction than the module."""
-        with torch.no_grad():
-            expected = copy.deepcopy(self.module)(*inputs).double().numpy()
-        feeds = {f"x{i}": x.numpy() for i, x in enumerate(inputs)}
+    def _check(self, proto: onnx.ModelProto) -> None:
+        """Raise NotExported if the file computes other predictions than the module, on batches of two sizes."""
         session = onnxruntime.InferenceSession(proto.SerializeToString())
-        (found,) = session.run(None, {x.name: feeds[x.name] for x in session.get_inputs()})
-        difference = relative(found.astype(float), expected)
-        if difference > 10 * self.case.tolerance:
-            raise NotExported(f"the file predicts otherwise than the module, by {difference:.0e}")
+        for batch in self.batches(2):
+            with torch.no_grad():
+                expected = copy.deepcopy(self.module)(*tensors(batch, double=False)[0]).double().numpy()
+            (found,) = session.run(None, {x.name: batch.inputs[x.name] for x in session.get_inputs()})
+            difference = relative(found.astype(float), expected)
+            if difference > 10 * self.case.tolerance:
+                shapes = f"{found.shape} in place of {expected.shape}"
+                how = shapes if found.shape != expected.shape else f"by {difference:.0e}"
+                raise NotExported(f"the file predicts otherwise than the module: {how}")
 
 
 class Masters:
