@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import run as zoo
 
-EXPORTERS = ("dynamo, dynamic", "torchscript, static", "skl2onnx")  # of which an architecture may have more
+TOOLS = ("onnxslim", "onnxsim", "onnxoptimizer")  # which the tests do without
+REFUSED = {"GAT": "torchscript"}  # files whose gradients the exporter's If blocks, or that it writes wrongly
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,9 @@ EXPORTERS = ("dynamo, dynamic", "torchscript, static", "skl2onnx")  # of which a
 def test_trains_as_in_its_framework(family, name):
     case = zoo.cases(family)[name]
     for exporter in case.exporters:
-        if exporter in EXPORTERS:
-            row = zoo.tried(case, name, exporter)
-            assert row.verdict == "agrees", row
+        if exporter.rpartition(", ")[2] in TOOLS:
+            continue
+        for row in zoo.tried(case, name, exporter):
+            expected = "not recorded" if row.exporter.startswith(tuple(case.unrecorded)) else "agrees"
+            assert row.verdict == expected, row
             assert row.ours == row.theirs

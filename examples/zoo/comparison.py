@@ -30,12 +30,21 @@ CHAOS = 0.3  # the share of a difference that the framework's own rounding must 
 EQUAL = 1e-6  # the largest difference between a weight and its export
 
 
+def optimizers(rate: float) -> tuple[Any, ...]:
+    """Return SGD without momentum and AdamW, whose epsilon hides the rounding of gradients that are 0."""
+    return passes.SGD(rate), passes.AdamW(rate / 10, epsilon=1e-4)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Hold inputs by their names in the export, and the targets of the predictions."""
+    """Hold inputs by their names in the export, and targets unless the model returns its loss."""
 
     inputs: Arrays
-    target: np.ndarray
+    target: np.ndarray | None
+
+    @property
+    def feeds(self) -> Arrays:
+        return self.inputs if self.target is None else {**self.inputs, "target": self.target}
 
 
 @dataclass(frozen=True)
@@ -59,16 +68,21 @@ class Case(ABC):
     """Describe an architecture in its framework.
 
     Args:
-        loss: the pass for the framework's loss.
-        optimizer: the pass for the framework's optimizer.
+        loss: the pass for the framework's loss; `passes.OwnLoss` for a model that returns its loss.
+        optimizers: the passes for the framework's optimizers, each of which is a row of the table.
         training: the pass that enables the training behaviour; None for a model without one.
         freeze: the parameters that the framework freezes, which no ONNX file records.
+        unrecorded: the words of exporters that drop what stops gradients: detach(), or the row of an embedding that
+            pads, which does not train.
+        tolerance: the largest relative difference of an agreement.
     """
 
     loss: Any = field(default_factory=passes.MeanSquaredError, kw_only=True)
-    optimizer: Any = field(default_factory=lambda: passes.SGD(0.01, momentum=0.9), kw_only=True)
+    optimizers: Sequence[Any] = field(default=optimizers(0.01), kw_only=True)
     training: Any = field(default_factory=passes.TrainingMode, kw_only=True)
     freeze: str | None = field(default=None, kw_only=True)
+    unrecorded: Sequence[str] = field(default=(), kw_only=True)
+    tolerance: float = field(default=TOLERANCE, kw_only=True)
 
     @property
     @abstractmethod
@@ -96,8 +110,12 @@ class Model(ABC):
         """Export the model without changing it."""
 
     @abstractmethod
-    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+    def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         """Train a copy on all batches except the last, and predict the last one, in float32 or float64."""
+
+    def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
+        """Train with the gradients that the exporter does not stop."""
+        raise NotImplementedError
 
 
 class NotExported(Exception):
@@ -110,6 +128,7 @@ class Row:
 
     name: str
     exporter: str
+    optimizer: str = "-"
     verdict: str = ""
     cause: str = ""
     theirs: int | None = None
@@ -122,42 +141,81 @@ class Row:
     worst: str = ""
     seconds: float = 0.0
 
+    @property
+    def difference(self) -> float:
+        return max(self.losses or 0, self.weights or 0, self.predictions or 0)
 
-def judge(row: Row, case: Case) -> None:
-    """Fill a row: export a model, train it in the framework and in graphopt, and compare the results."""
-    model = case.model(row.exporter)
+
+@dataclass(frozen=True)
+class Export:
+    """Hold a model with its initial weights, its export and its batches."""
+
+    model: Model
+    initial: Arrays
+    proto: onnx.ModelProto
+    batches: Sequence[Batch]
+
+
+def exported(case: Case, exporter: str) -> Export:
+    """Build a model and export it."""
+    model = case.model(exporter)
     batches = model.batches(STEPS + 1)
     initial = model.parameters()
-    theirs = model.train(batches, double=False)
-    if not all(map(math.isfinite, theirs.losses)):
-        raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
     try:
-        proto = model.export()
+        return Export(model, initial, model.export(), batches)
+    except NotExported:
+        raise
     except Exception as error:
         raise NotExported(f"{type(error).__name__}: {error}") from error
-    ours = train_here(proto, case, batches)
-    pairs = same(initial, [*constants(proto), *ours.initial.items()])
+
+
+def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
+    """Fill a row: train an export in the framework and in graphopt, and compare the results."""
+    model, batches, initial = export.model, export.batches, export.initial
+    theirs = model.train(optimizer, batches, double=False)
+    if not all(map(math.isfinite, theirs.losses)):
+        raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
+    ours = train_here(export.proto, case, optimizer, batches)
+    pairs = same(initial, [*constants(export.proto), *ours.initial.items()])
     row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())
     differences(row, ours, theirs, pairs)
-    worst = max(row.losses or 0, row.weights or 0, row.predictions or 0)
-    if worst > TOLERANCE:
-        exact = Row(row.name, row.exporter)
-        double = model.train(batches, double=True)
-        differences(exact, theirs, double, {name: (name, np.ravel) for name in theirs.weights})
-        row.own = max(exact.losses or 0, exact.weights or 0, exact.predictions or 0)
-    if row.ours == row.theirs and worst <= TOLERANCE:
+    if row.ours == row.theirs and row.difference <= case.tolerance:
         row.verdict = "agrees"
         return
+    row.own = distance(theirs, model.train(optimizer, batches, double=True))
     extra, missing = apart(ours, theirs, initial, pairs)
     row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
     if (extra or missing) and is_said(ours.said, extra, missing):
         row.verdict = "reported"
-        named = [ours.said[name] for name in extra] or list(ours.said.values())
+        named = [ours.said[name] for name in (*extra, *missing) if name in ours.said] or list(
+            ours.said.values()
+        )
         row.cause = f"{row.cause}. The report: {'; '.join(named[:2])}"
-    elif row.ours == row.theirs and row.own is not None and row.own > CHAOS * worst:
+    elif row.ours == row.theirs and row.own > CHAOS * row.difference:
         row.verdict, row.cause = "chaotic", ""
+    elif any(word in row.exporter for word in case.unrecorded) and follows(
+        export, case, optimizer, ours, pairs
+    ):
+        row.verdict, row.cause = (
+            "not recorded",
+            "the exporter drops what stops a gradient; the framework without it trains the same",
+        )
     else:
         row.verdict = "differs"
+
+
+def distance(one: Training, other: Training) -> float:
+    """Return the largest relative difference of two trainings in the framework."""
+    row = Row("", "")
+    differences(row, one, other, {name: (name, np.ravel) for name in other.weights})
+    return row.difference
+
+
+def follows(export: Export, case: Case, optimizer: Any, ours: Training, pairs: Pairs) -> bool:
+    """Return whether graphopt trains what the exporter recorded."""
+    row = Row("", "")
+    differences(row, ours, export.model.train_as_recorded(optimizer, export.batches), pairs)
+    return row.difference <= case.tolerance
 
 
 def apart(
@@ -213,9 +271,9 @@ def listed(counts: Mapping[str, int]) -> str:
     return ", ".join(some[:4]) + more or "nothing"
 
 
-def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> Training:
+def train_here(proto: onnx.ModelProto, case: Case, optimizer: Any, batches: Sequence[Batch]) -> Training:
     """Compile an export, train it on all batches except the last, and predict the last one with the trained model."""
-    steps = {"loss": case.loss, "optimizer": case.optimizer, "training": case.training}
+    steps = {"loss": case.loss, "optimizer": optimizer, "training": case.training}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
@@ -223,7 +281,7 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
     numbers = {str(value.name): math.prod(value.shape) for value in weights}
     initial = {str(value.name): value.const_value.numpy() for value in weights}
     executor = graphopt.Executor(step, threads=1)
-    losses = [executor.step({**batch.inputs, "target": batch.target})["loss"] for batch in batches[:-1]]
+    losses = [executor.step(batch.feeds)["loss"] for batch in batches[:-1]]
     trained = executor.trained()
     predicted = graphopt.run(trained, batches[-1].inputs)
     prediction = next(array for array in predicted.values() if np.issubdtype(array.dtype, np.floating))
@@ -231,12 +289,16 @@ def train_here(proto: onnx.ModelProto, case: Case, batches: Sequence[Batch]) -> 
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
-    """Return the report's lines about weights that the exporter computed or left out, or that a rule decided."""
+    """Return the report's lines about weights that the exporter changed, that a rule decided, or that are frozen."""
     found = {name: f"{name}: left out by the exporter" for name in (LeftOut.read(step) or LeftOut()).names}
     for value in weights:
         origin = Origin.read(value)
         if not origin.certain or origin.kind is Kind.COMPUTED:
             found[value.name] = f"{value.name}: {origin.reason}"
+    for value in step.graph.initializers.values():
+        origin = Origin.read(value)
+        if origin is not None and origin.trains:
+            found[str(value.name)] = f"{value.name}: {origin.reason}"
     return found
 
 
@@ -254,7 +316,7 @@ def same(initial: Arrays, exported: Sequence[tuple[str, np.ndarray]]) -> Pairs:
     found: Pairs = {}
     for name, weight in initial.items():
         for other, array in sorted(exported, key=lambda one: one[0] != name):
-            if array.dtype == weight.dtype and name not in found:
+            if array.dtype.kind == "f" and name not in found:
                 move = moved(weight, array)
                 if move is not None:
                     found[name] = other, move

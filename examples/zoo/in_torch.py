@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
+import onnxruntime
 import torch
-from comparison import Batch, Case, Model, Training
+from comparison import Batch, Case, Model, NotExported, Training, relative
 from torch import nn
 
 import passes
 
 EXPORTERS = ("dynamo, dynamic", "torchscript, static")
+BOTH = (
+    "dynamo, dynamic",
+    "dynamo unfolded, dynamic",
+    "torchscript, dynamic",
+    "torchscript unfolded, dynamic",
+)
 BATCH = 4
+LENGTHS = 5, 7, 3
 
 
 @dataclass(frozen=True)
@@ -27,16 +38,19 @@ class TorchCase(Case):
 
     Args:
         ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch, `unfolded` to
-            disable the default folding of constants.
+            disable the default folding of constants, and last the tool that rewrites the file.
+        lengths: the lengths of sequences, in turn, for inputs with a second dynamic dimension: the function that draws
+            inputs takes one as its second argument.
         fresh: keep the initial weights, of which exporters merge equal ones.
         batch: the number of rows.
     """
 
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[torch.Tensor, ...]]
+    inputs: Callable[..., tuple[torch.Tensor, ...]]
     ways: Sequence[str] = field(default=EXPORTERS, kw_only=True)
     fresh: bool = field(default=False, kw_only=True)
     batch: int = field(default=BATCH, kw_only=True)
+    lengths: Sequence[int] = field(default=(), kw_only=True)
 
     @property
     def exporters(self) -> Sequence[str]:
@@ -47,7 +61,16 @@ class TorchCase(Case):
         module = self.build()
         if not self.fresh:
             perturb(module)
-        return TorchModel(self, module.eval(), exporter)
+        module.eval()
+        with torch.no_grad():
+            module(*self.draw(0, self.batch))  # hooks compute weights, for example of torch.nn.utils.prune
+        return TorchModel(self, module, exporter)
+
+    def draw(self, step: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """Draw the inputs of a step from PyTorch's generator."""
+        return (
+            self.inputs(rows, self.lengths[step % len(self.lengths)]) if self.lengths else self.inputs(rows)
+        )
 
 
 def perturb(module: nn.Module) -> None:
@@ -83,82 +106,173 @@ class TorchModel(Model):
 
     def batches(self, count: int) -> list[Batch]:
         torch.manual_seed(1)
-        return [self._batch(self.case.batch + (i % 2 if self.dynamic else 0)) for i in range(count)]
+        return [self._batch(i, self.case.batch + (i % 2 if self.dynamic else 0)) for i in range(count)]
 
-    def _batch(self, size: int) -> Batch:
-        inputs = self.case.inputs(size)
+    def _batch(self, step: int, rows: int) -> Batch:
+        inputs = self.case.draw(step, rows)
+        named = {f"x{i}": x.numpy() for i, x in enumerate(inputs)}
+        return Batch(named, self._target(inputs))
+
+    def _target(self, inputs: Sequence[torch.Tensor]) -> np.ndarray | None:
+        if isinstance(self.case.loss, passes.OwnLoss):
+            return None
         with torch.no_grad():
             prediction = copy.deepcopy(self.module)(*inputs)
         if isinstance(self.case.loss, passes.CrossEntropy):
             shape = list(prediction.shape)
             classes = shape.pop(self.case.loss.axis)
-            target = torch.randint(0, classes, shape)
-        else:
-            target = torch.randn_like(prediction)
-        named = {f"x{i}": x.numpy() for i, x in enumerate(inputs)}
-        return Batch(named, target.numpy())
+            return torch.randint(0, classes, shape).numpy()
+        return torch.randn_like(prediction).numpy()
 
     def parameters(self) -> dict[str, np.ndarray]:
         return {name: p.detach().numpy().copy() for name, p in self.module.named_parameters()}
 
-    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+    def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
+        module = copy.deepcopy(self.module)
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                part.padding_idx = None
+        with mock.patch.object(torch.Tensor, "detach", lambda self: self):
+            return replace(self, module=module).train(optimizer, batches, double=False)
+
+    def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         module = copy.deepcopy(self.module)
         module.train(any(isinstance(part, NORMALIZATIONS) for part in module.modules()))
         if double:
             module.double()
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch_optimizer(self.case.optimizer, trainable)
+        masters = Masters(module)
+        updates = torch_optimizer(optimizer, [p for p in masters.weights.values() if p.requires_grad])
         losses = []
         for batch in batches[:-1]:
             inputs, target = tensors(batch, double)
-            optimizer.zero_grad()
-            loss = torch_loss(self.case.loss, module(*inputs), target)
+            updates.zero_grad()
+            loss = torch_loss(self.case.loss, masters(*inputs), target)
             loss.backward()
-            optimizer.step()
+            updates.step()
             losses.append(loss.item())
-        reached = {name: p for name, p in module.named_parameters() if p.grad is not None}
+        reached = {name: p for name, p in masters.weights.items() if p.grad is not None}
         module.eval()
         inputs, _ = tensors(batches[-1], double)
         with torch.no_grad():
-            predictions = module(*inputs).numpy()
-        weights = {name: p.detach().numpy() for name, p in reached.items()}
+            predictions = masters(*inputs).numpy()
+        weights = {name: p.data.numpy() for name, p in reached.items()}
         return Training(losses, weights, predictions, {name: p.numel() for name, p in reached.items()})
 
     def export(self) -> onnx.ModelProto:
         torch.manual_seed(1)
-        inputs = self.case.inputs(self.case.batch)
+        inputs = self.case.draw(0, self.case.batch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return export(copy.deepcopy(self.module), inputs, self.exporter)
+            axes = {0: "batch", **({1: "length"} if self.case.lengths else {})} if self.dynamic else {}
+            proto = export(copy.deepcopy(self.module), inputs, self.exporter, axes)
+            proto = TOOLS.get(self.exporter.rpartition(", ")[2], lambda proto: proto)(proto)
+        self._check(proto)
+        return proto
+
+    def _check(self, proto: onnx.ModelProto) -> None:
+        """Raise NotExported if the file computes other predictions than the module, on batches of two sizes."""
+        session = onnxruntime.InferenceSession(proto.SerializeToString())
+        for batch in self.batches(2):
+            with torch.no_grad():
+                expected = copy.deepcopy(self.module)(*tensors(batch, double=False)[0]).double().numpy()
+            (found,) = session.run(None, {x.name: batch.inputs[x.name] for x in session.get_inputs()})
+            difference = relative(found.astype(float), expected)
+            if difference > 10 * self.case.tolerance:
+                shapes = f"{found.shape} in place of {expected.shape}"
+                how = shapes if found.shape != expected.shape else f"by {difference:.0e}"
+                raise NotExported(f"the file predicts otherwise than the module: {how}")
 
 
-def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str) -> onnx.ModelProto:
-    """Export with the exporter's defaults, except that BatchNormalization is not folded into convolutions."""
-    dynamic = "dynamic" in exporter
+class Masters:
+    """Hold the weights that an optimizer updates: in float32 for a module with 16-bit weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.weights = module, dict(module.named_parameters())
+        self._types = {name: p.dtype for name, p in self.weights.items()}
+        self._narrow = any(kind.itemsize < 4 for kind in self._types.values())
+        if self._narrow:
+            self.weights = {name: nn.Parameter(p.data.float()) for name, p in self.weights.items()}
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not self._narrow:
+            return self._module(*inputs)
+        stored = {name: p.to(self._types[name]) for name, p in self.weights.items()}
+        return torch.func.functional_call(self._module, stored, inputs)
+
+
+def export(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str, axes: dict[int, str]
+) -> onnx.ModelProto:
+    """Export with the exporter's defaults, except that BatchNormalization is not folded into convolutions.
+
+    `axes` names the dynamic dimensions of every input.
+    """
     folds = "unfolded" not in exporter and not any(
         isinstance(part, NORMALIZATIONS) for part in module.modules()
     )
     evaluated = torch.onnx.TrainingMode.EVAL if folds else torch.onnx.TrainingMode.PRESERVE
     names: dict[str, Any] = {"input_names": [f"x{i}" for i in range(len(inputs))], "output_names": ["y"]}
     if exporter.startswith("dynamo"):
-        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs) if dynamic else None
+        sizes = (
+            {0: torch.export.Dim("batch")} if len(axes) == 1 else dict.fromkeys(axes, torch.export.Dim.AUTO)
+        )
+        shapes = tuple({i: size for i, size in sizes.items() if i < x.ndim} for x in inputs) if axes else None
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=shapes, optimize=folds, verbose=False, **names
         )
         return program.model_proto
     buffer = io.BytesIO()
+    given = dict(zip(names["input_names"], inputs, strict=True))
+    dynamic = {name: {i: axis for i, axis in axes.items() if i < x.ndim} for name, x in given.items()}
+    dynamic["y"] = {0: "batch"}
     torch.onnx.export(
         module,
         inputs,
         buffer,
         dynamo=False,
         opset_version=20,
-        dynamic_axes={name: {0: "batch"} for name in [*names["input_names"], "y"]} if dynamic else None,
+        dynamic_axes=dynamic if axes else None,
         do_constant_folding=folds,
         training=evaluated,
         **names,
     )
     return onnx.load_from_string(buffer.getvalue())
+
+
+def slimmed(proto: onnx.ModelProto) -> onnx.ModelProto:
+    import onnxslim
+
+    return onnxslim.slim(proto)
+
+
+def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
+    import onnxsim
+
+    return onnxsim.simplify(proto)[0]
+
+
+def optimized(proto: onnx.ModelProto) -> onnx.ModelProto:
+    import onnxoptimizer
+
+    return onnxoptimizer.optimize(proto)
+
+
+def optimized_by_the_runtime(proto: onnx.ModelProto) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(path)
+        onnxruntime.InferenceSession(proto.SerializeToString(), options)
+        return onnx.load(path)
+
+
+TOOLS = {
+    "onnxslim": slimmed,
+    "onnxsim": simplified,
+    "onnxoptimizer": optimized,
+    "onnxruntime": optimized_by_the_runtime,
+}
 
 
 def warm_up() -> None:
@@ -167,7 +281,7 @@ def warm_up() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for exporter in EXPORTERS:
-            export(nn.Linear(2, 2), (torch.zeros(BATCH, 2),), exporter)
+            export(nn.Linear(2, 2), (torch.zeros(BATCH, 2),), exporter, {0: "batch"})
 
 
 def torch_optimizer(step: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -175,19 +289,24 @@ def torch_optimizer(step: Any, parameters: list[nn.Parameter]) -> torch.optim.Op
     if isinstance(step, passes.SGD):
         return torch.optim.SGD(parameters, step.learning_rate, momentum=step.momentum)
     betas = step.beta1, step.beta2
+    if isinstance(step, passes.AdamW):
+        return torch.optim.AdamW(parameters, step.learning_rate, betas, step.epsilon, step.weight_decay)
     return torch.optim.Adam(parameters, step.learning_rate, betas=betas, eps=step.epsilon)
 
 
-def torch_loss(loss: Any, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def torch_loss(loss: Any, prediction: torch.Tensor, target: Any) -> torch.Tensor:
     """Return PyTorch's loss for a pass."""
+    if isinstance(loss, passes.OwnLoss):
+        return prediction
     if isinstance(loss, passes.CrossEntropy):
         return nn.functional.cross_entropy(prediction.movedim(loss.axis, 1), target)
-    return nn.functional.mse_loss(prediction, target)
+    return nn.functional.mse_loss(prediction.to(target.dtype), target)
 
 
-def tensors(batch: Batch, double: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+def tensors(batch: Batch, double: bool) -> tuple[list[torch.Tensor], Any]:
     def tensor(array: np.ndarray) -> torch.Tensor:
         x = torch.from_numpy(array.copy())
         return x.double() if double and x.is_floating_point() else x
 
-    return [tensor(x) for x in batch.inputs.values()], tensor(batch.target)
+    target = None if batch.target is None else tensor(batch.target)
+    return [tensor(x) for x in batch.inputs.values()], target

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -88,17 +89,21 @@ class JaxModel(Model):
         assert isinstance(model, onnx.ModelProto)
         return model
 
-    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+    def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
+        with mock.patch.object(jax.lax, "stop_gradient", lambda x: x):
+            return self.train(optimizer, batches, double=False)
+
+    def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         with jax.enable_x64(double):
             kind = jnp.float64 if double else jnp.float32
             weights = jax.tree.map(lambda w: jnp.asarray(w, kind), self.weights)
-            optimizer = optax_optimizer(self.case.optimizer)
-            state = optimizer.init(weights)
+            transformation = optax_optimizer(optimizer)
+            state = transformation.init(weights)
             losses = []
             for batch in batches[:-1]:
                 x, target = self._arrays(batch, kind)
                 loss, gradients = jax.value_and_grad(self._loss)(weights, x, target)
-                updates, state = optimizer.update(gradients, state, weights)
+                updates, state = transformation.update(gradients, state, weights)
                 weights = optax.apply_updates(weights, updates)
                 losses.append(float(loss))
             predictions = np.asarray(self.merge(weights)(self._arrays(batches[-1], kind)[0]))
@@ -121,10 +126,11 @@ def named(weights: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
 
-def optax_optimizer(step: passes.SGD | passes.Adam) -> optax.GradientTransformation:
+def optax_optimizer(step: passes.SGD | passes.AdamW) -> optax.GradientTransformation:
     if isinstance(step, passes.SGD):
-        return optax.sgd(step.learning_rate, step.momentum)
-    return optax.adam(step.learning_rate, step.beta1, step.beta2, step.epsilon)
+        return optax.sgd(step.learning_rate)
+    moments = step.beta1, step.beta2, step.epsilon
+    return optax.adamw(step.learning_rate, *moments, weight_decay=step.weight_decay)
 
 
 class Perceptron(nnx.Module):
@@ -185,6 +191,95 @@ class Convolution(eqx.Module):
         return self.b(jax.nn.relu(self.a(x)).reshape(-1))
 
 
+class Scan(nnx.Module):
+    """Scan a leaky cell over the steps of a sequence."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        rngs = nnx.Rngs(0)
+        self.enter, self.again = nnx.Linear(5, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+        self.head, self.reverse = nnx.Linear(6, 3, rngs=rngs), reverse
+
+    def __call__(self, x):
+        def step(h, row):
+            h = 0.5 * h + 0.5 * jnp.tanh(row + self.again(h))
+            return h, h
+
+        rows = jnp.swapaxes(self.enter(x), 0, 1)
+        _, ys = jax.lax.scan(step, jnp.zeros_like(rows[0, :, :6]), rows, reverse=self.reverse)
+        return self.head(jnp.swapaxes(ys, 0, 1))
+
+
+class ScanWeights(nnx.Module):
+    """Scan over layers whose weights are stacked, as large language models do."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.weights = nnx.Param(jax.random.normal(jax.random.key(1), (3, 6, 6)) / 3)
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, self.weights[...])
+        return self.head(h)
+
+
+class Loop(nnx.Module):
+    """Apply a layer three times by fori_loop, which JAX differentiates as a scan."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layer, self.head = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jax.lax.fori_loop(0, 3, lambda i, h: h + jnp.tanh(self.layer(h)), x))
+
+
+class Branches(nnx.Module):
+    """Choose a branch by the data."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.one, self.two = nnx.Linear(6, 4, rngs=rngs), nnx.Linear(6, 4, rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        one, two = (lambda x: jnp.tanh(self.one(x))), (lambda x: 0.5 * self.two(x))
+        return self.head(jax.lax.cond(x.sum() > 0, one, two, x))
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        rngs = nnx.Rngs(0)
+        self.recurrent, self.head = nnx.RNN(kind(5, 6, rngs=rngs)), nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.recurrent(x))
+
+
+class Rounding(nnx.Module):
+    """Round, straight through."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.one, self.two = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.one(x)
+        return self.two(h + jax.lax.stop_gradient(jnp.round(h) - h))
+
+
+class Coupling(nnx.Module):
+    """Couple affinely, as a normalizing flow."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.one, self.two = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 6, rngs=rngs)
+
+    def __call__(self, x):
+        a, b = jnp.split(x, 2, -1)
+        s, t = jnp.split(self.two(jnp.tanh(self.one(a))), 2, -1)
+        return jnp.concatenate([a, b * jnp.exp(jnp.tanh(s)) + t], -1)
+
+
 def equinox_mlp() -> eqx.Module:
     return eqx.nn.MLP(6, 3, 8, 2, activation=jax.nn.tanh, key=jax.random.key(0))
 
@@ -196,6 +291,15 @@ CASES = {
     "flax, convolutions": JaxCase(Convolutional, (6, 6, 2), **CLASSES),
     "flax, attention": JaxCase(Attention, (6,), 11, **CLASSES),
     "flax, tied": JaxCase(Tied, (6,), 11, **CLASSES),
-    "equinox, perceptron": JaxCase(equinox_mlp, (6,), optimizer=passes.Adam(1e-3)),
+    "flax, scan": JaxCase(Scan, (4, 5)),
+    "flax, scan in reverse": JaxCase(lambda: Scan(True), (4, 5)),
+    "flax, scan over layers": JaxCase(ScanWeights, (6,)),
+    "flax, fori_loop": JaxCase(Loop, (6,)),
+    "flax, cond": JaxCase(Branches, (6,)),
+    "flax, LSTM": JaxCase(lambda: Recurrent(nnx.OptimizedLSTMCell), (4, 5)),
+    "flax, GRU": JaxCase(lambda: Recurrent(nnx.GRUCell), (4, 5)),
+    "flax, rounding straight through": JaxCase(Rounding, (6,), unrecorded=("jax2onnx",)),
+    "flax, coupling": JaxCase(Coupling, (6,)),
+    "equinox, perceptron": JaxCase(equinox_mlp, (6,)),
     "equinox, convolution": JaxCase(Convolution, (2, 8, 8), **CLASSES),
 }  # fmt: skip

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
@@ -82,12 +84,16 @@ class KerasModel(Model):
                 self.model.export(str(path), format="onnx", verbose=False, **options)
             return onnx.load(path)
 
-    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+    def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
+        with mock.patch.object(keras.ops, "stop_gradient", lambda x: x):
+            return self.train(optimizer, batches, double=False)
+
+    def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         with floats("float64" if double else "float32"):
             model = self.case.build()
             model(next(iter(batches[0].inputs.values())))
             model.set_weights(self.model.get_weights())
-            model.compile(optimizer=keras_optimizer(self.case.optimizer), loss=keras_loss(self.case.loss))
+            model.compile(optimizer=keras_optimizer(optimizer), loss=keras_loss(self.case.loss))
             losses = []
             for batch in batches[:-1]:
                 model.reset_metrics()  # otherwise the loss is a mean over batches
@@ -109,10 +115,10 @@ def floats(kind: str) -> Iterator[None]:
         keras.config.set_dtype_policy("float32")
 
 
-def keras_optimizer(step: passes.SGD | passes.Adam) -> keras.optimizers.Optimizer:
+def keras_optimizer(step: passes.SGD | passes.AdamW) -> keras.optimizers.Optimizer:
     if isinstance(step, passes.SGD):
-        return keras.optimizers.SGD(step.learning_rate, momentum=step.momentum)
-    return keras.optimizers.Adam(step.learning_rate, step.beta1, step.beta2, step.epsilon)
+        return keras.optimizers.SGD(step.learning_rate)
+    return keras.optimizers.AdamW(step.learning_rate, step.weight_decay, step.beta1, step.beta2, step.epsilon)
 
 
 def keras_loss(loss: object) -> keras.losses.Loss:
@@ -174,10 +180,50 @@ def softmax() -> keras.Model:
     )
 
 
+class Rounding(layers.Layer):
+    """Round, straight through."""
+
+    def call(self, x):
+        return x + keras.ops.stop_gradient(keras.ops.round(x) - x)
+
+
+def rounded() -> keras.Model:
+    parts = layers.Dense(8), Rounding(), layers.Dense(3)
+    return keras.Sequential([layers.Input((6,)), *parts])
+
+
+def siamese() -> keras.Model:
+    x = layers.Input((2, 6))
+    encode = keras.Sequential(
+        [layers.Dense(8), layers.BatchNormalization(), layers.Dense(4, activation="tanh")]
+    )
+    return keras.Model(x, encode(x[:, 0]) - encode(x[:, 1]))
+
+
+def autoencoder() -> keras.Model:
+    down = layers.Conv2D(4, 3, 2, padding="same", activation="relu"), layers.Conv2D(6, 3, activation="elu")
+    up = layers.Conv2DTranspose(4, 3, activation="relu"), layers.Conv2DTranspose(2, 4, 2, padding="same")
+    return keras.Sequential([layers.Input((8, 8, 2)), *down, *up])
+
+
+def factorized() -> keras.Model:
+    x = layers.Input((3,), dtype="int32")
+    v = layers.Embedding(11, 4)(x)
+    pairwise = keras.ops.square(keras.ops.sum(v, 1)) - keras.ops.sum(keras.ops.square(v), 1)
+    deep = layers.Dense(8, activation="gelu")(layers.Flatten()(v))
+    return keras.Model(x, layers.Dense(1)(layers.Concatenate()([pairwise, deep])))
+
+
+def spectral() -> keras.Model:
+    return keras.Sequential(
+        [layers.Input((6,)), layers.SpectralNormalization(layers.Dense(8)), layers.Dense(3)]
+    )
+
+
 CLASSES = {"loss": passes.CrossEntropy(axis=-1)}
 
 CASES = {
-    "Dense": KerasCase(dense, numbers(6), optimizer=passes.Adam(1e-3, epsilon=1e-7)),
+    "Dense": KerasCase(dense, numbers(6)),
     "Dense, softmax": KerasCase(softmax, numbers(6), loss=passes.CrossEntropy(axis=-1, from_logits=False)),
     "SeparableConv2D": KerasCase(convolutions, numbers(8, 8, 2), **CLASSES),
     "residual, BatchNormalization": KerasCase(
@@ -191,6 +237,24 @@ CASES = {
         lambda: text(layers.Bidirectional(layers.GRU(4, return_sequences=True)), layers.Dense(3)), words(6), **CLASSES
     ),
     "MultiHeadAttention": KerasCase(attention, words(6), **CLASSES),
+    "SimpleRNN": KerasCase(
+        lambda: text(layers.SimpleRNN(5, return_sequences=True), layers.Dense(3)), words(6), **CLASSES
+    ),
+    "LSTM on steps": KerasCase(
+        lambda: keras.Sequential([layers.Input((5, 4)), layers.LSTM(6, return_sequences=True), layers.Dense(3)]),
+        numbers(5, 4),
+    ),
+    "rounding, straight through": KerasCase(rounded, numbers(6), unrecorded=("dynamic", "static")),
+    "siamese, BatchNormalization": KerasCase(siamese, numbers(2, 6)),
+    "autoencoder, Conv2DTranspose": KerasCase(autoencoder, numbers(8, 8, 2)),
+    "factorization machine": KerasCase(factorized, words(3)),
+    "SpectralNormalization": KerasCase(spectral, numbers(6)),
+    "LayerNormalization, PReLU": KerasCase(
+        lambda: keras.Sequential(
+            [layers.Input((6,)), layers.Dense(8), layers.LayerNormalization(), layers.PReLU(), layers.Dense(3)]
+        ),
+        numbers(6),
+    ),
     "Conv1D on words": KerasCase(
         lambda: text(layers.Conv1D(6, 3, activation="relu"), layers.GlobalMaxPooling1D(), layers.Dense(3)),
         words(6),

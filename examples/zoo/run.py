@@ -1,10 +1,12 @@
 """Train architectures of several frameworks for ten steps, in their framework and in graphopt, and compare the results.
 
-Every row is an architecture and an exporter. Both sides train the same export in float32 on the same batches. The
-program compares the losses of each step, the weights that it finds in the export, the predictions of the trained model,
-and how many numbers train. A row with a difference above 1e-4, or with other trained numbers, is "reported" if
-graphopt's report names everything that trains on one side only and what the exporter did to it. It is "chaotic" if the
-same numbers train and the framework's own results differ as much between float32 and float64. Otherwise, it "differs".
+Every row is an architecture, an exporter and an optimizer. Both sides train the same export on the same batches, in
+float32, or in 16 bits with float32 masters of the weights. The program compares the losses of each step, the weights
+that it finds in the export, the predictions of the trained model, and how many numbers train. A row with a difference
+above 1e-4 (2e-3 in 16 bits), or with other trained numbers, is "reported" if graphopt's report names everything that
+trains on one side only and what the exporter did to it. It is "chaotic" if the same numbers train and the framework's
+own results differ as much between float32 and float64. It is "not recorded" if the exporter drops what stops a gradient
+(detach, the padding of an embedding) and the framework's training without it agrees. Otherwise, it "differs".
 
 Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
 It updates RESULTS.md with the rows that it runs. A NAME is an architecture, a family (torch_own, timm_models, ...) or a
@@ -31,8 +33,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from comparison import Case, NotExported, Row, judge
+from comparison import Case, NotExported, Row, exported, judge
 
 from graphopt import GraphoptError
 
@@ -40,6 +43,11 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
 FAMILIES = {
     "torch_own": "Modules written for the zoo (PyTorch)",
+    "stopped_gradients": "Stopped gradients: self-distillation, codebooks, capsules, spikes (PyTorch)",
+    "structured_models": "Flows, graphs, recommenders, masks and shared layers (PyTorch)",
+    "control_flow_models": "Control flow and lengths that vary (PyTorch)",
+    "half_models": "16-bit floats (PyTorch)",
+    "processed_models": "Files after onnxslim, onnxsim, onnxoptimizer and ONNX Runtime (PyTorch)",
     "torchvision_models": "torchvision",
     "timm_models": "timm",
     "transformers_models": "transformers",
@@ -49,6 +57,11 @@ FAMILIES = {
 }
 SAMPLE = {
     "torch_own": ("group normalization", "GPT, tied head", "translation, LSTM", "siamese"),
+    "stopped_gradients": ("SimSiam, BatchNormalization", "VAE", "VQ-VAE", "spikes, straight through"),
+    "structured_models": ("GAT", "DLRM", "two towers", "siamese, BatchNormalization"),
+    "control_flow_models": ("GRU, any length", "torch.cond", "scan", "scripted branch"),
+    "half_models": ("float16 perceptron",),
+    "processed_models": ("GPT, tied head",),
     "scikit_learn_models": ("MLPRegressor, tanh, Adam", "MLPClassifier, three classes", "SGDRegressor"),
 }
 PACKAGES = (
@@ -61,11 +74,34 @@ PACKAGES = (
     "jax2onnx",
     "skl2onnx",
     "onnxruntime",
+    "onnxslim",
+    "onnxsim",
+    "onnxoptimizer",
 )
 MARK = "row: "
 SECONDS, BYTES = 240, 8 << 30  # limits of an architecture
-VERDICTS = ("agrees", "reported", "chaotic", "differs", "refused", "failed", "not exported")
-COLUMNS = ("architecture", "exporter", "verdict", "train", "losses", "weights", "predictions", "own", "cause")
+VERDICTS = (
+    "agrees",
+    "reported",
+    "not recorded",
+    "chaotic",
+    "differs",
+    "refused",
+    "failed",
+    "not exported",
+)
+COLUMNS = (
+    "architecture",
+    "exporter",
+    "optimizer",
+    "verdict",
+    "train",
+    "losses",
+    "weights",
+    "predictions",
+    "own",
+    "cause",
+)
 NOTE = """\
 Differences are the largest relative ones. `train` counts the numbers that train in the framework, tied ones once, and,
 if different, those that train in graphopt. The brackets count the framework's weights that are in the export, also
@@ -80,24 +116,38 @@ def cases(family: str) -> dict[str, Case]:
 
 
 def rows(family: str, name: str) -> Iterator[Row]:
-    """Run an architecture with each of its exporters."""
+    """Run an architecture with each of its exporters and optimizers."""
     case = cases(family)[name]
     for exporter in case.exporters:
-        yield tried(case, name, exporter)
+        yield from tried(case, name, exporter)
 
 
-def tried(case: Case, name: str, exporter: str) -> Row:
-    """Run an architecture with an exporter; an error becomes a row."""
-    row = Row(name, exporter)
-    start = time.perf_counter()
+def tried(case: Case, name: str, exporter: str) -> Iterator[Row]:
+    """Run an architecture with an exporter and each optimizer; an error becomes a row."""
     try:
-        judge(row, case)
+        export = exported(case, exporter)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
-        row.verdict = verdict(error)
-        said = re.sub(r"\x1b\[[0-9;]*m|\S*/site-packages/", "", str(error))  # exporters colour their messages
-        row.cause = f"{type(error).__name__}: {' '.join(said.split())[:300]}"
-    row.seconds = round(time.perf_counter() - start, 1)
-    return row
+        yield Row(name, exporter, verdict=verdict(error), cause=told(error))
+        return
+    for optimizer in case.optimizers:
+        row = Row(name, exporter, label(optimizer))
+        start = time.perf_counter()
+        try:
+            judge(row, case, optimizer, export)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
+            row.verdict, row.cause = verdict(error), told(error)
+        row.seconds = round(time.perf_counter() - start, 1)
+        yield row
+
+
+def label(optimizer: Any) -> str:
+    return type(optimizer).__name__ + (" with momentum" if getattr(optimizer, "momentum", 0) else "")
+
+
+def told(error: BaseException) -> str:
+    """Return an error on one line, without colours and folders of packages."""
+    text = re.sub(r"\x1b\[[0-9;]*m|\S*/site-packages/", "", str(error))
+    return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
 
 
 def verdict(error: BaseException) -> str:
@@ -145,7 +195,7 @@ class Child:
                 else f"the process ended with {self._process.exitcode}"
             )
             last = next((line for line in reversed(lines) if line and not line.startswith(MARK)), "")
-            done.append(Row(self.name, "-", "failed", f"{how}: {last[:200]}"))
+            done.append(Row(self.name, "-", verdict="failed", cause=f"{how}: {last[:200]}"))
         return done
 
 
@@ -173,7 +223,9 @@ def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
     """Return the architectures to run, by family."""
     found = []
     for family in FAMILIES:
-        if sample and family not in SAMPLE:
+        if (sample and family not in SAMPLE) or (
+            only and family not in only and set(only) <= FAMILIES.keys()
+        ):
             continue
         try:
             names = list(cases(family))
@@ -197,7 +249,7 @@ def cells(row: Row) -> list[str]:
         counts += f", here {row.ours:,}"
     weights = f"{number(row.weights)} ({row.compared})" if row.compared else ""
     numbers = number(row.losses), weights, number(row.predictions), number(row.own)
-    return [row.name, row.exporter, row.verdict, counts, *numbers, row.cause.replace("|", "/")]
+    return [row.name, row.exporter, row.optimizer, row.verdict, counts, *numbers, row.cause.replace("|", "/")]
 
 
 def number(x: float | None) -> str:
@@ -233,12 +285,12 @@ def written(results: dict[str, list[list[str]]]) -> str:
     """Return the text of RESULTS.md."""
     everything = [row for family in results.values() for row in family]
     architectures = len({(family, row[0]) for family, found in results.items() for row in found})
-    verdicts = Counter(row[2] for row in everything)
+    verdicts = Counter(row[3] for row in everything)
     lines = ["# The zoo", "", *(__doc__ or "").split("Run it:")[0].strip().splitlines(), "", NOTE, ""]
     lines += [f"{architectures} architectures, {len(everything)} rows: {counted(verdicts)}. {versions()}"]
     for family, title in FAMILIES.items():
         if results[family]:
-            lines += ["", f"## {title}", "", f"{counted(Counter(row[2] for row in results[family]))}.", ""]
+            lines += ["", f"## {title}", "", f"{counted(Counter(row[3] for row in results[family]))}.", ""]
             lines += [
                 f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *results[family])
             ]

@@ -79,7 +79,7 @@ class ScikitLearnModel(Model):
             whole, self.case.draw(1, 0).inputs["X"], options=options, target_opset={"": 21, "ai.onnx.ml": 1}
         )
 
-    def train(self, batches: Sequence[Batch], double: bool) -> Training:
+    def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         estimator = copy.deepcopy(self.estimator)
         if double:
             vars(estimator).update({name: doubled(value) for name, value in vars(estimator).items()})
@@ -141,27 +141,31 @@ def linear(kind: type, loss: str) -> Callable[[], Any]:
     )
 
 
-ADAM = passes.Adam(0.01)
+PLAIN, ADAM = {"optimizers": (passes.SGD(0.01),)}, {"optimizers": (passes.Adam(0.01),)}
+MOMENTUM = {"optimizers": (passes.SGD(0.01, momentum=0.9),)}
 REGRESSION = {"loss": HALF_SQUARES}
 CLASSES = {"loss": passes.CrossEntropy(from_logits=False)}
-ROWS = {"batch": 1, "optimizer": passes.SGD(0.01)}
+ROWS = {"batch": 1, **PLAIN}
 
 CASES = {
-    "MLPRegressor, relu": ScikitLearnCase(perceptron(MLPRegressor), **REGRESSION),
+    "MLPRegressor, relu": ScikitLearnCase(perceptron(MLPRegressor), **MOMENTUM, **REGRESSION),
     "MLPRegressor, tanh, Adam": ScikitLearnCase(
-        perceptron(MLPRegressor, activation="tanh", solver="adam"), optimizer=ADAM, **REGRESSION
+        perceptron(MLPRegressor, activation="tanh", solver="adam"), **ADAM, **REGRESSION
     ),
     "MLPRegressor, logistic, two layers": ScikitLearnCase(
-        perceptron(MLPRegressor, activation="logistic", hidden_layer_sizes=(7, 5)), **REGRESSION
+        perceptron(MLPRegressor, activation="logistic", hidden_layer_sizes=(7, 5)), **MOMENTUM, **REGRESSION
     ),
-    "MLPRegressor, identity": ScikitLearnCase(perceptron(MLPRegressor, activation="identity"), **REGRESSION),
+    "MLPRegressor, identity": ScikitLearnCase(
+        perceptron(MLPRegressor, activation="identity"), **MOMENTUM, **REGRESSION
+    ),
+    "MLPRegressor, no momentum": ScikitLearnCase(perceptron(MLPRegressor, momentum=0), **PLAIN, **REGRESSION),
     "MLPRegressor after StandardScaler": ScikitLearnCase(
-        perceptron(MLPRegressor), scaler=StandardScaler(), **REGRESSION
+        perceptron(MLPRegressor), scaler=StandardScaler(), **MOMENTUM, **REGRESSION
     ),
-    "MLPClassifier, two classes": ScikitLearnCase(perceptron(MLPClassifier), classes=2, **CLASSES),
-    "MLPClassifier, three classes": ScikitLearnCase(perceptron(MLPClassifier), classes=3, **CLASSES),
+    "MLPClassifier, two classes": ScikitLearnCase(perceptron(MLPClassifier), classes=2, **MOMENTUM, **CLASSES),
+    "MLPClassifier, three classes": ScikitLearnCase(perceptron(MLPClassifier), classes=3, **MOMENTUM, **CLASSES),
     "MLPClassifier after MinMaxScaler, Adam": ScikitLearnCase(
-        perceptron(MLPClassifier, solver="adam"), classes=3, scaler=MinMaxScaler(), optimizer=ADAM, **CLASSES
+        perceptron(MLPClassifier, solver="adam"), classes=3, scaler=MinMaxScaler(), **ADAM, **CLASSES
     ),
     "SGDRegressor": ScikitLearnCase(linear(SGDRegressor, "squared_error"), **REGRESSION, **ROWS),
     "SGDClassifier, log loss": ScikitLearnCase(linear(SGDClassifier, "log_loss"), classes=2, **CLASSES, **ROWS),

@@ -8,6 +8,7 @@ from typing import Any
 
 import timm
 import torch
+from comparison import optimizers
 from in_torch import EXPORTERS, TorchCase
 from in_torch import warm_up as warm_up
 from timm.models import convmixer, edgenext, ghostnet, metaformer, mlp_mixer
@@ -29,7 +30,7 @@ def case(
         partial(build, num_classes=5, **options),
         lambda batch: (torch.randn(batch, 3, 32, 32),),
         loss=passes.CrossEntropy(),
-        optimizer=passes.SGD(rate, momentum=0.9),
+        optimizers=optimizers(rate),
         ways=ways,
     )
 

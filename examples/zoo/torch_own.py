@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from comparison import optimizers
 from in_torch import TorchCase
 from in_torch import warm_up as warm_up
 from torch import nn
@@ -22,8 +23,8 @@ STATIC = ("dynamo, static", "dynamo unfolded, static", "torchscript, static")
 ALL = ("dynamo, dynamic", "dynamo, static", "torchscript, dynamic", "torchscript, static")
 CLASSES = {"loss": passes.CrossEntropy()}
 TOKENS = {"loss": passes.CrossEntropy(axis=-1)}
-ADAM = {"optimizer": passes.Adam(1e-3, epsilon=1e-4)}
-SLOW = {"optimizer": passes.SGD(1e-3, momentum=0.9)}
+MOMENTS = passes.SGD(0.01, momentum=0.9), passes.Adam(1e-3, epsilon=1e-4)
+FOUR = {"optimizers": (*optimizers(0.01), *MOMENTS)}
 
 
 def rows(*shape: int):
@@ -733,7 +734,7 @@ def ids_and_numbers(batch: int):
 
 CASES = {
     "mlp": TorchCase(mlp, rows(8), ways=ALL, **CLASSES),
-    "cnn": TorchCase(cnn, rows(1, 8, 8), ways=ALL, **CLASSES, **ADAM),
+    "cnn": TorchCase(cnn, rows(1, 8, 8), ways=ALL, **CLASSES, **FOUR),
     "resnet": TorchCase(ResNet, rows(3, 8, 8), ways=ALL, **CLASSES),
     "encoder, learned positions": TorchCase(lambda: Encoder(True), words(6), **CLASSES),
     "encoder, positions a buffer": TorchCase(lambda: Encoder(False), words(6), ways=ALL, **CLASSES),
@@ -769,7 +770,7 @@ CASES = {
     "U-Net": TorchCase(Unet, rows(1, 8, 8)),
     "super-resolution": TorchCase(SuperResolution, rows(1, 6, 6)),
     "mixture of experts": TorchCase(Experts, rows(6), **CLASSES),
-    "wide and deep": TorchCase(WideAndDeep, ids_and_numbers, **ADAM),
+    "wide and deep": TorchCase(WideAndDeep, ids_and_numbers),
     "deep sets": TorchCase(DeepSets, rows(5, 3)),
     "temporal, weight norm": TorchCase(Temporal, rows(4, 8), ways=UNFOLDED),
     "squeeze and excite": TorchCase(SqueezeExcite, rows(2, 6, 6), **CLASSES),

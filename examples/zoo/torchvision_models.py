@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from comparison import optimizers
 from in_torch import TorchCase
 from in_torch import warm_up as warm_up
 from torch import nn
@@ -112,7 +113,7 @@ def residual(block: type[nn.Module], **options) -> nn.Module:
 
 UNFOLDED = ("dynamo, dynamic", "dynamo unfolded, dynamic", "torchscript, static")
 CLASSES = {"loss": passes.CrossEntropy()}
-SLOW = {**CLASSES, "optimizer": passes.SGD(1e-3, momentum=0.9)}
+SLOW = {**CLASSES, "optimizers": optimizers(1e-3)}
 
 CASES = {
     "ResNet": TorchCase(partial(residual, models.resnet.BasicBlock), images(64), **SLOW),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from comparison import optimizers
 from in_torch import EXPORTERS, TorchCase
 from in_torch import warm_up as warm_up
 from torch import nn
@@ -77,7 +78,7 @@ def case(
         partial(build, name, sizes, inputs, output, masked),
         draw,
         loss=passes.CrossEntropy(axis=axis) if output == "logits" else passes.MeanSquaredError(),
-        optimizer=passes.SGD(rate, momentum=0.9),
+        optimizers=optimizers(rate),
         freeze=freeze,
         ways=ways,
     )
