@@ -78,8 +78,7 @@ def test_batches_before_one_that_cannot_be_drawn_train():
 
     found = []
     with pytest.raises(OSError, match="the file is gone"):
-        for reported in executor.iterate(drawn(), steps_per_call=4):
-            found.append(reported["loss"])
+        found.extend(reported["loss"] for reported in executor.iterate(drawn(), steps_per_call=4))
     alone = graphopt.Executor(step, threads=1)
     assert found == [alone.step(batch)["loss"] for batch in BATCHES[:3] * 2]
     assert executor.batches == 6

@@ -89,7 +89,8 @@ def main(
 ) -> dict[str, dict[str, float]]:
     """Print a line per workload, and return what was measured."""
     print(
-        "| workload | nodes | lowered | functions | first open, s | warm open | plain open | compare, s | step, us | plain | ratio |"
+        "| workload | nodes | lowered | functions | first open, s | warm open | plain open | compare, s "
+        "| step, us | plain | ratio |"
     )
     print("| --- |" + " ---: |" * 10)
     results = {}

@@ -249,8 +249,8 @@ class Translation:
             folder.mkdir(exist_ok=True)
             write_folder(folder, files)
         return (
-            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the plain "
-            f"step runs; please report it with the files in {folder}"
+            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the "
+            f"plain step runs; please report it with the files in {folder}"
         )
 
 
