@@ -48,16 +48,53 @@ class Case(NamedTuple):
 
 MEAN = passes.MeanSquaredError
 CASES = [
-    Case("basic-pitch", "nmp.onnx", MEAN(output="StatefulPartitionedCall:1"), {}, ("const_fold_opt__734",), True),
+    Case(
+        "basic-pitch",
+        "nmp.onnx",
+        MEAN(output="StatefulPartitionedCall:1"),
+        {},
+        ("const_fold_opt__734",),
+        True,
+    ),
     Case("vietcombank-captcha", "captcha.onnx", MEAN(output="digit_2"), {}),
-    Case("arabic-name-romanizer", "resources/encoder.onnx", MEAN(output="memory_out"), {"src_len": 5}, (), False, {"src": 9}),
-    Case("arabic-name-romanizer", "resources/decoder.onnx", MEAN(output="logprobs"), {"src_len": 5, "tgt_len": 4}, (), False, {"prefix": 9}),
-    Case("caustic-nmr", "best_v2_carbons.onnx", MEAN(output="pred_mean"),
-         {"num_atoms": 12, "num_edges": 20, "num_residues": 3}, ("_aa_means",), True, {"edge_index": 12, "target_indices": 12}),
+    Case(
+        "arabic-name-romanizer",
+        "resources/encoder.onnx",
+        MEAN(output="memory_out"),
+        {"src_len": 5},
+        (),
+        False,
+        {"src": 9},
+    ),
+    Case(
+        "arabic-name-romanizer",
+        "resources/decoder.onnx",
+        MEAN(output="logprobs"),
+        {"src_len": 5, "tgt_len": 4},
+        (),
+        False,
+        {"prefix": 9},
+    ),
+    Case(
+        "caustic-nmr",
+        "best_v2_carbons.onnx",
+        MEAN(output="pred_mean"),
+        {"num_atoms": 12, "num_edges": 20, "num_residues": 3},
+        ("_aa_means",),
+        True,
+        {"edge_index": 12, "target_indices": 12},
+    ),
     Case("occular-deskew", "orinet_fp32.onnx", MEAN(), {}, (), True),
     Case("brainmaze-eeg-models", "modelA_paper.onnx", MEAN(output="logits"), {"time": 9}),
-    Case("brainmaze-eeg-models", "spindle-detector-eeg.onnx", MEAN(output="detection"), {}, ("running_mean", "running_var"), True),
-]  # fmt: skip
+    Case(
+        "brainmaze-eeg-models",
+        "spindle-detector-eeg.onnx",
+        MEAN(output="detection"),
+        {},
+        ("running_mean", "running_var"),
+        True,
+    ),
+]
 # The others of the trial have no ONNX file in their wheel: openwakeword, attacut, deepcut, mtcnn.
 
 
@@ -97,7 +134,7 @@ def feeds_of(case: Case, proto: onnx.ModelProto) -> dict[str, np.ndarray]:
         spec = value.type.tensor_type
         shape = [dim.dim_value or case.sizes.get(dim.dim_param, 2) for dim in spec.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(spec.elem_type)
-        if dtype == bool:
+        if dtype.kind == "b":
             feeds[value.name] = np.ones(shape, bool)
         elif dtype.kind == "i":
             feeds[value.name] = random.integers(0, case.largest.get(value.name, 2), shape).astype(dtype)

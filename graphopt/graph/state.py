@@ -84,7 +84,7 @@ def demote(model: ir.Model, value: ir.Value) -> None:
     """Turn a promoted initializer into an initializer again; inside a pass only."""
     model.graph.inputs.remove(value)
     ROLE.remove(value)
-    value.const_value = value.meta.pop(_INITIAL)
+    value.const_value = value.meta.pop(INITIAL)
     model.graph.register_initializer(value)
 
 

@@ -177,10 +177,6 @@ def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
     return value
 
 
-def _such_as(names: Sequence[str]) -> str:
-    return f" (in a recipe loss.output={names[0]})" if names else ""
-
-
 def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
     assert elements.shape is not None
     rank = len(elements.shape)
