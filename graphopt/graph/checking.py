@@ -49,7 +49,8 @@ def check_domains(model: ir.Model) -> None:
     Raises:
         GraphoptError: names what uses the domain.
     """
-    for whole in [model.graph, *model.functions.values()]:
+    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for whole in wholes:
         nodes = (node for graph, _ in bodies(whole) for node in graph)
         found = next((node for node in nodes if node.domain == KERNELS), None)
         if found is not None:

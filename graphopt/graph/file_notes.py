@@ -26,7 +26,7 @@ def remember(model: ir.Model) -> None:
             str(x.name): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
         },
         "nodes": {
-            node.outputs[0].name: each for node in graph if node.outputs and any((each := _said(node))[1:])
+            node.outputs[0].name: said for node in graph if node.outputs and any((said := _said(node))[1:])
         },
     }
     if any(found.values()):

@@ -48,7 +48,7 @@ def _follows(node: ir.Node, version: int) -> bool:
         and schema.min_output <= len(node.outputs) <= schema.max_output
         and required <= node.attributes.keys() <= schema.attributes.keys()
         and all(
-            not x.is_ref() and x.type.value == schema.attributes[name].type.value
+            not x.is_ref() and x.type.value == schema.attributes[name].type.value  # type: ignore[attr-defined]
             for name, x in node.attributes.items()
         )
         and None not in node.inputs[: schema.min_input]

@@ -79,8 +79,9 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
     for value in floating(model):
-        if str(value.name).rpartition(".")[2] in _BUFFERS:
-            yield str(value.name), _origin(str(value.name), value.consumers())
+        name = str(value.name)
+        if _is_buffer(name):
+            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
