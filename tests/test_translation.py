@@ -39,7 +39,8 @@ CONVOLUTION = """g (float[N,3,10,12] x) => (float[N,3] y) {
 
 
 def image_step(**options):
-    weights = {"w": RNG.standard_normal((4, 3, 3, 3)) * 0.3, "m": RNG.standard_normal((320, 3)) * 0.1}
+    rng = np.random.default_rng(5)
+    weights = {"w": rng.standard_normal((4, 3, 3, 3)) * 0.3, "m": rng.standard_normal((320, 3)) * 0.1}
     network = model(CONVOLUTION, **weights)
     return graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.05), **options)
 
