@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -186,7 +187,7 @@ MANY = """g (float[N,8] x) => (float[N,8] y) {
     f = Cast<to = 7>(e)  g0 = Mul(f, whole)  h = Cast<to = 1>(g0)  i = LayerNormalization(h, s)
     j = ReduceMax<keepdims = 1>(i)  k = Sub(i, j)  l = Softmax(k)  m = Mod<fmod = 1>(l, high)  n = Pow(m, high)
     y = Elu<alpha = 1.5>(n) }"""
-WRITTEN = {
+WRITTEN: dict[str, Callable[[], onnx.ModelProto]] = {
     "mlp": lambda: ir.to_proto(step_of(spoiled(mlp((4, 64, 3))))),
     "attention": lambda: ir.to_proto(step_of(attention())),
     "cnn": lambda: ir.to_proto(step_of(models.cnn((1, 12, 12), 3))),
@@ -252,3 +253,70 @@ def test_the_largest_of_many_is_the_runtimes(op_type):
     device = graphopt.Device("cpu")
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)["y"]
     np.testing.assert_allclose(found, Session(device, graph).compute_arrays(feeds)["y"], rtol=1e-5)
+
+
+# --- Geometry that C's int or memory cannot hold ---
+
+HUGE = 2**40
+GEOMETRY = [
+    ("Conv", {"strides": [HUGE, 1]}),
+    ("Conv", {"dilations": [HUGE, 1]}),
+    ("Conv", {"pads": [HUGE, 0, 0, 0]}),
+    ("Conv", {"pads": [-HUGE, 0, HUGE, 0]}),
+    ("Conv", {"strides": [2**31, 1]}),
+    ("Conv", {"dilations": [2**12, 2**12], "pads": [2**12] * 4}),
+    ("Conv", {"group": 2**32 + 1}),
+    ("Conv", {"strides": [1]}),
+    ("Conv", {"strides": [0, 1]}),
+    ("ConvTranspose", {"strides": [2**20, 2**20]}),
+    ("ConvTranspose", {"dilations": [HUGE, 1]}),
+    ("ConvTranspose", {"output_padding": [HUGE, 0]}),
+    ("ConvTranspose", {"pads": [-HUGE, 0, 0, 0]}),
+]
+
+
+@pytest.mark.parametrize(("op_type", "attributes"), GEOMETRY)
+def test_a_geometry_out_of_range_is_left_to_the_runtime(op_type, attributes):
+    given = ", ".join(f"{name} = {value}" for name, value in attributes.items())
+    proto = model(
+        f"g (float[N,8,9,9] x) => (float[N,A,B,C] y) {{ y = {op_type}<{given}>(x, w) }}",
+        w=np.ones((8, 8, 3, 3)),
+    )
+    assert plan(ir.from_proto(proto)).convolutions == 0
+
+
+def changed(proto, rng):
+    """Spoil an attribute, an input or an output of a random node."""
+    nodes = [node for node in proto.graph.node if node.attribute or node.input]
+    node = nodes[rng.integers(len(nodes))]
+    how = rng.integers(6)
+    if node.attribute and how < 3:
+        attribute = node.attribute[rng.integers(len(node.attribute))]
+        name, kind = attribute.name, attribute.type
+        if kind == onnx.AttributeProto.INTS:
+            attribute.ints[:] = [
+                int(rng.choice([-HUGE, -7, -1, 0, 1, 9, 2**62])) for _ in range(rng.integers(5))
+            ]
+        elif kind == onnx.AttributeProto.INT:
+            attribute.i = int(rng.choice([-HUGE, -7, 5, 99, 2**62]))
+        if how == 2:
+            attribute.CopyFrom(onnx.helper.make_attribute(name, EVIL))
+    elif how == 3:
+        node.attribute.append(onnx.helper.make_attribute("evil", EVIL))
+    elif how == 4:
+        node.input.append(node.input[0])
+    elif how == 5 and len(node.input) > 1:
+        del node.input[-1]
+    else:
+        del node.attribute[:]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", WRITTEN)
+def test_planning_a_spoiled_graph_raises_no_exception_of_its_own(name, seed):
+    proto = ir.to_proto(ir.from_proto(WRITTEN[name]()))
+    rng = np.random.default_rng(seed)
+    for _ in range(3):
+        changed(proto, rng)
+        found = plan(ir.from_proto(proto))
+        assert strange(source(found.kernels, threads=2)) == set()

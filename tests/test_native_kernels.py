@@ -551,8 +551,8 @@ def test_the_body_of_a_scan_has_kernels_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("op_type", ["Tanh", "Softmax", "ReduceSum", "Exp", "Sin"])
-def test_numbers_of_16_bits_are_stored_and_computed_in_float32(op_type: str) -> None:
-    """The runtime computes in float32, too, and rounds what leaves: kernels are as near to float64."""
+def test_each_result_of_16_bits_is_rounded(op_type: str) -> None:
+    """So the graph says. The runtime rounds what leaves a chain of operators."""
     of = "p, axes" if op_type == "ReduceSum" else "p"
     model = text(
         "(float16[N,33] x, float16[33] w) => (float16[N,33] y, float16[N,33] z)",
@@ -567,21 +567,38 @@ def test_numbers_of_16_bits_are_stored_and_computed_in_float32(op_type: str) -> 
         "x": r.standard_normal((5, 33)).astype(np.float16),
         "w": r.standard_normal(33).astype(np.float16),
     }
-    exact_p = feeds["x"].astype(np.float64) * feeds["w"]
-    power = np.exp(exact_p)
-    exact_q = {
-        "Tanh": np.tanh(exact_p),
+    p = rounded(feeds["x"].astype(np.float64) * feeds["w"])
+    power = np.exp(p)
+    q = {
+        "Tanh": np.tanh(p),
         "Softmax": power / power.sum(axis=-1, keepdims=True),
-        "ReduceSum": exact_p.sum(axis=-1, keepdims=True),
+        "ReduceSum": p.sum(axis=-1, keepdims=True),
         "Exp": power,
-        "Sin": np.sin(exact_p),
+        "Sin": np.sin(p),
     }[op_type]
-    exact = {"y": exact_p - exact_q, "z": exact_p - exact_q + feeds["w"]}
-    plain = run(session(model), feeds)
-    for name, y in run(native, feeds).items():
-        assert y.dtype == np.float16
-        off, other = (np.abs(array - exact[name]).max() for array in (y, plain[name]))
-        assert off <= max(other, 1e-3 * np.abs(exact[name]).max())
+    y = rounded(p - rounded(q))
+    found_y, found_z = run(native, feeds).values()
+    assert found_y.dtype == found_z.dtype == np.float16
+    assert np.mean(found_y != y) < 0.02  # where float32 rounds to the other side of a tie
+    np.testing.assert_allclose(found_y, y, rtol=2e-3, atol=1e-3)
+    np.testing.assert_array_equal(found_z, rounded(found_y.astype(np.float64) + feeds["w"]))
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float64)
+
+
+def test_a_number_beyond_16_bits_is_infinite_within_a_kernel() -> None:
+    """As it is if something else reads it, too: which nodes a kernel takes in changes no number."""
+    nodes = ("m = Mul(x, s)", "d = Div(m, s)", "y = Tanh(d)", "c = Cast<to = 1>(m)", "w = Exp(c)")
+    feeds = {"x": np.array([1, 300], np.float16), "s": np.array(1000, np.float16)}
+    for outputs in ("float16[N] y, float[N] w", "float16[N] y, float[N] w, float16[N] m"):
+        native, found = lowered(text(f"(float16[N] x, float16 s) => ({outputs})", *nodes))
+        assert len(kernels_of(found)) == 1
+        results = run(native, feeds)
+        np.testing.assert_array_equal(results["y"], np.tanh(np.array([1, np.inf])).astype(np.float16))
+        assert np.isinf(results["w"]).all()
 
 
 def test_generated_code_has_no_string_of_the_model() -> None:

@@ -13,6 +13,11 @@ from graphopt.native.forms import Form, ctype_of, exponent_of, fixed, operands_o
 from graphopt.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.native.space import Axes
 
+ROUNDED = "(float)(_Float16){0}"  # to what 16 bits hold; too large a number becomes infinite
+CHOOSING = frozenset(
+    {"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"}
+)  # round nothing
+
 ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
 
 
@@ -182,6 +187,13 @@ class Numbers:
         else:
             code = self._expression(node, form, xs)
             self._of[y] = self._map(code, ctype_of(y), *xs)
+        if (
+            y.dtype == ir.DataType.FLOAT16
+            and y in self._of
+            and node.op_type not in CHOOSING
+            and form.kind != "view"
+        ):
+            self._of[y] = self._map(ROUNDED, ctype_of(y), self._of[y])
 
     def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
         y = node.outputs[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-# The types that kernels compute in. Numbers of 16 bits are stored, and computed in float, as the runtime does.
+# The types that kernels compute in. An operator of numbers of 16 bits computes in float and rounds its result, as the
+# graph says. The runtime's own operators round only what leaves a chain of them.
 CTYPES = {
     ir.DataType.FLOAT: "float",
     ir.DataType.FLOAT16: "float",
