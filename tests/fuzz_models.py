@@ -67,6 +67,8 @@ OWN_KEYS = [
     "graphopt.aside",
     "graphopt.origin",
     "graphopt.left_out",
+    "graphopt.notes",
+    "graphopt.misdeclared",
 ]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -13,6 +17,7 @@ from onnx import numpy_helper
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import Notes
 from graphopt.inspection.report import report
 
 RNG = np.random.default_rng(0)
@@ -222,3 +227,26 @@ def test_a_report_says_how_to_choose_an_output():
     proto = model("g (float[N,4] x) => (float[N,3] y, float[N,3] z) { y = MatMul(x, w) z = Tanh(y) }", w=W)
     summary = report(proto, graphopt.standard(loss=passes.MeanSquaredError())).summary()
     assert "found ['y', 'z']: choose one (in a recipe loss.output=y)" in summary
+
+
+def bomb() -> str:
+    return base64.b64encode(zlib.compress(b" " * 2**28)).decode()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        *("", "?", "eJw=", 5, base64.b64encode(b"{}").decode()),
+        *(Notes.pack(x).packed for x in ([], {"graph": []}, {"weights": [[]]}, {"denotations": {"x": [1]}})),
+        *(Notes.pack({"nodes": {"y": each}}).packed for each in (3, ["MatMul", 1, {}], ["MatMul", "", []])),
+        pytest.param(None, id="bomb"),
+    ],
+)
+def test_notes_that_do_not_fit_are_refused(packed):
+    step = ir.to_proto(graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)))
+    kept = [each for each in step.metadata_props if each.key != Notes.KEY]
+    del step.metadata_props[:]
+    step.metadata_props.extend(kept)
+    step.metadata_props.add(key=Notes.KEY, value=json.dumps({"packed": bomb() if packed is None else packed}))
+    with pytest.raises(GraphoptError, match="metadata 'graphopt.notes': expected compressed text"):
+        graphopt.load(step)

@@ -41,17 +41,17 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     found = notes.unpacked()
     graph = proto.graph
     _write(graph.metadata_props, _texts(found.get("graph")))
-    order = {name: i for i, name in enumerate(found.get("weights") or ())}
+    order = {name: i for i, name in enumerate(found.get("weights", ()))}
     weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
     del graph.initializer[:]
     graph.initializer.extend(weights)
     docs = _texts(found.get("docs"))
     for weight in graph.initializer:
         weight.doc_string = docs.get(weight.name, weight.doc_string)
-    denotations = found.get("denotations") or {}
+    denotations = found.get("denotations", {})
     for value in [*graph.input, *graph.output]:
         _denote(value, *denotations.get(value.name, ("", ())))
-    nodes = found.get("nodes") or {}
+    nodes = found.get("nodes", {})
     for node in graph.node:
         op_type, doc, props = nodes.get(node.output[0] if node.output else "", ("", "", {}))
         if op_type == node.op_type:

@@ -204,6 +204,11 @@ def _check(*right: bool) -> None:
         raise ValueError
 
 
+def _fits(values: Any, *kinds: type) -> bool:
+    """Return whether a list has elements of these types."""
+    return isinstance(values, list) and [type(x) for x in values] == list(kinds)
+
+
 @dataclass(frozen=True)
 class TargetSpec(Note):
     """Describe how a loss compares a prediction with its target, to compute metrics and check labels.
@@ -453,7 +458,11 @@ class Notes(Note):
             found = json.loads(text)
         except (RecursionError, zlib.error) as error:
             raise ValueError from error
-        _check(isinstance(found, dict))
+        _check(isinstance(found, dict), *(isinstance(x, str) for x in found.get("weights", ())))
+        mappings = [found.get(name, {}) for name in ("graph", "docs", "denotations", "nodes")]
+        _check(*(isinstance(each, dict) for each in mappings))
+        _check(*(_fits(each, str, list) for each in found.get("denotations", {}).values()))
+        _check(*(_fits(each, str, str, dict) for each in found.get("nodes", {}).values()))
         return dict(found)
 
 
