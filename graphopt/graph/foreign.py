@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.operators import INTEGER_OPERATORS
 from graphopt.graph.values import is_floating
 
 NCHWC = "com.microsoft.nchwc"
@@ -16,25 +17,6 @@ IN_INTEGERS = (
     "the file computes with integers (QOperator format or dynamic quantization), which have no gradient: train the "
     "file from before the quantization and quantize what is trained"
 )
-INTEGER_OPERATORS = {
-    *(
-        "ConvInteger",
-        "MatMulInteger",
-        "DynamicQuantizeLinear",
-        "DynamicQuantizeMatMul",
-        "MatMulIntegerToFloat",
-    ),
-    *(
-        "DynamicQuantizeLSTM",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QGemm",
-        "QLinearConv",
-        "QLinearMatMul",
-    ),
-    *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
-    *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere", "QMoE"),
-}
 CONVERTING = {"QuantizeLinear", "DequantizeLinear"}
 
 

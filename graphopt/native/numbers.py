@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from graphopt.graph.operators import CHOOSING
 from graphopt.native.clusters import Cluster
 from graphopt.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
 from graphopt.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.native.space import Axes
 
 ROUNDED = "(float)(_Float16){0}"  # to what 16 bits hold; too large a number becomes infinite
-CHOOSING = frozenset(
-    {"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"}
-)  # round nothing
 
 ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
 
