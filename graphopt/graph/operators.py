@@ -109,5 +109,5 @@ INTEGER_OPERATORS = {
     *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere", "QMoE"),
 }
 
-# Operators whose results need no rounding: one of the operands, its sign or its magnitude, or what a cast rounds itself.
+# Operators whose results need no rounding: an operand, its sign or magnitude, or what a cast rounds itself.
 CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})
