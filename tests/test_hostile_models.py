@@ -279,7 +279,7 @@ def nested_functions(count: int) -> str:
     )
     return (
         f'<ir_version: 10, opset_import: ["" : 21, "own" : 1]> g (float[N,4] x) => (float[N,4] y) '
-        f"<float[4] w = {{1, 2, 3, 4}}> {{ m = Mul(x, w) y = own.f{count}(m) }} "
+        f"<float[4] w = {{1.3, -0.2, 0.7, 2.9}}> {{ m = Mul(x, w) y = own.f{count}(m) }} "
         f'<domain: "own", opset_import: ["" : 21]> f0 (a) => (c) {{ c = Tanh(a) }} {functions}'
     )
 

@@ -93,7 +93,6 @@ INTEGER_OPERATORS = {
     *(
         "ConvInteger",
         "MatMulInteger",
-        "DynamicQuantizeLinear",
         "DynamicQuantizeMatMul",
         "MatMulIntegerToFloat",
     ),

@@ -108,12 +108,12 @@ class Device(DeviceOptions):
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
-        self.native = _resolved("native", NATIVE, self.native)
-        self.verify = _resolved("verify", VERIFY, self.verify)
         if self.native is True and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
+        self.native = _resolved("native", NATIVE, self.native)
+        self.verify = _resolved("verify", VERIFY, self.verify)
         for lowering in self.native_without:
             if lowering not in LOWERINGS:
                 raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
