@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import onnx_ir as ir
@@ -34,7 +35,7 @@ def standard(
     standardize: Steps = None,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
-    training: Steps = None,
+    training: Steps | Default = DEFAULT,
     loss: Steps = None,
     regularizer: Steps = None,
     precision: Steps = None,
@@ -52,15 +53,16 @@ def standard(
 
     >>> import graphopt, passes
     >>> list(graphopt.standard(loss=passes.MeanSquaredError(), fuse=None))
-    ['normalize', 'parameters', 'sort', 'loss', 'gradient', 'simplify']
+    ['normalize', 'parameters', 'sort', 'training', 'loss', 'gradient', 'simplify']
     """
     steps = dict(locals())
     import passes
 
-    default = {
+    default: dict[str, Callable[[], Step]] = {
         "normalize": passes.Normalize,
         "parameters": passes.Parameters,
         "sort": passes.SortInitializers,
+        "training": partial(passes.TrainingMode, as_exported=True),
         "gradient": passes.Gradient,
         "simplify": passes.Simplify,
         "fuse": passes.Fuse,
@@ -78,7 +80,7 @@ def compile(
     standardize: Steps = None,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
-    training: Steps = None,
+    training: Steps | Default = DEFAULT,
     loss: Steps = None,
     regularizer: Steps = None,
     precision: Steps = None,
@@ -107,7 +109,8 @@ def compile(
             `passes.Parameters()` by default.
         sort: sorts the parameters by name; `passes.SortInitializers()` by default.
         training: makes BatchNormalization use batch statistics and enables Dropout in training, but not in evaluation
-            and export, for example `passes.TrainingMode()`.
+            and export, for example `passes.TrainingMode()`; `passes.TrainingMode(as_exported=True)` by default, which
+            does so in the nodes that the file has in training mode.
         loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs,
             `passes.OwnLoss` for a model that computes its own loss.
         regularizer: adds a penalty on parameters chosen by name, for example `passes.L2(1e-4)`; a list adds several.
@@ -308,7 +311,7 @@ def compile_layer(
     normalize: Steps | Default = DEFAULT,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
-    training: Steps = None,
+    training: Steps | Default = DEFAULT,
     gradient: Steps | Default = DEFAULT,
     simplify: Steps | Default = DEFAULT,
     fuse: Steps | Default = DEFAULT,

@@ -1,13 +1,19 @@
 """Define the error that graphopt raises for everything that a user can correct."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+LONGEST = 2_000  # characters of a message
+LONGEST_WORD = 200  # characters of a word, or of a text in quotes
+LONG = re.compile(rf"(?<=')[^']{{{LONGEST_WORD},}}(?=')|[^\s']{{{LONGEST_WORD},}}")
+CUT = "..."
 
 
 class GraphoptError(ValueError):
     """Report a mistake that you can correct, in one line: the thing, what was expected and found, what to do.
 
-    Unprintable characters, for example in file names, are escaped.
+    Unprintable characters, for example in file names, are escaped. Long names and values are cut in the middle.
 
     >>> try:
     ...     graphopt.load("missing.onnx")
@@ -17,7 +23,8 @@ class GraphoptError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+        text = shortened(message)
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,24 @@ class NoGradient(GraphoptError):
 
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+def shortened(message: str) -> str:
+    """Return a message in which each long word or quoted text, and then the whole, is cut in the middle.
+
+    >>> len(shortened("unknown field '" + 10**5 * "a" + "': remove it"))
+    227
+    """
+    if len(message) <= LONGEST_WORD:
+        return message
+    text = LONG.sub(lambda found: _cut(found[0], LONGEST_WORD), message)
+    return _cut(text, LONGEST)
+
+
+def _cut(text: str, most: int) -> str:
+    """Return the start and the end of a text that is longer than `most` characters."""
+    rest = most - len(CUT)
+    return text if len(text) <= most else f"{text[: rest - rest // 2]}{CUT}{text[-(rest // 2) :]}"
 
 
 def line(error: BaseException) -> str:

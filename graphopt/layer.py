@@ -73,7 +73,7 @@ class ForwardBackward:
         normalize: Steps | Default = DEFAULT,
         parameters: Steps | Default = DEFAULT,
         sort: Steps | Default = DEFAULT,
-        training: Steps = None,
+        training: Steps | Default = DEFAULT,
         gradient: Steps | Default = DEFAULT,
         simplify: Steps | Default = DEFAULT,
         fuse: Steps | Default = DEFAULT,

@@ -20,6 +20,9 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.opsets import IR_VERSION, OPSET
 
+MOST = 2**27  # weights of a model
+MOST_LAYERS = 1_000
+
 
 def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
     """Return a linear model: one affine map of the flattened features."""
@@ -30,7 +33,7 @@ def mlp(
     features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
 ) -> ir.Model:
     """Return a multilayer perceptron of the flattened features, with ReLU between its layers."""
-    random = _random(seed)
+    random = _random(seed, outputs=outputs, hidden=hidden)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
     for i, (size, following) in enumerate(itertools.pairwise(sizes)):
@@ -56,7 +59,7 @@ def cnn(
         raise GraphoptError(
             f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
         )
-    random = _random(seed)
+    random = _random(seed, outputs=outputs, channels=channels, hidden=hidden)
     depth, height, width = features
     layers: list[nn.Module] = []
     for following in channels:
@@ -94,9 +97,11 @@ def transformer(
         raise GraphoptError(
             f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
         )
+    random = _random(
+        seed, outputs=outputs, vocabulary=vocabulary or outputs, width=width, heads=heads, layers=layers
+    )
     if width % heads:
         raise GraphoptError(f"model transformer: expected heads that divide width {width}, found {heads}")
-    random = _random(seed)
     blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
     network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)
     return _model("transformer", network, features, ir.DataType.INT64)
@@ -130,7 +135,7 @@ class _Layers(nn.Module):
 
 
 class _Linear(nn.Module):
-    def __init__(self, size: int, outputs: int, random: np.random.Generator, relu: bool = False) -> None:
+    def __init__(self, size: int, outputs: int, random: _Random, relu: bool = False) -> None:
         super().__init__()
         bound = math.sqrt(6 / (size + outputs))
         shape = size, outputs
@@ -145,7 +150,7 @@ class _Linear(nn.Module):
 
 
 class _Convolution(nn.Module):
-    def __init__(self, depth: int, channels: int, random: np.random.Generator) -> None:
+    def __init__(self, depth: int, channels: int, random: _Random) -> None:
         super().__init__()
         self.weight = _parameter(random.normal(0, math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3)))
         self.bias = _parameter(np.zeros(channels))
@@ -164,10 +169,36 @@ class _MaxPool(nn.Module):
         return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])
 
 
-def _random(seed: int) -> np.random.Generator:
+class _Random:
+    """Draw initial weights, up to a number that fits into memory."""
+
+    def __init__(self, seed: int) -> None:
+        self._drawn = np.random.default_rng(seed)
+        self._left = MOST
+
+    def normal(self, mean: float, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+        self._count(shape)
+        return self._drawn.normal(mean, deviation, shape)
+
+    def uniform(self, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:
+        self._count(shape)
+        return self._drawn.uniform(low, high, shape)
+
+    def _count(self, shape: tuple[int, ...]) -> None:
+        self._left -= math.prod(shape)
+        if self._left < 0:
+            raise GraphoptError(f"model: expected at most {MOST:,} weights, found more: choose smaller sizes")
+
+
+def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
+    """Return what draws weights, after a check of the seed and of the options of a model that are sizes."""
     if seed < 0:
         raise GraphoptError(f"seed: expected 0 or more, found {seed}")
-    return np.random.default_rng(seed)
+    for name, size in sizes.items():
+        for one in [size] if isinstance(size, int) else size:
+            if not isinstance(one, int) or not 1 <= one <= (MOST_LAYERS if name == "layers" else MOST):
+                raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {one!r}")
+    return _Random(seed)
 
 
 class _Flatten(nn.Module):
@@ -186,9 +217,7 @@ class _LayerNormalization(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(
-        self, length: int, width: int, heads: int, causal: bool, random: np.random.Generator
-    ) -> None:
+    def __init__(self, length: int, width: int, heads: int, causal: bool, random: _Random) -> None:
         super().__init__()
         self.query = _Linear(width, width, random)
         self.key = _Linear(width, width, random)
@@ -215,9 +244,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(
-        self, length: int, width: int, heads: int, causal: bool, random: np.random.Generator
-    ) -> None:
+    def __init__(self, length: int, width: int, heads: int, causal: bool, random: _Random) -> None:
         super().__init__()
         self.attention_norm = _LayerNormalization(width)
         self.attention = _Attention(length, width, heads, causal, random)
@@ -239,7 +266,7 @@ class _Transformer(nn.Module):
         width: int,
         outputs: int,
         blocks: Sequence[nn.Module],
-        random: np.random.Generator,
+        random: _Random,
     ) -> None:
         super().__init__()
         self.embedding = _parameter(random.normal(0, 0.1, (vocabulary, width)))

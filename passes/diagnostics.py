@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import report_of, value_of
-from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, set_role, with_role
 
 
@@ -54,7 +54,8 @@ class ReportGradients(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         gradients = {value_of(g): g for g in _gradients(model, self)}
-        chosen = {name: g for name, g in gradients.items() if matches(name, self.parameters)}
+        trained = {str(p.name): p for p in with_role(model, Role.PARAMETER)}
+        chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:
             raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
         with Emitter(model) as op:

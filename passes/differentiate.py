@@ -8,11 +8,12 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import DERIVATIVE
 from graphopt.graph.names import derivative_of, seed_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
-from passes.gradients.walk import backward
+from passes.gradients.walk import backward, zeros
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Differentiate(Pass):
         of: the output to differentiate. By default, the only floating-point output.
         seeded: add an input `OF.seed` in the shape of `of`. Its elements weight the elements of `of` in the sum, which
             gives a vector-Jacobian product.
+
+    The derivative of a derivative is 0 where it is piecewise constant, as in a network of Relu.
 
     Raises:
         GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or an operator has no rule.
@@ -57,11 +60,14 @@ class Differentiate(Pass):
             wrt = [values[name] for name in self.wrt]
             gradients = backward(op, model.graph, {y: seed}, wrt)
             for x in wrt:
-                if x not in gradients:
+                if x not in gradients and not DERIVATIVE.is_set(y):
                     raise GraphoptError(
                         f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
                     )
-                model.graph.outputs.append(op.Identity(gradients[x], _outputs=[derivative_of(y, x)]))
+                gradient = gradients[x] if x in gradients else zeros(op, x)
+                derivative = op.Identity(gradient, _outputs=[derivative_of(y, x)])
+                DERIVATIVE.set(derivative)
+                model.graph.outputs.append(derivative)
 
     def _output(self, model: ir.Model) -> ir.Value:
         floating = [output for output in model.graph.outputs if is_floating(output)]

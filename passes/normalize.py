@@ -19,6 +19,9 @@ import onnxscript.version_converter
 import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
+from graphopt.graph.declarations import forget
+from graphopt.graph.file_notes import remember
+from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import LeftOut, Origin
 from graphopt.graph.operators import POOLS
@@ -26,7 +29,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
-from graphopt.graph.shapes import check_expanded, fold_shapes, infer
+from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.state import make_room
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
@@ -65,6 +68,8 @@ class Normalize(Pass):
         origins = exporters.read(model)
         left_out = exporters.left_out(model)
         note_versions(model)
+        remember(model)
+        _set_givens_aside(model)
         with keep_interface(model):
             self._prepare(model)
             infer(model)
@@ -77,6 +82,8 @@ class Normalize(Pass):
         whole_windows(model)
         if is_classical:
             classical.freeze_scaling(model)
+            if model.producer_name == "skl2onnx":
+                classical.freeze_preprocessing(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         set_labels_aside(model, is_classical)
         if left_out:
@@ -101,11 +108,13 @@ class Normalize(Pass):
         except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
-        check_expanded(model)
+        refuse_foreign(model)
+        forget(model)
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
             lowering.lower(model)
+            forget(model)
         expand(model)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
@@ -200,6 +209,19 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
         set_aside(model, labels, is_floating, role)
+
+
+def _set_givens_aside(model: ir.Model) -> None:
+    """Remove outputs that are inputs or weights themselves; the trained model has them again."""
+    givens = [y for y in model.graph.outputs if y.producer() is None]
+    for y in givens:
+        if not y.uses():
+            raise GraphoptError(
+                f"output {y.name!r}: expected a value that a node computes, or an input or weight that one reads, "
+                f"found one that none reads: remove the output"
+            )
+    if givens:
+        set_aside(model, givens, lambda value: True)
 
 
 def upgrade(model: ir.Model) -> None:

@@ -12,17 +12,18 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import metadata, state
+from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
-from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import evidence, ties
 from passes.weights.initializers import duplicate
+from passes.weights.masters import QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Untie(Pass):
         floating = _floating(model)
         _check("Untie: weights", self.weights, floating)
         for value in floating:
-            if matches(value.name, self.weights):
+            if selects(self.weights, value):
                 for copy in ties.untie(model, value):
                     metadata.copy(value, copy)
 
@@ -68,7 +69,8 @@ class Parameters(Pass):
 
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
     A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
-    `run=report` lists them. Patterns are shell-style, one or several.
+    `run=report` lists them. Patterns are shell-style, one or several. They match names of initializers, and of the
+    parameters from which the exporter made them, such as the weight whose transpose is in the file.
 
     Args:
         pattern: train only these.
@@ -103,6 +105,7 @@ class Parameters(Pass):
             )
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
+        quantized = QuantizedWeights(model)
         for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):
             _check(f"Parameters: {field}", getattr(self, field), _floating(model))
         if self.untie:
@@ -131,13 +134,15 @@ class Parameters(Pass):
             )
         _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
         for value in kept:
-            state.promote(model, value, Role.PARAMETER)
+            quantized.promote(value)
+        quantized.restore()
 
     def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
         """Return the kind of an initializer and the reason why it trains or not."""
-        if matches(value.name, self.freeze):
-            return Origin(Kind.PARAMETER, "frozen by the user", named=True)
-        if matches(value.name, self.unfreeze) or matches(value.name, self.pattern):
+        if selects(self.freeze, value):
+            frozen = replace(_origin(value), kind=Kind.PARAMETER, why="frozen by the user", certain=True)
+            return replace(frozen, named=True)
+        if selects(self.unfreeze, value) or selects(self.pattern, value):
             return replace(_origin(value), kind=Kind.PARAMETER, why="named by the user", certain=True)
         origin = _origin(value)
         if self.pattern:
@@ -147,11 +152,11 @@ class Parameters(Pass):
         return origin
 
     def _is_chosen(self, value: ir.Value, origin: Origin, is_reached: bool) -> bool:
-        if matches(value.name, self.freeze):
+        if selects(self.freeze, value):
             return False
         if self.pattern:
-            return matches(value.name, self.pattern)
-        return matches(value.name, self.unfreeze) or (origin.trains and is_reached)
+            return selects(self.pattern, value)
+        return selects(self.unfreeze, value) or (origin.trains and is_reached)
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
         """Compute copies from their original weights, and return the weights."""
@@ -174,12 +179,12 @@ class Parameters(Pass):
 
     def _is_asked(self, weight: ir.Value, copy: ir.Value) -> bool:
         """Return whether the user or the exporter says that a weight has this copy."""
-        retied = matches(weight.name, self.retie) or matches(copy.name, self.retie)
+        retied = selects(self.retie, weight) or selects(self.retie, copy)
         return retied or _is_folded(weight, copy) or _have_one_source(weight, copy)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
         """Return the operator that makes a copy of a weight, and its argument, or None if they are not tied."""
-        if matches(weight.name, self.untie) or matches(copy.name, self.untie):
+        if selects(self.untie, weight) or selects(self.untie, copy):
             return None
         how = ties.relation(weight, copy, transposed=_is_folded(weight, copy))
         if how is None or self._is_asked(weight, copy):
@@ -196,7 +201,7 @@ def _floating(model: ir.Model) -> list[ir.Value]:
 
 
 def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
-    if pattern and not any(matches(value.name, pattern) for value in floating):
+    if pattern and not any(selects(pattern, value) for value in floating):
         raise GraphoptError(
             f"{field}={pattern!r} matches no floating-point initializer; the model has: "
             f"{', '.join(str(value.name) for value in floating) or 'none'}"
@@ -218,14 +223,18 @@ def _is_open(value: ir.Value) -> bool:
 def _origin(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
-        return Origin(Kind.CONSTANT, "statistics of the data that the model was fitted to")
+        return Origin(
+            Kind.CONSTANT, "statistics of the data that the model was fitted to; unfreeze trains them"
+        )
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
+    if uses and all(evidence.is_scale(*use) for use in uses):
+        return Origin(Kind.CONSTANT, "the scale of a quantization")
     written = Origin.read(value)
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
-    if written is not None and written.kind is Kind.COMPUTED:
+    if written is not None and written.kind is Kind.COMPUTED and written.sources:
         return written
     reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
     if reasons and reasons[0] is not None and all(reasons):
@@ -240,7 +249,9 @@ def _origin(value: ir.Value) -> Origin:
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
     # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
-    likely = len(value.shape or ()) > 0 and (written.named or evidence.is_factor(value))
+    likely = len(value.shape or ()) > 0 and (
+        written.named or (evidence.is_factor(value) and written.kind is Kind.PARAMETER)
+    )
     return replace(written, certain=written.certain or likely)
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass, Pattern, matches, retire
+from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role
 from graphopt.intervals import within
 
@@ -49,7 +49,7 @@ class Regularizer(Pass):
     @final
     def rewrite(self, model: ir.Model) -> None:
         trained = roles.with_role(model, Role.PARAMETER)
-        chosen = [w for w in trained if matches(w.name, self.parameters)]
+        chosen = [w for w in trained if selects(self.parameters, w)]
         if not chosen:
             raise GraphoptError(
                 f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "

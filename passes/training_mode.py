@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,15 @@ from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS
-from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import constant_of, like
 from graphopt.intervals import within
 from passes.gradients.rules.normalization import channels
+from passes.weights import initializers
+from passes.weights.masters import promote_statistic
 
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
@@ -34,11 +37,14 @@ class TrainingMode(Pass):
 
     BatchNormalization's running statistics become state: running * momentum + batch * (1 - momentum). For the running
     variance, ONNX's specification, Keras and Flax divide the batch's squared deviations by their count n, and PyTorch
-    by n - 1 (Bessel's correction). All of them normalize the batch with the variance by n. Dropout's mask comes from
-    integer arithmetic (see `uniform`): it is the same on every runtime, differs in each step, and stays the same when
-    training resumes. Evaluation, prediction and the trained model use the inference form with the updated statistics.
+    by n - 1 (Bessel's correction). All of them normalize the batch with the variance by n. Nodes that share running
+    statistics are calls of one module: each call, in the graph's order, goes on from the statistics of the call before.
+    Dropout's mask comes from integer arithmetic (see `uniform`): it is the same on every runtime, differs in each step,
+    and stays the same when training resumes. Evaluation, prediction and the trained model use the inference form with
+    the updated statistics.
 
-    A BatchNormalization without stored statistics, such as one for standardized weights, stays unchanged.
+    Nodes that are not switched compute their inference form in training, too. A BatchNormalization without stored
+    statistics, such as one for standardized weights, stays unchanged.
 
     Args:
         batch_normalization: switch BatchNormalization.
@@ -46,10 +52,13 @@ class TrainingMode(Pass):
         unbiased_variance: divide the running variance by n - 1. None does so for models exported by PyTorch. A single
             value per channel, on which PyTorch refuses to train, has the variance 0.
         seed: the seed of the masks.
+        leave_out: shell-style patterns of nodes to leave in their inference form, such as a frozen BatchNormalization,
+            one or several: names of nodes, or of the weights and statistics that they read.
+        as_exported: switch only the nodes that the file has in training mode.
 
     Raises:
-        GraphoptError: a running statistic is not an initializer, a Dropout's ratio is not constant, or one of these
-            operators is in a body of If, Loop or Scan, whose state would differ between turns.
+        GraphoptError: a running statistic is not an initializer, a Dropout's ratio is not constant, `leave_out` matches
+            nothing, or one of these operators is in a body of If, Loop or Scan, whose state would differ between turns.
 
     >>> from graphopt import models
     >>> steps = {"training": passes.TrainingMode(seed=1), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
@@ -60,48 +69,159 @@ class TrainingMode(Pass):
     dropout: bool = True
     unbiased_variance: bool | None = None
     seed: int = within("[0, inf)", 0)
+    leave_out: Pattern = None
+    as_exported: bool = False
 
     def rewrite(self, model: ir.Model) -> None:
+        self._check_patterns(model)
+        if not any(_kind(node) for node in model.graph.all_nodes()):
+            return
         ensure_typed(model)
         self._check_bodies(model)
-        nodes = [node for node in model.graph if node.domain == ""]
-        if self.batch_normalization:
-            unbiased = self.unbiased_variance
-            if unbiased is None:
-                unbiased = model.producer_name == PYTORCH
-            for node in nodes:
-                if node.op_type == "BatchNormalization" and not _has_no_statistics(node):
-                    _normalize_batch(model, node, unbiased)
-        if self.dropout:
-            dropouts = (node for node in nodes if node.op_type == "Dropout")
-            for number, node in zip(itertools.count(), dropouts, strict=False):
-                _drop(model, node, self.seed, number)
+        live = [node for node in model.graph if self._is_live(node)]
+        for node in model.graph.all_nodes():
+            if _kind(node) and node not in live:
+                _as_in_inference(node)
+        unbiased = self.unbiased_variance
+        if unbiased is None:
+            unbiased = model.producer_name == PYTORCH
+        for calls in _modules(model.graph):
+            if any(node in live for node in calls):
+                _normalize_batches(model, calls, live, unbiased)
+        dropouts = (node for node in live if node.op_type == "Dropout")
+        for number, node in zip(itertools.count(), dropouts, strict=False):
+            _drop(model, node, self.seed, number)
+
+    def _is_live(self, node: ir.Node) -> bool:
+        """Return whether a node is to behave as in training."""
+        kind = _kind(node)
+        if kind is None or not getattr(self, kind) or any(matches(x, self.leave_out) for x in _names(node)):
+            return False
+        return not self.as_exported or _is_in_training(node)
+
+    def _check_patterns(self, model: ir.Model) -> None:
+        names = [_names(node) for node in model.graph.all_nodes() if _kind(node)]
+        patterns = [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []
+        for pattern in patterns:
+            if not any(matches(name, pattern) for found in names for name in found):
+                known = ", ".join(dict.fromkeys(name for found in names for name in found)) or "none"
+                raise GraphoptError(
+                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
+                    f"{known}"
+                )
 
     def _check_bodies(self, model: ir.Model) -> None:
         for outer in model.graph:
             for node in (node for body in subgraphs(outer) for node in body.all_nodes()):
-                if node.domain == "" and getattr(self, SWITCHES.get(node.op_type, ""), False):
+                if self._is_live(node):
+                    kind = SWITCHES[node.op_type]
                     raise GraphoptError(
                         f"{node.op_type} node {node.name!r} is in a body of {outer.op_type} node {outer.name!r}, which "
-                        f"cannot have state: leave it in its inference form by TrainingMode({SWITCHES[node.op_type]}"
-                        f"=False)"
+                        f"cannot have state: leave it in its inference form by TrainingMode({kind}=False)"
                     )
+
+
+def _kind(node: ir.Node) -> str | None:
+    """Return the option that switches a node, or None for another node."""
+    kind = SWITCHES.get(node.op_type) if node.domain == "" else None
+    if kind == "batch_normalization" and _has_no_statistics(node):
+        return None
+    return kind
+
+
+def _names(node: ir.Node) -> list[str]:
+    """Return the names by which a node is known: its own, and those of the weights that it reads."""
+    read = [_stored(x) for x in node.inputs[1:] if x is not None]
+    return [str(node.name), *(metadata.original_name(x) for x in read if x is not None)]
+
+
+def _is_in_training(node: ir.Node) -> bool:
+    """Return whether the file has a node in training mode."""
+    if node.op_type == "BatchNormalization":
+        return bool(node.attributes.get_int("training_mode", 0))
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    tensor = None if mode is None else ir.convenience.get_const_tensor(mode)
+    return tensor is not None and bool(tensor.numpy().item())
+
+
+def _as_in_inference(node: ir.Node) -> None:
+    """Let a node compute its inference form."""
+    if not _is_in_training(node):
+        return
+    if node.op_type == "Dropout":
+        node.resize_inputs(2)
+        return
+    _drop_statistics(node)
 
 
 def _has_no_statistics(node: ir.Node) -> bool:
     """Return whether a node computes its mean and variance from other values, in inference too."""
-    return not any(_is_stored(value) for value in node.inputs[3:5] if value is not None)
+    return not any(_stored(value) for value in node.inputs[3:5] if value is not None)
 
 
-def _is_stored(value: ir.Value) -> bool:
-    """Return whether a value is an initializer or state, possibly after a Cast."""
+def _stored(value: ir.Value) -> ir.Value | None:
+    """Return the initializer or state that a value is, possibly after a Cast, or None."""
     while (node := value.producer()) is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         value = node.inputs[0]
-    return state.initial(value) is not None
+    return None if state.initial(value) is None else value
 
 
-def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
-    """Switch a BatchNormalization from the inference form to batch statistics."""
+def _modules(graph: ir.Graph) -> list[list[ir.Node]]:
+    """Group nodes of BatchNormalization that are calls of one module, in the order of the graph."""
+    nodes = [node for node in graph if _kind(node) == "batch_normalization"]
+    groups: dict[object, list[ir.Node]] = {}
+    for node in nodes:
+        key = tuple(node.inputs[3:5])
+        others = [other for other in nodes if tuple(other.inputs[3:5]) == key]
+        groups.setdefault(key if _are_calls(others) else node, []).append(node)
+    return list(groups.values())
+
+
+def _are_calls(nodes: Sequence[ir.Node]) -> bool:
+    """Return whether nodes that read one pair of running statistics are calls of one module.
+
+    Tools merge equal initializers of several modules, such as a mean of zeros. Modules with other weights, or whose
+    statistics have been merged with something else, are not the same.
+    """
+    pair = nodes[0].inputs[3:5]
+    if any(tensor is not None and np.ptp(tensor.numpy()) > 0 for tensor in map(state.initial, pair)):  # type: ignore[arg-type]
+        return True
+    apart = all(x is not None and {index for _, index in x.uses()} == {3 + i} for i, x in enumerate(pair))
+    return apart and all(_are_equal(node.inputs[1:3], nodes[0].inputs[1:3]) for node in nodes)
+
+
+def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | None]) -> bool:
+    """Return whether values are the same, or are equal constants."""
+    for a, b in zip(first, second, strict=True):
+        numbers, others = constant_of(a), constant_of(b)
+        if a is not b and (numbers is None or others is None or not np.array_equal(numbers, others)):
+            return False
+    return True
+
+
+def _normalize_batches(
+    model: ir.Model, calls: Sequence[ir.Node], live: Collection[ir.Node], unbiased: bool
+) -> None:
+    """Switch the live calls of a BatchNormalization to batch statistics, and move its running statistics in turn."""
+    running = [_statistic(model, calls, index) for index in (3, 4)]
+    following = running
+    for node in calls:
+        if node in live:
+            following = _normalize_batch(model, node, following, unbiased)
+        elif following is not running:
+            with Emitter(model) as op:
+                for index, statistic in zip((3, 4), following, strict=True):
+                    node.replace_input_with(index, stop_gradient_at(op.Identity(statistic)))
+        in_inference(node, inputs={3: str(running[0].name), 4: str(running[1].name)})
+    with Emitter(model) as op:
+        for old, new in zip(running, following, strict=True):
+            state.set_next(model, old, op.Identity(new))
+
+
+def _normalize_batch(
+    model: ir.Model, node: ir.Node, running: Sequence[ir.Value], unbiased: bool
+) -> list[ir.Value]:
+    """Switch a BatchNormalization to batch statistics, and return the running statistics after it."""
     x = node.inputs[0]
     assert x is not None
     if x.shape is None:
@@ -111,19 +231,24 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
         )
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
+    following = []
     with Emitter(model) as op:
         mean = op.ReduceMean(x, axes, keepdims=0)
         centered = x - channels(op, mean, x)
         batch = mean, op.ReduceMean(centered * centered, axes, keepdims=0)
-        running = []
-        for index, statistic in zip((3, 4), batch, strict=True):
-            old = _statistic(model, node, index)
+        for index, statistic, old in zip((3, 4), batch, running, strict=True):
             new = op.Cast(statistic, to=old.dtype)
             node.replace_input_with(index, new)
             if unbiased and index == 4:
                 new = BATCH_CORRECTION.mark(new * _bessel(op, x, axes, old))
-            state.set_next(model, old, op.Identity(momentum * old + (1 - momentum) * new))
-            running.append(str(old.name))
+            following.append(momentum * old + (1 - momentum) * new)
+    _drop_statistics(node)
+    OF_BATCH.set(node)
+    return following
+
+
+def _drop_statistics(node: ir.Node) -> None:
+    """Let a BatchNormalization read its statistics and compute none."""
     for output in node.outputs[1:]:
         if output.uses() or output.is_graph_output():
             raise GraphoptError(
@@ -132,8 +257,6 @@ def _normalize_batch(model: ir.Model, node: ir.Node, unbiased: bool) -> None:
             )
     node.resize_outputs(1)
     node.attributes.pop("training_mode", None)
-    OF_BATCH.set(node)
-    in_inference(node, inputs={3: running[0], 4: running[1]})
 
 
 def _bessel(op: Emitter, x: ir.Value, axes: list[int], like: ir.Value) -> ir.Value:
@@ -143,8 +266,9 @@ def _bessel(op: Emitter, x: ir.Value, axes: list[int], like: ir.Value) -> ir.Val
     return op.Cast(n / op.Max(n - 1, 1), to=like.dtype)
 
 
-def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:
-    """Return a separate running statistic of this node as state. Exporters merge equal initial values."""
+def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Value:
+    """Return a separate running statistic of these nodes as state. Exporters merge equal initial values."""
+    node = calls[0]
     value = node.inputs[index]
     assert value is not None
     start = state.initial(value)
@@ -153,9 +277,9 @@ def _statistic(model: ir.Model, node: ir.Node, index: int) -> ir.Value:
             f"BatchNormalization node {node.name!r}: expected running statistics that are initializers, found "
             f"{value.name!r}: set batch_normalization=False"
         )
-    if value.is_initializer() and len(value.uses()) == 1:
-        return state.promote(model, value, Role.STATISTIC)
-    return state.declare(model, f"{value.name}.{node.name}", start.numpy(), Role.STATISTIC)
+    if not value.is_initializer() or {user for user, _ in value.uses()} != {*calls}:
+        value = initializers.register(model, f"{value.name}.{node.name}", start.numpy())
+    return promote_statistic(model, value)
 
 
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:

@@ -84,10 +84,16 @@ def assert_sorted(model: ir.Model, name: str) -> None:
             seen.add(node)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "whole: all cases of a test run by default, since each takes milliseconds"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what a sample leaves out of a test with many cases: always the same cases, in no order."""
     cases = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in itertools.groupby(cases, key=lambda item: (item.path, item.originalname)):
         drawn = sorted(group, key=lambda item: zlib.crc32(item.name.encode()))
-        for item in drawn[SAMPLE:]:
+        for item in [item for item in drawn[SAMPLE:] if item.get_closest_marker("whole") is None]:
             item.add_marker(pytest.mark.slow)

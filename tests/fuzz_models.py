@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import warnings
@@ -20,6 +21,8 @@ from gradient_cases import CASES, Case, spaced
 import graphopt
 import passes
 from graphopt.graph.roles import FED, Role, role_of
+from graphopt.graph.values import is_floating
+from graphopt.inspection.report import report
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 16, 255, 2**20, 2**31 - 1, -(2**31), 2**33, 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -1.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan")]
@@ -64,6 +67,8 @@ OWN_KEYS = [
     "graphopt.aside",
     "graphopt.origin",
     "graphopt.left_out",
+    "graphopt.notes",
+    "graphopt.misdeclared",
 ]
 
 
@@ -79,6 +84,14 @@ def _control_flow() -> onnx.ModelProto:
         w=np.eye(3),
         v=np.ones(3),
     )
+
+
+def _sparse() -> onnx.ModelProto:
+    proto = model("g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Add(h, b) }", b=np.zeros(3))
+    values = onnx.numpy_helper.from_array(np.array([1, 2], np.float32), "w")
+    indices = onnx.numpy_helper.from_array(np.array([1, 5]), "at")
+    proto.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, indices, [4, 3]))
+    return proto
 
 
 def _scan() -> onnx.ModelProto:
@@ -311,6 +324,7 @@ def corpus() -> list[onnx.ModelProto]:
         _network_of_scikit_learn(),
         _sequences(),
         _of_the_runtime(),
+        _sparse(),
         _half_compiled("loss"),
         _half_compiled("fuse"),
     ]
@@ -523,7 +537,14 @@ def attempt(path: Path, folder: Path) -> None:
         steps = {"optimizer": None, "loss": None, "training": None}
     else:
         steps = {"optimizer": passes.SGD(0.01, momentum=0.9), "loss": loss, "training": passes.TrainingMode()}
+    report(path, graphopt.standard(**steps), batch=2).summary()
+    with contextlib.suppress(graphopt.GraphoptError):
+        graphopt.grad(path, [str(x.name) for x in model.graph.inputs if is_floating(x)])
     step = graphopt.compile(path, **steps)
+    if path.stat().st_size % 3 == 0:  # a training graph that another program changed
+        proto = ir.to_proto(step)
+        mutate(random.Random(path.stat().st_size), proto)
+        step = graphopt.load(proto)
     executor = graphopt.Executor(step, device="cpu", threads=1, on_nonfinite="warn")
     executor.trained()
     executor.step(_feeds(step))

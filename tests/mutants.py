@@ -29,9 +29,12 @@ class Mutant:
     """A change of one place of a file.
 
     Args:
-        file: relative to the rules.
+        file: relative to the folder.
         operators: whose cases are tried, space-separated.
         tests: the file of the tests.
+        chosen: which tests are tried, in place of cases of operators: an expression of pytest's `-k`.
+        marked: which tests are tried: an expression of pytest's `-m`.
+        folder: relative to the repository.
     """
 
     file: str
@@ -39,9 +42,17 @@ class Mutant:
     old: str
     new: str
     tests: str = "test_gradient.py"
+    chosen: str = ""
+    marked: str = "not exhaustive"
+    folder: Path = RULES
 
     def __str__(self) -> str:
         return f"{self.file}: {self.old} -> {self.new}"
+
+    @property
+    def path(self) -> Path:
+        """Return the file, relative to the repository."""
+        return self.folder / self.file
 
     def mutated(self) -> str:
         """Return the file's text with the change.
@@ -49,7 +60,7 @@ class Mutant:
         Raises:
             ValueError: the old text is not there, or more than once: this list must follow the rules.
         """
-        text = (ROOT / RULES / self.file).read_text()
+        text = (ROOT / self.path).read_text()
         if text.count(self.old) != 1:
             raise ValueError(
                 f"{self.file}: expected {self.old!r} once, found it {text.count(self.old)} times"
@@ -301,7 +312,7 @@ def unnoticed(mutants: list[Mutant]) -> list[Mutant]:
             source = ROOT / part
             (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / part)
         for mutant in mutants:
-            path = copy / RULES / mutant.file
+            path = copy / mutant.path
             right = path.read_text()
             path.write_text(mutant.mutated())
             found = tested(copy, mutant)
@@ -318,7 +329,8 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
     Raises:
         ValueError: pytest ran no test.
     """
-    chosen = " or ".join(f"[{name}- or -{name}-" for name in mutant.operators.split())
+    cases = " or ".join(f"[{name}- or -{name}-" for name in mutant.operators.split())
+    chosen = mutant.chosen or cases
     arguments = [
         "-x",
         "-q",
@@ -326,7 +338,7 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not exhaustive",
+        mutant.marked,
         f"tests/{mutant.tests}",
         *(["-k", chosen] if chosen else []),
     ]
@@ -347,6 +359,9 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
 def run_pytest(folder: str, arguments: list[str], report: str) -> None:
     """Run tests of a copy of the tree in this process, and end it with pytest's exit status."""
     os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(
+        Path(folder, "cache")
+    )  # compiled kernels, by a digest that may lack a change
     sys.path.insert(0, folder)
     with open(report, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         import pytest

@@ -466,3 +466,90 @@ def test_a_batch_is_made_before_it_is_asked_for() -> None:
     assert next(ahead) == 0
     assert made.wait(10)
     assert list(ahead) == [1]
+
+
+def _written(path: Path, table: Any) -> str:
+    """Write a table with the library that the ending of a file's name stands for."""
+    import polars
+    import pyarrow
+
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, compression="zstd")
+    elif path.suffix == ".polars":
+        polars.from_arrow(table).write_ipc(path, compression="zstd")
+    elif path.suffix == ".stream":
+        options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+        with pyarrow.ipc.new_stream(str(path), table.schema, options=options) as writer:
+            writer.write_table(table)
+    else:
+        pyarrow.feather.write_feather(table, str(path), compression="zstd")
+    return str(path)
+
+
+ENDINGS = ("parquet", "feather", "stream", "polars")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_texts_and_lists_are_read_from_what_other_libraries_write(tmp_path: Path, ending: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.feather")
+    x = np.random.default_rng(0).standard_normal((100, 2))
+    texts = ["cat", "dog"] * 50
+    table = pyarrow.table({"a": x[:, 0], "b": x[:, 1], "kind": texts, "unused": ["x"] * 100})
+    read = data.parquet if ending == "parquet" else data.arrow
+    found = read(
+        _written(tmp_path / f"t.{ending}", table), features=["a", "b"], target="kind", labels=["cat", "dog"]
+    )
+    assert (found.arrays["x"] == x).all()
+    assert found.arrays["target"].tolist() == [0, 1] * 50
+    with pytest.raises(GraphoptError, match="unknown column 'c'; known: a, b, kind, unused"):
+        read(str(tmp_path / f"t.{ending}"), features=["c"], target=None)
+
+
+@pytest.mark.parametrize("ending", ENDINGS[1:])
+def test_arrow_buffers_are_measured_before_they_are_expanded(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text has a megabyte; the file has a few kilobytes."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.feather")
+    monkeypatch.setattr("graphopt.data.files.UNSUSPICIOUS", 2**20)
+    table = pyarrow.table({"x": np.arange(50.0), "unused": ["x" * 10**6] * 50})
+    path = _written(tmp_path / f"t.{ending}", table)
+    before = pyarrow.total_allocated_bytes()
+    with pytest.raises(GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"):
+        data.arrow(path, features=["x"], target=None)
+    assert pyarrow.total_allocated_bytes() - before < 10**6
+
+
+def test_a_column_that_is_not_used_is_not_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"x": np.arange(500.0), "unused": ["x" * 10**6] * 500})
+    path = _written(tmp_path / "t.parquet", table)
+    pool = pyarrow.system_memory_pool()
+    assert (data.parquet(path, features=["x"], target=None).arrays["x"][:, 0] == np.arange(500)).all()
+    assert pool.bytes_allocated() < 10**8
+    with pytest.raises(
+        GraphoptError, match=r"column 'unused', row 0: expected a number, found 'x+"
+    ) as caught:
+        data.parquet(path, target=None)  # which holds the text once
+    assert len(str(caught.value)) < 500
+
+
+def test_rows_without_bytes_count(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    schema = pyarrow.schema({"x": pyarrow.null()})
+    path = str(tmp_path / "t.stream")
+    with pyarrow.ipc.new_stream(path, schema) as writer:
+        writer.write_batch(pyarrow.record_batch([pyarrow.nulls(10**9)], schema=schema))
+    with pytest.raises(GraphoptError, match="at most 100 times the file"):
+        data.arrow(path, target=None)
+
+
+def test_one_long_cell_widens_no_column(tmp_path: Path) -> None:
+    """NumPy would hold 4 bytes for each character of the longest cell, in each row."""
+    path = tmp_path / "t.csv"
+    path.write_text("a,target\n" + "1" * 100_000 + ",1\n" + "1,2\n" * 100_000)
+    with pytest.raises(GraphoptError, match=r"column 'a', row 0: expected a number, found '1+"):
+        data.csv(str(path))

@@ -13,7 +13,9 @@ from onnx import helper
 import graphopt
 import passes
 from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL, fold
+from graphopt.graph.inference import extract, in_inference
 from graphopt.runtime.executor import run
+from graphopt.testing.reference import evaluator
 
 FLOATS = np.array(
     [
@@ -245,3 +247,35 @@ def test_weights_are_not_folded_before_parameters_are_chosen_nor_those_that_are_
     )
     for found in (untrained, frozen):
         assert {"v", "w"} <= {*found.graph.initializers}
+
+
+def noted(lines, *forms):
+    """Return a graph whose values `a`, `b` have other forms in inference: those of the named inputs."""
+    proto = model(f"g (float[N,3] x, float[N,3] z) => (float[N,3] y) {{ {lines} }}")
+    loaded = graphopt.load(proto)
+    for node in loaded.graph:
+        if node.outputs[0].name in forms:
+            in_inference(node, inputs={0: "z"} if node.outputs[0].name == "a" else {0: "x"})
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("lines", "forms", "training", "inference"),
+    [
+        ("a = Identity(x) y = Neg(a)", "a", [-1], [-2]),
+        ("a = Identity(x) y = Identity(a)", "a", [1], [2]),
+        ("a = Neg(x) b = Neg(x) y = Add(a, b)", "ab", [-2], [-3]),
+        ("a = Neg(x) c = Neg(x) y = Add(a, c)", "a", [-2], [-3]),
+        ("a = Identity(x) y = Dropout(a)", "a", [1], [2]),
+    ],
+)
+def test_simplify_keeps_what_has_another_form_in_inference(lines, forms, training, inference):
+    simplified = noted(lines, *forms)
+    passes.Simplify()(simplified)
+    feeds = {"x": np.full((1, 3), 1, np.float32), "z": np.full((1, 3), 2, np.float32)}
+    (found,) = evaluator(simplified).run(None, feeds)
+    np.testing.assert_array_equal(found, np.full((1, 3), training, np.float32))
+    extracted = extract(simplified, simplified.graph.outputs)
+    read = {name: x for name, x in feeds.items() if name in {v.name for v in extracted.graph.inputs}}
+    (found,) = evaluator(extracted).run(None, read)
+    np.testing.assert_array_equal(found, np.full((1, 3), inference, np.float32))

@@ -164,6 +164,7 @@ def test_sums_over_many_columns_are_products(optimizer):
         {"optimizer": passes.SGD(0.05, groups=(passes.Group("b", learning_rate=0.5),))},
         {"optimizer": passes.SGD(0.05, weight_decay=0.1), "regularizer": passes.L2(0.1, parameters="w")},
         {"optimizer": passes.SGD(0.05), "schedule": passes.Cosine(steps=50)},
+        {"optimizer": passes.SGD(0.05), "clip": passes.ReportGradients()},
     ],
 )
 def test_scaled_gradients_change_nothing_that_is_reported(steps):
@@ -472,3 +473,44 @@ def test_no_transpose_that_a_gemm_can_do():
     for _ in range(50):
         first, second = (executor.step(feeds)["loss"] for executor in executors)
         assert second == pytest.approx(first, rel=1e-6)
+
+
+LOOKALIKES = {  # a graph of x, w and v, which looks like what a fusion replaces, and PyTorch's function
+    "a Gemm with a factor": (
+        "p = Gemm<alpha = 0.5>(x, w)  s = Add(x, p)  y = MatMul(s, v)",
+        lambda x, w, v: (x + 0.5 * x @ w) @ v,
+    ),
+    "a cube": ("p = MatMul(x, w)  q = Pow(p, three)  y = MatMul(q, v)", lambda x, w, v: (x @ w) ** 3 @ v),
+    "a sum over many columns": (
+        "p = MatMul(x, w)  t = Tanh(p)  q = ReduceSum<keepdims = 0>(t, last)  r = Unsqueeze(q, last)  "
+        "u = Mul(r, x)  y = MatMul(u, v)",
+        lambda x, w, v: ((x @ w).tanh().sum(1, keepdim=True) * x) @ v,
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["descent", "momentum"])
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_what_looks_like_what_a_fusion_replaces_trains_as_in_pytorch(name, optimizer):
+    torch = pytest.importorskip("torch")
+    text, function = LOOKALIKES[name]
+    weights = {"w": RNG.standard_normal((64, 64)) / 16, "v": RNG.standard_normal((64, 2)) / 8}
+    constants = {"three": np.array(3.0), "last": np.array([1])}
+    proto = model(
+        f"g (float[N,64] x) => (float[N,2] y) {{ {text} }}",
+        **weights,
+        **{name: array for name, array in constants.items() if name in text},
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=OPTIMIZERS[optimizer])
+    executor = graphopt.Executor(step, threads=1)
+    twins = {name: torch.tensor(np.float32(w), requires_grad=True) for name, w in weights.items()}
+    reference = torch.optim.SGD(twins.values(), 0.02, momentum=OPTIMIZERS[optimizer].momentum)
+    for rows in (20, 20, 64):
+        x, target = (RNG.standard_normal((rows, n), np.float32) for n in (64, 2))
+        executor.step(x=x, target=target)
+        reference.zero_grad()
+        torch.nn.functional.mse_loss(function(torch.tensor(x), **twins), torch.tensor(target)).backward()
+        reference.step()
+    for name, twin in twins.items():
+        moved, right = executor.state[name] - weights[name], twin.detach().numpy() - weights[name]
+        np.testing.assert_allclose(moved, right, atol=1e-4 * np.abs(right).max(), err_msg=name)

@@ -169,6 +169,22 @@ def test_an_output_that_does_not_depend_on_an_input_is_refused():
         graphopt.grad(proto, ["z"], of="y")
 
 
+@pytest.mark.parametrize(
+    "activation", ["Relu(h)", "Abs(h)", "LeakyRelu(h)", "Max(h, zero)", "Clip(h, zero)", "Identity(h)"]
+)
+def test_second_derivatives_of_a_piecewise_linear_network_are_zeros(activation):
+    proto = model(
+        f"g (float[N,4] x) => (float[N,2] y) {{ h = MatMul(x, w)\n a = {activation}\n y = MatMul(a, v) }}",
+        w=RNG.standard_normal((4, 5)),
+        v=RNG.standard_normal((5, 2)),
+        zero=np.zeros(()),
+    )
+    first = graphopt.grad(proto, ["x"], keep=False)
+    x = RNG.standard_normal((3, 4)).astype(np.float32)
+    (found,) = graphopt.run(graphopt.grad(first, ["x"], keep=False), {"x": x}).values()
+    np.testing.assert_array_equal(found, np.zeros((3, 4)))
+
+
 def test_differentiate_is_a_pass():
     loaded = graphopt.load(mlp())
     passes.Differentiate(["fc0.bias"])(loaded)

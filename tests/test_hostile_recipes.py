@@ -7,14 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from builders import mlp
+from omegaconf import OmegaConf
 
 from graphopt import cli
+from graphopt.cli.processes import check_processes, installed_first
+from graphopt.errors import GraphoptError
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -53,6 +57,9 @@ MKDIR = "{_target_: os.mkdir, path: pwned}"
 def _doubled(twice: str) -> str:
     """Return thirty fields, each of them twice the one before."""
     return "\n".join(["b0: x", *(f"b{i + 1}: {twice % (i, i)}" for i in range(30))])
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))
 
 
 # What is attacked: the files of the folder, more arguments, and what the error has to say.
@@ -497,6 +504,212 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
         [*NAMED, "-m"],
         "hydra.sweeper.params: expected at most 10,000 runs, found more",
     ),
+    "yaml elsewhere": (experiment("defaults: [/../secret]"), NAMED, "expected a recipe below its folder"),
+    "yaml elsewhere, from here": (
+        experiment("defaults: [../../secret]"),
+        NAMED,
+        "expected a recipe below its folder",
+    ),
+    "yaml elsewhere, as an option": (
+        experiment("defaults: [override /loss: ../../secret]"),
+        NAMED,
+        "expected a recipe below its folder",
+    ),
+    "yaml elsewhere, with an absolute path": (
+        experiment("defaults: [//etc/passwd.yaml]"),
+        NAMED,
+        "",
+    ),
+    "yaml elsewhere, by a link": (
+        experiment("defaults: [/link]"),
+        NAMED,
+        "expected a recipe below its folder",
+    ),
+    "yaml elsewhere, by a link to a folder": (
+        experiment("defaults: [/above/secret]"),
+        NAMED,
+        "expected a recipe below its folder",
+    ),
+    # places to write to
+    "the run of the user": (
+        experiment("resume: ../outside"),
+        NAMED,
+        "resume: expected a path on the command line alone, found it in a recipe",
+    ),
+    "the run of the user, in the working directory": (
+        experiment("resume: runs/mine"),
+        NAMED,
+        "resume: expected a path on the command line alone",
+    ),
+    "the run of the user, to evaluate": (
+        experiment("resume: ../outside\nrun: evaluate"),
+        NAMED,
+        "resume: expected a path on the command line alone",
+    ),
+    "the run of the user, by a sweep": (
+        experiment("hydra: {sweeper: {params: {resume: ../outside}}}"),
+        [*NAMED, *SWEEP],
+        "resume: expected a path on the command line alone",
+    ),
+    "predictions elsewhere": (
+        experiment("predictions: ../pwned.csv\nrun: predict"),
+        NAMED,
+        "predictions: expected ",
+    ),
+    "predictions over a file of the user": (
+        experiment("predictions: train.npz\nrun: predict"),
+        NAMED,
+        "predictions: expected predictions with .npz",
+    ),
+    "checkpoints elsewhere": (
+        experiment("fit: {checkpoint: {folder: ../pwned}}"),
+        NAMED,
+        "fit.checkpoint: unknown field 'folder'",
+    ),
+    "files for hosts elsewhere": (
+        experiment("hosts: {folder: ../pwned}\nrun: hosts"),
+        NAMED,
+        "hosts: unknown field 'folder'",
+    ),
+    "arguments that the command gives": (
+        experiment("executor: {step: ../secret.onnx}"),
+        NAMED,
+        "executor: unknown field 'step'",
+    ),
+    # processes
+    "workers": (
+        experiment("defaults: [override /launcher: local]"),
+        NAMED,
+        f"launcher: {TRUST}",
+    ),
+    "workers, by a class": (
+        experiment("launcher: {_target_: graphopt.distributed.launchers.LocalLauncher, workers: 1}"),
+        NAMED,
+        f"launcher: {TRUST}",
+    ),
+    "more workers than the user's": (
+        experiment("launcher: {workers: 2000}"),
+        [*NAMED, "launcher=local"],
+        f"launcher: {TRUST}",
+    ),
+    "a cluster": (
+        experiment("launcher: {address: 'ray://x:1'}"),
+        [*NAMED, "launcher=ray"],
+        f"launcher: {TRUST}",
+    ),
+    "processes of a sweep": (
+        experiment("defaults: [override /sweep: parallel]"),
+        [*NAMED, *SWEEP],
+        "",
+    ),
+    # guards stay where the command line names something beside
+    "a tracker beside the user's log": (
+        experiment("callbacks: {tracker: wandb}"),
+        [*NAMED, "callbacks={csv: a.csv}"],
+        f"callbacks.tracker: {TRUST}",
+    ),
+    "a server of the user's tracker": (
+        experiment("callbacks: {mlflow: {tracking_uri: 'http://x'}}"),
+        [*NAMED, "++callbacks={mlflow: {experiment: mine}}"],
+        f"callbacks.mlflow.tracking_uri: {TRUST}",
+    ),
+    "a server of the user's tracker, by its name": (
+        experiment("callbacks: {mlflow: {tracking_uri: 'http://x'}}"),
+        [*NAMED, "++callbacks.mlflow={experiment: mine}"],
+        f"callbacks.mlflow.tracking_uri: {TRUST}",
+    ),
+    "a log outside beside the user's": (
+        experiment("callbacks: {jsonl: ../pwned}"),
+        [*NAMED, "callbacks={csv: a.csv}"],
+        "callbacks.jsonl.path: expected a file below the run's folder",
+    ),
+    "a library beside the user's options, in a mapping": (
+        experiment("executor: {provider_options: {backend_path: x.so}}"),
+        [*NAMED, "++executor={provider_options: {threads: 1}}"],
+        "executor.provider_options.backend_path",
+    ),
+    "a limit beside the user's": (
+        experiment("limits: {constant_bytes: 1000000000000}"),
+        [*NAMED, "limits={nodes: 1000}"],
+        f"limits.constant_bytes: {TRUST}",
+    ),
+    "data elsewhere beside the user's fields": (
+        experiment("data: {path: ../secret.npz}"),
+        ["model=my.onnx", "data=npz", "data={expansion: 100}"],
+        "data.path",
+    ),
+    "a log that the command line removes": (
+        experiment("callbacks: {x: {_target_: graphopt.callbacks.CSV, path: ../pwned}}"),
+        [*NAMED, "~callbacks.csv"],
+        "",
+    ),
+    # YAML that expands, by whatever path it is reached
+    "a bomb of aliases as an option": (
+        {**experiment("defaults: [override /loss: bomb.yaml]"), "loss/bomb.yaml": BOMB},
+        NAMED,
+        "bomb.yaml: expected a recipe without YAML aliases",
+    ),
+    "a bomb of aliases in a package": (
+        {**experiment("defaults: [/deep/bomb@loss]"), "deep/bomb.yaml": BOMB},
+        NAMED,
+        "bomb.yaml: expected a recipe without YAML aliases",
+    ),
+    "a bomb of aliases that is optional": (
+        {**experiment("defaults: [optional /deep: bomb.yaml]"), "deep/bomb.yaml": BOMB},
+        NAMED,
+        "bomb.yaml: expected a recipe without YAML aliases",
+    ),
+    "a bomb of aliases by an interpolated name": (
+        {**experiment("defaults: [{/deep: 'bo${experiment}.yaml'}]"), "deep/boevil.yaml": BOMB},
+        NAMED,
+        "boevil.yaml: expected a recipe without YAML aliases",
+    ),
+    "a bomb of aliases in another folder": (
+        {"../more/experiment/evil.yaml": BOMB},
+        [*NAMED, "hydra.searchpath=[../more]"],
+        "evil.yaml: expected a recipe without YAML aliases",
+    ),
+    "a large recipe": (
+        experiment("x: [" + "0, " * 60_000 + "0]"),
+        NAMED,
+        "evil.yaml: expected a recipe of at most 100,000 bytes",
+    ),
+    "a deep recipe": (
+        experiment("x: " + "[" * 900 + "]" * 900),
+        NAMED,
+        "evil.yaml: expected mappings and lists of at most 50 levels",
+    ),
+    "thousands of recipes": (
+        {
+            **experiment("defaults: [/n/n0@a, /n/n0@b]"),
+            **{f"n/n{i}.yaml": f"defaults: [n{i + 1}@a, n{i + 1}@b]\n" for i in range(14)},
+            "n/n14.yaml": "x: 1\n",
+        },
+        NAMED,
+        "expected recipes of at most 20,000 fields",
+    ),
+    "recipes that name themselves": (
+        {**experiment("defaults: [/n/n0]"), "n/n0.yaml": "defaults: [n0@a]\n"},
+        NAMED,
+        "",
+    ),
+    # numbers that allocate
+    "a model that fills the memory": (
+        experiment("model: mlp\nmodels: {mlp: {hidden: [1000000, 1000000]}}"),
+        NAMED[:2],
+        "model: expected at most 134,217,728 weights",
+    ),
+    "thousands of threads": (experiment("executor: {threads: 20000}"), NAMED, "threads: expected "),
+    "thousands of batches ahead": (
+        experiment("fit: {prefetch: 1000000000}"),
+        NAMED,
+        "fit.prefetch: expected ",
+    ),
+    "thousands of steps in a call": (
+        experiment("executor: {steps_per_call: 1000000000}"),
+        NAMED,
+        "executor.steps_per_call: expected ",
+    ),
     # trusted code is what its packages hold, not what they import
     "an import of a trusted module": (
         experiment("loss: {_target_: own_losses.os.mkdir, path: pwned}"),
@@ -522,6 +735,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     global seen
     for name in ("work", "evil"):
         (tmp_path / name).mkdir()
+    (tmp_path / "more").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.syspath_prepend(tmp_path / "work")
     monkeypatch.setattr(sys, "argv", ["graphopt"])
@@ -534,6 +748,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         np.save(f"../secret_{name}.npy", array)
         (tmp_path / "evil" / "links" / f"{name}.npy").symlink_to(tmp_path / f"secret_{name}.npy")
     (tmp_path / "evil" / "link.npz").symlink_to(tmp_path / "secret.npz")
+    (tmp_path / "secret.yaml").write_text("secret: 1\n")
+    (tmp_path / "evil" / "link.yaml").symlink_to(tmp_path / "secret.yaml")
+    (tmp_path / "evil" / "above").symlink_to(tmp_path)
     onnx.save(mlp((4, 8, 3)), "my.onnx")
     onnx.save(mlp((4, 8, 3)), "../secret.onnx")
     Path("own_losses.py").write_text("import os\n\ndef absolute(op, p, t):\n    return op.Abs(p - t)\n")
@@ -592,6 +809,50 @@ def test_a_file_elsewhere_is_read_if_the_command_line_names_it(capfd: pytest.Cap
     assert run(files, named, ["folder=out"]) == 0
 
 
+def test_a_log_of_a_recipe_replaces_no_file(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    for name, callbacks in (("victim.csv", "{csv: victim.csv}"), ("victim", "{jsonl: victim}")):
+        Path("mine", name).write_text("precious")
+        assert run(experiment(f"callbacks: {callbacks}"), NAMED, ["folder=mine"]) == 1
+        assert "expected a new file in the run's folder" in capfd.readouterr().err
+        assert Path("mine", name).read_text() == "precious"
+    Path("mine/link").symlink_to(Path.cwd().parent)
+    assert run(experiment("callbacks: {csv: link/pwned}"), NAMED, ["folder=mine"]) == 1
+    assert "expected a new file in the run's folder" in capfd.readouterr().err
+
+
+def test_a_log_of_a_recipe_is_continued_with_its_run() -> None:
+    files = experiment("callbacks: {csv: log.csv}")
+    assert run(files, NAMED, ["folder=out"]) == 0
+    assert run(files, [*NAMED, "resume=true"], ["folder=out"]) == 0
+    assert run(files, [*NAMED, "resume=out"], ["folder=other"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["callbacks={jsonl: {path: ../named}}"],
+        ["callbacks.jsonl=../named"],
+        ["callbacks={jsonl: ../named}"],
+        ["callbacks.jsonl={path: ../named}"],
+    ],
+)
+def test_what_the_command_line_names_is_allowed(arguments: list[str]) -> None:
+    assert run(experiment("fit: {batch_size: 8}"), [*NAMED, *arguments], ["folder=out"]) == 0
+    assert Path("named").is_file()
+
+
+def test_a_recipe_of_someone_else_trains_with_the_processes_of_the_user() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    Path("../evil/experiment").mkdir()
+    Path("../evil/experiment/evil.yaml").write_text("# @package _global_\nfit: {epochs: 1}\n")
+    command = [sys.executable, "-P", "-m", "graphopt", "--config-dir", "../evil", "experiment=evil", *NAMED]
+    sweep = ["-m", "sweep=parallel", "hydra.launcher.n_jobs=1", "fit.seed=0,1", "folder=swept"]
+    done = subprocess.run([*command, *sweep], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path("swept/1/trained.onnx").exists()
+
+
 def test_a_primary_config_of_theirs_does_not_hide_ours() -> None:
     files = {
         **experiment("fit: {epochs: 1}"),
@@ -640,6 +901,73 @@ def test_the_environment_is_there_again_afterwards() -> None:
     assert cli.main(["--version"]) == 0
     assert run(experiment("loss: {output: '${oc.env:HOME}'}"), NAMED, ["folder=out"]) == 1
     assert OmegaConf.create({"x": "${oc.env:HOME,none}"}).x
+
+
+HIDING = (
+    "yaml",
+    "numpy",
+    "onnx",
+    "cloudpickle",
+    "psutil",
+    "mpi4py",
+    "sitecustomize",
+    "graphopt/__init__",
+    "joblib/__init__",
+)
+STARTING = {
+    "workers": ["launcher=local", "launcher.workers=1"],
+    "jobs of a sweep": ["-m", "sweep=parallel", "hydra.launcher.n_jobs=2", "optimizer=sgd,adamw"],
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P")
+@pytest.mark.parametrize("started", STARTING)
+@pytest.mark.slow
+def test_modules_of_the_working_directory_do_not_run_in_other_processes(started: str) -> None:
+    """Each module of the working directory would make the folder `pwned` and end its process."""
+    for name in HIDING:
+        path = Path(f"{name}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"import os\nos.makedirs({os.path.abspath('pwned')!r})\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "graphopt",
+        *NAMED,
+        "fit.epochs=1",
+        "folder=out",
+        *STARTING[started],
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not Path("pwned").exists()
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_working_directory_is_searched_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    before = list(sys.path)
+    with installed_first():
+        assert [one for one in sys.path if one in ("", os.getcwd())] == sys.path[-2:]
+        assert sorted(sys.path) == sorted(before) and os.environ["PYTHONSAFEPATH"]
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(("version", "ends"), [((3, 10), 1), ((3, 11), 0)])
+def test_python_3_10_starts_no_jobs_beside_modules(
+    version: tuple[int, int], ends: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("graphopt.cli.processes.sys", SimpleNamespace(version_info=version, path=sys.path))
+    hydra = OmegaConf.create(
+        {"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"},
+         "runtime": {"choices": {"hydra/launcher": "joblib"}}}
+    )  # fmt: skip
+    if ends:
+        with pytest.raises(GraphoptError, match=r"without Python modules, .* found own_losses"):
+            check_processes(hydra)
+    else:
+        check_processes(hydra)
 
 
 @pytest.mark.parametrize("folder", ["recipes", "hydra_plugins/evil", "recipes/experiment"])

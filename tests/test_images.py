@@ -275,3 +275,18 @@ def test_a_recipe_reads_no_image_beyond_its_folder(
     os.symlink(folder / "dog" / "0.png", work / "images" / "cat" / "deep" / "link.png")
     assert cli.main([*run, "folder=two"]) == 1
     assert "data.path: expected a file below the working directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [None, [8, 8]])
+def test_an_image_that_expands_too_far_is_refused_before_it_is_decoded(tmp_path: Path, size: Any) -> None:
+    for name in ("cat", "dog"):
+        save(tmp_path / name / "0.png", np.zeros((9_000, 9_000), np.uint8))
+    with pytest.raises(GraphoptError, match=r"at most 100 times the file of .* set data\.expansion=\d+"):
+        data.images(str(tmp_path), size=size, channels=1)
+    assert len(data.images(str(tmp_path), size=size, channels=1, expansion=10**6)) == 2
+
+
+@pytest.mark.parametrize("size", [[10**6, 10**6], [2**27, 1]])
+def test_a_size_that_fills_the_memory_is_refused(folder: Path, size: list[int]) -> None:
+    with pytest.raises(GraphoptError, match=r"data\.size: expected a height and a width"):
+        data.images(str(folder), size=size)

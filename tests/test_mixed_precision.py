@@ -103,6 +103,17 @@ def test_products_are_narrow_and_state_and_results_are_not(network: str) -> None
         assert x.dtype != ir.DataType.FLOAT16, x.name
 
 
+def test_what_reads_a_wide_value_stays_wide() -> None:
+    proto = model(
+        "g (float[N,4] x) => (float[N,3] y) { s = Softmax(x) r = Tanh(s) p = MatMul(r, w) y = Relu(p) }",
+        w=RNG.standard_normal((4, 3)),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), precision=passes.MixedPrecision())
+    kinds = {node.op_type: node.outputs[0].dtype for node in reversed(step.graph)}
+    assert kinds["Tanh"] == ir.DataType.FLOAT
+    assert kinds["MatMul"] == kinds["Relu"] == ir.DataType.FLOAT16
+
+
 @each_network
 def test_inference_is_the_models_own(network: str) -> None:
     own, step = compiled(network), compiled(network, **SCALED, training=passes.TrainingMode())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.native import toolchain
+from graphopt.native import limited, lowering, toolchain
+from graphopt.native.cache import SUM, cache_folder, keep, kept
 from graphopt.native.library import source
 from graphopt.native.lowering import LOWERINGS, lower, plan
 from graphopt.runtime.native_forms import measured, remembered
@@ -131,7 +134,7 @@ def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
 
 
 def test_the_fastest_call_is_remembered(cache):
-    toolchain.cache_folder()
+    cache_folder()
     called = []
     assert remembered(["key"]) is None
     assert measured(["key"], [lambda: sum(range(10**5)), lambda: called.append(0)]) == 1
@@ -150,33 +153,150 @@ def test_a_deterministic_executor_measures_nothing(cache):
 def test_a_library_is_compiled_once(cache, monkeypatch):
     model = load(step_of())
     first = lower(model).library
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(toolchain, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert lower(model).library == first
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "json", "so"])
-def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, suffix):
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def linked(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def emptied(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, piped, linked, emptied])
+@pytest.mark.parametrize("suffix", ["onnx", "json", "so", "o", "so.sum", "json.sum"])
+def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, suffix, damage):
     model = load(step_of())
     first = lower(model)
     (damaged,) = cache.glob(f"*.{suffix}")
-    if suffix == "so":
-        damaged.unlink()
-    else:
-        damaged.write_bytes(b"\xff damaged")
+    before = kept(damaged.name.removesuffix(SUM))
+    damage(damaged)
+    if suffix == "o":
+        first.library.unlink()
     again = lower(model)
     assert again.library == first.library
+    assert kept(damaged.name.removesuffix(SUM)) == before
     assert [str(node) for node in again.model.graph] == [str(node) for node in first.model.graph]
 
 
-def test_if_a_library_does_not_load_the_plain_step_runs(cache):
+def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_size))
+    assert keep("x.so", b"four").read_bytes() == b"four"
+    assert flushed == [4, len((cache / "x.so.sum").read_bytes())]
+
+
+def test_a_damaged_library_does_not_switch_kernels_off(cache):
     step = step_of(mlp((4, 200, 60, 3)))
     lower(load(step)).library.write_bytes(b"damaged")
+    assert graphopt.Executor(step, native=True).step(batches(1)[0])["loss"] > 0
+
+
+def test_if_a_library_does_not_load_the_plain_step_runs(cache, monkeypatch):
+    def compiled(command, folder):
+        Path(command[command.index("-o") + 1]).write_bytes(b"damaged")
+        return 0, ""
+
+    step = step_of(mlp((4, 200, 60, 3)))
+    monkeypatch.setattr(toolchain, "run", compiled)
     with pytest.warns(UserWarning, match="Failed to load library .*; steps run without kernels of their own"):
         executor = graphopt.Executor(step, native="auto")
     assert executor.step(batches(1)[0])["loss"] > 0
     with pytest.raises(graphopt.GraphoptError, match="Failed to load library"):
         graphopt.Executor(step, native=True)
+
+
+def imported(path):
+    """Return the files of graphopt that a file imports."""
+    package = Path(lowering.__file__).parents[1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("graphopt."):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                file = package.parent.joinpath(*name.split(".")).with_suffix(".py")
+                if file.exists():
+                    yield file
+
+
+def test_the_digest_covers_all_that_decides_kernels(monkeypatch):
+    reached, waiting = set(), [Path(lowering.__file__)]
+    while waiting:
+        path = waiting.pop()
+        reached.add(path)
+        waiting += [each for each in imported(path) if each not in reached]
+    assert reached <= set(lowering.sources())
+    code, digests = lowering._code(), set()
+    for i in range(len(code)):
+        digests.add(toolchain.digest_of(*code[:i], code[i] + "#", *code[i + 1 :]))
+    assert len(digests) == len(code)
+    for name in ("onnx", "onnx_ir", "onnxscript"):
+        assert any(text.startswith(f"{name} ") for text in code)
+
+
+# --- The compiler ---
+
+
+def compiler_of(monkeypatch, program, **limits):
+    monkeypatch.setattr(toolchain, "compiler", lambda: (sys.executable, "-c", program))
+    for name, value in limits.items():
+        monkeypatch.setattr(limited, name, value)
+
+
+def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
+    compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", SECONDS=1)
+    with pytest.raises(
+        graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"
+    ):
+        lower(load(step_of()))
+    assert not [*cache.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such limit")
+def test_a_compiler_that_takes_too_much_memory_fails(cache, monkeypatch):
+    compiler_of(monkeypatch, "import sys; '--version' in sys.argv or bytes(2**30)", BYTES=2**29)
+    with pytest.raises(graphopt.GraphoptError, match=r"does not compile the kernels: .*MemoryError"):
+        lower(load(step_of()))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_compiler_does_not_outlive_a_killed_process(tmp_path):
+    """Neither does what the compiler starts."""
+    mark = tmp_path / "alive"
+    inner = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    program = f"""import sys, pathlib
+from graphopt.native.limited import run
+run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    while not mark.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    mark.unlink()
+    time.sleep(0.5)
+    assert not mark.exists()
 
 
 def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
@@ -187,7 +307,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
 
     monkeypatch.setattr("graphopt.runtime.native_forms.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
-    monkeypatch.setattr("graphopt.native.lowering.write_folder", fail)
+    monkeypatch.setattr("graphopt.native.lowering.keep", fail)
     for path in cache.glob("*.onnx"):
         path.unlink()
     with pytest.warns(UserWarning, match="expected a cache folder to write to, found none: No space left"):
@@ -225,7 +345,9 @@ def test_processes_may_compile_at_once(cache, tmp_path):
         for _ in range(2)
     ]
     assert [process.communicate()[0].strip() for process in started] == [b"opened"] * 2
-    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".o", ".onnx", ".so"]
+    assert sorted(path.suffix for path in cache.iterdir()) == sorted(
+        [".json", ".o", ".onnx", ".so", *[".sum"] * 4]
+    )
 
 
 def test_without_a_compiler_the_plain_step_runs(monkeypatch):

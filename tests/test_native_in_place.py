@@ -76,7 +76,7 @@ def test_models_in_place(name):
 def test_kernels_wait_for_all_that_read_the_state():
     """The gradient of a layer's input reads its weight, and does not come before the weight's update."""
     found = plan(load(step_of(mlp((4, 64, 64, 3)))))
-    names, variants = write_in_place(found.model, found.kernels)
+    names, variants = write_in_place(found.model, found.calls)
     assert "fc1.weight" in names and variants
     graph = found.model.graph
     weight = next(x for x in graph.inputs if x.name == "fc1.weight")
@@ -97,7 +97,7 @@ def test_a_state_that_something_else_returns_keeps_two_buffers():
     weight = next(x for x in plain.graph.inputs if x.name == "fc0.weight")
     plain.graph.outputs.append(weight)
     found = plan(plain)
-    names, _ = write_in_place(found.model, found.kernels)
+    names, _ = write_in_place(found.model, found.calls)
     assert "fc0.weight" not in names and "fc1.weight" in names
 
 

@@ -10,10 +10,10 @@ import onnxruntime
 import pytest
 from builders import model
 
+from graphopt.graph.checking import KERNELS
 from graphopt.graph.loading import load
 from graphopt.native import toolchain
 from graphopt.native.lowering import lower, plan
-from graphopt.native.scans import DOMAIN
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -148,6 +148,7 @@ ALONE = (
 )  # only products are left of these
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_product_is_the_runtimes(name, symbolic):
@@ -197,7 +198,7 @@ def graph_of(name, symbolic=False):
 def left(proto):
     """Return the nodes that are no kernels."""
     found = plan(load(proto), without=["kernels"])
-    return [node.op_type for node in found.model.graph if node.domain != DOMAIN]
+    return [node.op_type for node in found.model.graph if node.domain != KERNELS]
 
 
 def compare(proto, feeds, lowers=True):

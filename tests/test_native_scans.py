@@ -162,7 +162,7 @@ def within(monkeypatch, tmp_path):
     def lowered(graph, threads=1):
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-            patch.setattr(lowering, "scan_kernel", lambda *_: None)
+            patch.setattr(lowering, "scan_kernel", lambda *_, **__: None)
             found = lower(graph, threads=threads)
         assert "Scan" in operators(found)
         return found

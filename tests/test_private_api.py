@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra.plugins.config_source import ConfigSource
 from onnxscript import TapeBuilder
 
 from graphopt.graph.emitter import Emitter
@@ -23,7 +24,11 @@ OF_ONNXSCRIPT = [
 OF_HYDRA = [
     (ConfigLoaderImpl, "load_configuration"),
     (ConfigLoaderImpl, "get_search_path"),
+    (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
     (ConfigRepository, "load_config"),
+    (ConfigRepository, "_find_object_source"),
+    (CachingConfigRepository, "load_config"),
+    (ConfigSource, "_normalize_file_name"),
 ]
 
 

@@ -68,6 +68,19 @@ def test_what_rounds_into_the_range_is_in_it(kind: str, zero: int) -> None:
     np.testing.assert_allclose(found, x.grad, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "zero"), [("int8", 0), ("int8", 4), ("uint8", 100)])
+def test_a_half_beyond_the_last_integer_rounds_to_even_as_in_pytorch(kind: str, zero: int) -> None:
+    """127.5 rounds to 128, which is out of range, and -128.5 to -128, which is in it."""
+    low, high = RANGES[kind]
+    given = np.tile(0.25 * (np.array([high + 0.5, low - 0.5]) - zero), 12).reshape(4, 6).astype(np.float32)
+    x = torch.tensor(given, requires_grad=True)
+    torch.fake_quantize_per_tensor_affine(x, 0.25, zero, low, high).backward(torch.tensor(SEED))
+    model = gradient_model(fake(kind, "", np.array(zero)))
+    found = run(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
+    assert 0 < np.count_nonzero(found) < found.size
+    np.testing.assert_allclose(found, x.grad, rtol=1e-6)
+
+
 def test_each_channel_has_a_scale() -> None:
     scales, zeros = np.linspace(0.008, 0.03, 6).astype(np.float32), np.arange(6) - 3
     x, s = torch.tensor(X, requires_grad=True), torch.tensor(scales, requires_grad=True)

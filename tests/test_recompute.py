@@ -135,6 +135,23 @@ def test_the_reference_evaluator_agrees():
             np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+def test_random_numbers_are_drawn_once():
+    layers = "".join(
+        f"p{i} = MatMul(d{i}, w{i}) t{i} = Tanh(p{i}) n{i} = RandomUniformLike(t{i}) d{i + 1} = Mul(t{i}, n{i}) "
+        for i in range(6)
+    )
+    weights = {f"w{i}": np.random.default_rng(i).standard_normal((32, 32)) / 6 for i in range(6)}
+    proto = model(f"g (float[N,32] d0) => (float[N,32] y) {{ {layers} y = Identity(d6) }}", **weights)
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    plain, other = (graphopt.compile(proto, **steps, recompute=one) for one in (None, passes.Recompute()))
+    counts = [
+        [sum(n.op_type == op for n in step.graph) for op in ("Tanh", "RandomUniformLike")]
+        for step in (plain, other)
+    ]
+    assert counts[0] == [6, 6]
+    assert counts[1][0] > 6 and counts[1][1] == 6
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_ties_segments_all_the_same(bad):
     (plain, other), feeds = case("mlp", [None, "least"])

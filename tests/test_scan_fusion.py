@@ -90,6 +90,13 @@ FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body
         "a = Mul(h, i) b = Mul(j, a) c = Mul(b, i) k = Tanh(c) o = Exp(k)",
         3,
     ),
+    "factors that are read both ways": (
+        "scan_input_directions = [0, 1], ",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, {ROWS} o)",
+        "a = Mul(h, i) k = Mul(j, a) o = Exp(k)",
+        3,
+    ),
     "other ways": (
         "scan_input_directions = [0, 1], ",
         f"({ROWS} h, {ROWS} i, {ROWS} j)",
@@ -119,6 +126,14 @@ FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body
         a, b = Split<axis = 1, num_outputs = 2>(c) p = Less(a, b) q = Where(p, a, bias) k = Add(h, q) o = Mul(k, b)""",
         2,
     ),
+    "parts of other sizes": (
+        "",
+        f"({ROWS} h, {ROWS} i, {ROWS} j)",
+        f"({ROWS} k, float[2,2] o)",
+        """k = Add(h, j) c = Concat<axis = 1>(i, j) a, b, d = Split<axis = 1, num_outputs = 3>(c)
+        e = Mul(a, b) o = Add(e, d)""",
+        1,
+    ),
     "predicates": (
         "",
         f"({ROWS} h, {ROWS} i, {ROWS} j)",
@@ -145,8 +160,17 @@ FISSION = {  # a Scan's attributes, the body's text, and how many nodes the body
 }
 
 
-@pytest.mark.parametrize("case", FISSION)
-def test_scans_of_any_form_are_parted(case):
+@pytest.mark.parametrize("case", [case for case in FISSION if FISSION[case][0]])
+def test_scans_with_directions_and_axes_are_parted(case):
+    assert_parted(case)
+
+
+@pytest.mark.parametrize("case", [case for case in FISSION if not FISSION[case][0]])
+def test_scans_of_any_body_are_parted(case):
+    assert_parted(case)
+
+
+def assert_parted(case):
     attributes, takes, gives, body, left = FISSION[case]
     text = f"""g ({ROWS} s, float[4,2,3] x, float[4,2,3] u, bool yes) => ({ROWS} last, float[a,b,c] y) {{
         last, y = Scan<num_scan_inputs = 2, {attributes}body = step {takes} => {gives} {{ {body} }}>(s, x, u)
@@ -173,3 +197,21 @@ def test_scans_of_any_form_are_parted(case):
     )
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("directions", [(0, 0), (1, 1), (0, 1), (1, 0)])
+def test_a_sum_of_products_reads_each_sequence_its_own_way(directions):
+    text = f"""g (float[3,3] s, float[4,2,3] x, float[4,2,3] u) => (float[3,3] last) {{
+        last = Scan<num_scan_inputs = 2, scan_input_directions = [{directions[0]}, {directions[1]}],
+            body = step (float[3,3] h, {ROWS} i, {ROWS} j) => (float[3,3] k) {{
+                p = Gemm<transA = 1>(i, j) k = Add(h, p) }}>(s, x, u)
+    }}"""
+    feeds = {name: RNG.standard_normal((4, 2, 3), np.float32) for name in ("x", "u")}
+    feeds["s"] = RNG.standard_normal((3, 3), np.float32)
+    fused = graphopt.load(model(text))
+    passes.Normalize()(fused)
+    passes.Fuse()(fused)
+    x, u = (feeds[name][::-1] if way else feeds[name] for name, way in zip("xu", directions, strict=True))
+    np.testing.assert_allclose(
+        graphopt.run(fused, feeds)["last"], feeds["s"] + np.einsum("tni,tnj->ij", x, u), rtol=1e-5, atol=1e-6
+    )

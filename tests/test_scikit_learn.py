@@ -11,14 +11,18 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from skl2onnx import to_onnx
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_iris
+from sklearn.decomposition import PCA, IncrementalPCA, KernelPCA, TruncatedSVD
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.ensemble import RandomForestRegressor, StackingClassifier
+from sklearn.feature_selection import SelectKBest, f_regression
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import (
     LinearRegression,
     LogisticRegression,
     Perceptron,
+    PoissonRegressor,
     Ridge,
     RidgeClassifier,
     SGDClassifier,
@@ -27,14 +31,26 @@ from sklearn.linear_model import (
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.naive_bayes import GaussianNB
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, Normalizer, RobustScaler, StandardScaler, scale
+from sklearn.pipeline import make_pipeline, make_union
+from sklearn.preprocessing import (
+    KBinsDiscretizer,
+    MaxAbsScaler,
+    MinMaxScaler,
+    Normalizer,
+    PolynomialFeatures,
+    PowerTransformer,
+    RobustScaler,
+    StandardScaler,
+    scale,
+)
+from sklearn.random_projection import GaussianRandomProjection
 from sklearn.svm import SVC, LinearSVC, LinearSVR
 from sklearn.tree import DecisionTreeClassifier
 
 import graphopt
 import passes
 from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
 
 IRIS, SPECIES = load_iris(return_X_y=True)
 X = scale(IRIS).astype(np.float32)
@@ -234,6 +250,43 @@ def test_statistics_train_when_they_are_asked_for():
     passes.Normalize()(model)
     passes.Parameters("*.scale")(model)
     assert [value.name for value in with_role(model, Role.PARAMETER)] == ["Scaler.scale"]
+
+
+PREPROCESSING = {
+    "principal components": PCA(2),
+    "whitened components": PCA(2, whiten=True),
+    "incremental components": IncrementalPCA(2),
+    "singular vectors": TruncatedSVD(2),
+    "components of a kernel": KernelPCA(2),
+    "a random projection": GaussianRandomProjection(2, random_state=0),
+    "powers": PowerTransformer(),
+    "bins": KBinsDiscretizer(3, encode="onehot-dense", quantile_method="averaged_inverted_cdf"),
+    "polynomials": PolynomialFeatures(2),
+    "selection": SelectKBest(f_regression, k=2),
+    "scaled components": make_pipeline(StandardScaler(), PCA(2), MaxAbsScaler()),
+    "a union": make_union(PCA(2), TruncatedSVD(2), StandardScaler()),
+    "columns": ColumnTransformer([("a", PCA(2), [0, 1, 2]), ("b", StandardScaler(), [3])]),
+}
+
+
+@pytest.mark.parametrize("name", PREPROCESSING)
+def test_what_a_transformer_learned_is_frozen_and_the_predictor_trains(name):
+    proto = converted(make_pipeline(PREPROCESSING[name], Ridge()), NUMBER)
+    assert parameters(proto) == {"LinearRegressor.coefficients", "LinearRegressor.intercepts"}
+    network = MLPRegressor(hidden_layer_sizes=(3,), max_iter=2, random_state=0)
+    proto = converted(make_pipeline(PREPROCESSING[name], network), NUMBER)
+    assert parameters(proto) == {"coefficient", "coefficient1", "intercepts", "intercepts1"}
+
+
+def test_the_report_says_that_components_are_frozen_and_unfreeze_trains_them():
+    proto = converted(make_pipeline(PCA(2), PoissonRegressor()), np.exp(NUMBER))
+    found = report(proto, graphopt.standard(loss=passes.MeanSquaredError())).summary()
+    lines = [line for line in found.splitlines() if "transform_matrix" in line or line.startswith("  mean")]
+    assert len(lines) == 2 and all("statistics of the data" in line and "unfreeze" in line for line in lines)
+    model = graphopt.load(proto)
+    passes.Normalize()(model)
+    passes.Parameters(unfreeze="transform_matrix")(model)
+    assert "transform_matrix" in {value.name for value in with_role(model, Role.PARAMETER)}
 
 
 def test_loading_leaves_the_callers_model_as_it_is():

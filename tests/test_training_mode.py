@@ -460,3 +460,159 @@ def test_gradients_through_batch_statistics_equal_finite_differences(shape):
         output.name = f"first.{output.name}"
     seeds = {"y.seed": RNG.standard_normal(shape)}
     testing.check_gradient(again, feeds | seeds, tolerance=2e-6)
+
+
+class Shared(nn.Module):
+    """One normalization, called for each input in turn."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((i + 1) * self.body(x + i) for i in range(self.calls))
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize("calls", [2, 3])
+def test_calls_of_one_normalization_move_one_pair_of_statistics_in_turn(exporter, calls):
+    torch.manual_seed(3)
+    network = Shared(calls).eval()
+    x, t = torch.randn(8, 3), torch.randn(8, 4)
+    step = graphopt.compile(
+        torch_models.export(network, x, exporter),
+        training=passes.TrainingMode(),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    statistics = [str(v.name) for v in roles.with_role(step, Role.STATISTIC)]
+    assert len(statistics) == 2
+    executor = graphopt.Executor(step)
+    optimizer = torch.optim.SGD(network.train().parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(network(x), t)
+        loss.backward()
+        optimizer.step()
+        found = executor.step(x=x.numpy(), target=t.numpy())["loss"]
+        np.testing.assert_allclose(found, loss.item(), rtol=1e-4)
+    for expected in (network.body[1].running_mean, network.body[1].running_var):
+        assert any(np.allclose(executor.state[name], expected, rtol=1e-3, atol=1e-4) for name in statistics)
+    (found,) = graphopt.run(executor.trained(), {"x": x.numpy()}).values()
+    np.testing.assert_allclose(found, network.eval()(x).detach(), rtol=1e-3, atol=1e-4)
+
+
+def two_normalizations(first, second, drop="false"):
+    """Return a network with two normalizations in the given modes, and a Dropout."""
+    rng = np.random.default_rng(8)
+    weights = {}
+    for i in (1, 2):
+        weights |= {f"bn{i}.weight": rng.uniform(0.5, 1.5, 4), f"bn{i}.bias": rng.standard_normal(4)}
+        weights |= {f"bn{i}.mean": rng.standard_normal(4), f"bn{i}.var": rng.uniform(0.5, 1.5, 4)}
+    return model(
+        f"""g (float[N,3] x) => (float[N,4] y) {{
+            h = MatMul(x, w)
+            a = BatchNormalization<training_mode={first}, momentum=0.9>(
+                h, "bn1.weight", "bn1.bias", "bn1.mean", "bn1.var")
+            r = Tanh(a)
+            b = BatchNormalization<training_mode={second}, momentum=0.9>(
+                r, "bn2.weight", "bn2.bias", "bn2.mean", "bn2.var")
+            ratio = Constant<value = float {{0.5}}>()
+            mode = Constant<value = bool {{{int(drop == "true")}}}>()
+            y = Dropout(b, ratio, mode)
+        }}""",
+        w=rng.standard_normal((3, 4)),
+        **weights,
+    )
+
+
+LIVE = {
+    "the file's modes by default": ((0, 1), {}, {"bn2"}),
+    "both by default": ((1, 1), {}, {"bn1", "bn2"}),
+    "all that are not left out, by a statistic": (
+        (0, 0),
+        {"training": passes.TrainingMode(dropout=False, leave_out="bn1.mean")},
+        {"bn2"},
+    ),
+    "all that are not left out, by a weight": (
+        (1, 1),
+        {"training": passes.TrainingMode(dropout=False, leave_out=["bn2.*"])},
+        {"bn1"},
+    ),
+    "none": ((1, 1), {"training": passes.TrainingMode(batch_normalization=False, dropout=False)}, set()),
+}
+
+
+def torch_twin(proto, live):
+    """Return the network in PyTorch, with the normalizations that are not live in evaluation mode."""
+    weights = {x.name: torch.tensor(onnx.numpy_helper.to_array(x)) for x in proto.graph.initializer}
+    norms = {}
+    for name in ("bn1", "bn2"):
+        norms[name] = nn.BatchNorm1d(4, momentum=0.1).train(name in live)
+        norms[name].load_state_dict(
+            {
+                "weight": weights[f"{name}.weight"],
+                "bias": weights[f"{name}.bias"],
+                "running_mean": weights[f"{name}.mean"],
+                "running_var": weights[f"{name}.var"],
+                "num_batches_tracked": torch.tensor(0),
+            }
+        )
+    w = nn.Parameter(weights["w"])
+    parameters = [w, *norms["bn1"].parameters(), *norms["bn2"].parameters()]
+    return norms, parameters, lambda x: norms["bn2"](torch.tanh(norms["bn1"](x @ w)))
+
+
+@pytest.mark.parametrize("case", LIVE)
+def test_a_normalization_in_inference_form_stays_frozen_beside_a_live_one(case):
+    modes, steps, live = LIVE[case]
+    proto = two_normalizations(*modes)
+    proto.producer_name = "pytorch"
+    proto.graph.node[1].output.extend(["m1", "v1"] if modes[0] else [])
+    proto.graph.node[3].output.extend(["m2", "v2"] if modes[1] else [])
+    norms, parameters, network = torch_twin(proto, live)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), **steps)
+    executor = graphopt.Executor(step)
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for _ in range(5):
+        x, t = torch.randn(6, 3), torch.randn(6, 4)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(network(x), t)
+        loss.backward()
+        optimizer.step()
+        found = executor.step(x=x.numpy(), target=t.numpy())["loss"]
+        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+    trained = executor.trained()
+    found = {x.name: onnx.numpy_helper.to_array(x) for x in trained.graph.initializer}
+    for name, norm in norms.items():
+        norm.eval()
+        np.testing.assert_allclose(found[f"{name}.mean"], norm.running_mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[f"{name}.var"], norm.running_var, rtol=1e-5, atol=1e-6)
+    assert not any(x.name == "training_mode" and x.i for node in trained.graph.node for x in node.attribute)
+    (one,) = graphopt.run(trained, {"x": x.numpy()[:1]}).values()
+    np.testing.assert_allclose(one, network(x[:1]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dropout_that_the_file_has_in_training_mode_drops_by_default_and_not_in_inference():
+    step = graphopt.compile(
+        two_normalizations(0, 0, "true"), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0)
+    )
+    executor = graphopt.Executor(step)
+    x = RNG.standard_normal((50, 3)).astype(np.float32)
+    dropped = [np.mean(executor.step(x=x, target=np.zeros((50, 4), np.float32))["y"] == 0) for _ in range(2)]
+    assert all(0.3 < share < 0.7 for share in dropped)
+    found = [next(iter(graphopt.run(executor.trained(), {"x": x}).values())) for _ in range(2)]
+    assert np.count_nonzero(found[0] == 0) == 0
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_pattern_that_leaves_out_nothing_is_refused():
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"leave_out='bn3.\*' matches no .*; the model has: .*bn1.mean"
+    ):
+        graphopt.compile(
+            two_normalizations(0, 0),
+            training=passes.TrainingMode(leave_out=("bn1.*", "bn3.*")),
+            loss=passes.MeanSquaredError(),
+        )

@@ -68,6 +68,22 @@ def test_a_ragged_last_batch_has_a_call_of_its_own():
     equal(single, several)
 
 
+def test_batches_before_one_that_cannot_be_drawn_train():
+    step = compiled(optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1)
+
+    def drawn():
+        yield from BATCHES[:3] * 2
+        raise OSError("the file is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the file is gone"):
+        found.extend(reported["loss"] for reported in executor.iterate(drawn(), steps_per_call=4))
+    alone = graphopt.Executor(step, threads=1)
+    assert found == [alone.step(batch)["loss"] for batch in BATCHES[:3] * 2]
+    assert executor.batches == 6
+
+
 def test_how_many_is_chosen_by_the_time_of_a_step():
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     assert len(executor.run(BATCHES)) == 50
@@ -120,6 +136,28 @@ def test_the_graph_stands_by_itself():
         np.testing.assert_allclose(
             whole.step(x=X[i : i + 5], target=T[i : i + 5])["loss"], losses[i : i + 5], rtol=1e-6
         )
+
+
+def test_names_differ_from_those_in_a_branch():
+    """A graph that was copied does not know which names its branches took."""
+    step = compiled(**STEPS["accumulate"])
+    branches = [
+        a.as_graph()
+        for node in step.graph
+        for a in node.attributes.values()
+        if a.type == ir.AttributeType.GRAPH
+    ]
+    inside = [y for branch in branches for node in branch for y in node.outputs]
+    taken = {y.name for node in step.graph.all_nodes() for y in node.outputs}
+    taken |= {name for graph in step.graphs() for name in graph.initializers}
+    names = (name for i in range(1000) if (name := f"val_{i}") not in taken)
+    for y, name in zip(inside, names, strict=False):
+        y.name = name
+    unrolled = passes.Unroll(steps=3)(step.clone()).model
+    onnx.checker.check_model(ir.to_proto(unrolled), full_check=True)
+    found = graphopt.Executor(step).run(BATCHES[:6], steps_per_call=3)
+    single = graphopt.Executor(step)
+    assert [one["loss"] for one in found] == [single.step(batch)["loss"] for batch in BATCHES[:6]]
 
 
 def test_fit_is_the_same_with_calls_of_several_steps():

@@ -354,6 +354,7 @@ def graph(name: str) -> onnx.ModelProto:
     )  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", GRAPHS)
 def test_constants_are_told_by_their_use_and_their_numbers(name: str) -> None:
     loaded, _ = decided(graph(name))
@@ -385,6 +386,15 @@ def test_fresh_weights_are_no_constants(lines: str, c: np.ndarray) -> None:
     text = f"g (float[4,4] x) => (float[4,3] y) {{ {lines}\n y = MatMul(s, w) }}"
     loaded, _ = decided(model(text, c=c, w=rng.standard_normal((4, 3))))
     assert sorted(trained(loaded)) == ["c", "w"]
+
+
+def test_running_statistics_are_buffers() -> None:
+    text = "g (float[N,4] x) => (float[N,3] y) { h = BatchNormalization(x, a, b, c, d)\n y = MatMul(h, w) }"
+    rng = np.random.default_rng(1)
+    weights = {name: rng.uniform(0.5, 1.5, 4) for name in "abcd"}
+    loaded, said = decided(model(text, **weights, w=rng.standard_normal((4, 3))))
+    assert sorted(trained(loaded)) == ["a", "b", "w"] and not said
+    assert {origin(loaded, name).kind for name in "cd"} == {Kind.BUFFER}
 
 
 def tied() -> onnx.ModelProto:
@@ -459,3 +469,57 @@ def test_a_step_leaves_stack_traces_out_and_trains_the_same_when_it_is_compiled_
         warnings.simplefilter("error")
         again = compiled(graphopt.Executor(step).trained())
     assert trained(again).keys() == trained(step).keys()
+
+
+HEADS = """g (float[N,4] x) => (float[N,2] a, float[N,3] b) {
+    h = MatMul(x, w)  t = Tanh(h)  a = MatMul(t, u)  b = MatMul(t, v) }"""
+
+
+def heads() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    return model(HEADS, **{name: rng.normal(size=(4, n)) for name, n in (("w", 4), ("u", 2), ("v", 3))})
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_loss_on_one_of_two_outputs_keeps_the_weights_of_the_other(fuse: bool) -> None:
+    options = {} if fuse else {"fuse": None}
+    with pytest.warns(
+        UserWarning, match="does not depend on 1 of 3 parameters, which do not train: 'v'$"
+    ) as said:
+        step = graphopt.compile(
+            heads(),
+            loss=passes.MeanSquaredError(output="a"),
+            optimizer=passes.AdamW(0.1, weight_decay=0.1),
+            **options,
+        )
+    assert len(said) == 1
+    executor = graphopt.Executor(step)
+    assert sorted(executor.parameters) == ["u", "w"]
+    x = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
+    executor.step(x=x, target=np.zeros((5, 2), np.float32))
+    found = {value.name: onnx.numpy_helper.to_array(value) for value in executor.trained().graph.initializer}
+    start = {value.name: onnx.numpy_helper.to_array(value) for value in heads().graph.initializer}
+    np.testing.assert_array_equal(found["v"], start["v"])
+    assert np.abs(found["u"] - start["u"]).max() > 0.05
+    assert [y.name for y in executor.trained().graph.output] == ["a", "b"]
+
+
+def test_the_report_says_which_weights_the_loss_does_not_reach() -> None:
+    with pytest.warns(UserWarning, match="does not depend on"):
+        found = report(heads(), graphopt.standard(loss=passes.MeanSquaredError(output="a"))).summary()
+    assert "trains     2 tensors of 24 numbers" in found
+    assert "v  float[4, 3]  12  the loss does not depend on it" in found
+
+
+def test_the_report_says_which_outputs_a_loss_can_compare() -> None:
+    found = report(heads(), graphopt.standard(loss=passes.MeanSquaredError())).summary()
+    line = next(line for line in found.splitlines() if line.startswith("blocked"))
+    assert "the model has a [N, 2], b [N, 3]: write loss.output=a" in line and len(line) < 320
+
+
+def test_a_loss_that_reaches_no_weight_is_refused() -> None:
+    text = "g (float[N,4] x) => (float[N,4] a, float[N,3] b) { a = Tanh(x)\n b = MatMul(x, w) }"
+    with pytest.raises(
+        GraphoptError, match="the loss does not depend on 'w': freeze them, or compare another output"
+    ):
+        graphopt.compile(model(text, w=np.ones((4, 3))), loss=passes.MeanSquaredError(output="a"))

@@ -1,6 +1,7 @@
 """Measure what lowering steps to the machine costs and saves, on the workloads of the benchmark against peers.
 
-Times of opening an executor are with the cache folder warm. Step times are medians of rounds in which both forms take
+Times of opening an executor are with the cache folder warm. `compare` is what the first step takes longer because it is
+compared with the plain step. Step times are medians of rounds in which both forms take
 turns.
 
 Run it: python examples/benchmarks/native.py [--workloads mlp-wide resnet ...] [--threads 1] [--rounds 7]
@@ -54,8 +55,12 @@ def measured(name: str, threads: int, rounds: int) -> dict[str, float]:
         with np.load(Path(folder, f"{name}.data.npz")) as data:
             batch = {"x": data["x"][0], "target": data["target"][0]}
 
-    def opened(native: bool) -> graphopt.Executor:
-        return graphopt.Executor(step, threads=threads, report=["loss"], native=native)
+    def opened(native: bool, verify: bool = False) -> graphopt.Executor:
+        return graphopt.Executor(step, threads=threads, report=["loss"], native=native, verify=verify)
+
+    def first(verify: bool) -> float:
+        executor = opened(True, verify)
+        return seconds(lambda: executor.step(batch))
 
     planned = plan(step)
     found = {
@@ -66,6 +71,8 @@ def measured(name: str, threads: int, rounds: int) -> dict[str, float]:
         "open plain": statistics.median(seconds(lambda: opened(False)) for _ in range(rounds)),
         "open": statistics.median(seconds(lambda: opened(True)) for _ in range(rounds)),
     }
+    compared, alone = (statistics.median(first(kind) for _ in range(rounds)) for kind in (True, False))
+    found["compare"] = compared - alone
     forms = {"plain": opened(False), "native": opened(True)}
     losses = {form: executor.step(batch)["loss"] for form, executor in forms.items()}
     np.testing.assert_allclose(losses["native"], losses["plain"], rtol=1e-5)
@@ -82,9 +89,10 @@ def main(
 ) -> dict[str, dict[str, float]]:
     """Print a line per workload, and return what was measured."""
     print(
-        "| workload | nodes | lowered | functions | first open, s | warm open | plain open | step, us | plain | ratio |"
+        "| workload | nodes | lowered | functions | first open, s | warm open | plain open | compare, s "
+        "| step, us | plain | ratio |"
     )
-    print("| --- |" + " ---: |" * 9)
+    print("| --- |" + " ---: |" * 10)
     results = {}
     with tempfile.TemporaryDirectory() as cache:
         before = os.environ.get("XDG_CACHE_HOME")
@@ -92,7 +100,7 @@ def main(
         try:
             for name in names:
                 x = results[name] = measured(name, threads, rounds)
-                opening = f"{x['cold']:.2f} | {x['open']:.2f} | {x['open plain']:.2f}"
+                opening = f"{x['cold']:.2f} | {x['open']:.2f} | {x['open plain']:.2f} | {x['compare']:.2f}"
                 steps = f"{1e6 * x['native']:,.0f} | {1e6 * x['plain']:,.0f} | {x['plain'] / x['native']:.2f}"
                 sizes = f"{x['nodes']:.0f} | {x['lowered']:.0f} | {x['functions']:.0f}"
                 print(f"| {name} | {sizes} | {opening} | {steps} |", flush=True)

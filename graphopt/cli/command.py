@@ -28,6 +28,7 @@ from graphopt.cli.comparison import Comparison
 from graphopt.cli.header import Header, counted, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
+from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.recipe import Recipe
 from graphopt.cli.run_folder import (
     RunFolder,
@@ -41,7 +42,7 @@ from graphopt.cli.run_folder import (
 )
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.workers import NOT_FINITE, follow, leave_to_first, together
-from graphopt.errors import GraphoptError, cause, unknown
+from graphopt.errors import GraphoptError, cause, shortened, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            with ending():
+            with installed_first(), ending():
                 _run(_parser().parse_intermixed_args(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -164,6 +165,8 @@ def _run(arguments: argparse.Namespace) -> None:
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
             start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
             try:
+                if mode == RunMode.MULTIRUN:
+                    check_processes(hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra)
                 start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
             except COMPOSITION_ERRORS as error:
                 if started or isinstance(error, GraphoptError):
@@ -255,7 +258,10 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             recipe=text,
             batch_size=recipe.fields["fit"]["batch_size"],
         )
-        checkpoint, callbacks = recipe.checkpoint(folder / "checkpoints"), recipe.callbacks(folder)
+        checkpoint, callbacks = (
+            recipe.checkpoint(folder / "checkpoints"),
+            recipe.callbacks(folder, is_new=not resume),
+        )
         try:
             records = fit(
                 executor,
@@ -433,12 +439,12 @@ def _installed(package: str) -> str | None:
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"graphopt: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"graphopt: warning: {shortened(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _complain(error: BaseException) -> int:
     """Print an error in one line, and return the exit code."""
-    print(f"graphopt: error: {_line(error)}", file=sys.stderr)
+    print(f"graphopt: error: {shortened(_line(error))}", file=sys.stderr)
     return NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
 
 

@@ -6,22 +6,25 @@ import contextlib
 import copy
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml  # type: ignore[import-untyped]
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from graphopt.cli.expansion import check_expansion
@@ -31,6 +34,11 @@ RECIPES = (
     Path(__file__).parents[2] / "recipes"
 )  # a path, because `recipes` could be a package in the working directory
 PRIMARY = "graphopt"
+UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
+MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
+MOST_DEEP = 50  # levels of a recipe's mappings and lists
+MOST_READ = 20_000  # values of recipes, each counted as often as it is read
+HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = (
@@ -108,29 +116,101 @@ class CommandLine:
         )
 
     def names(self, field: str) -> bool:
-        """Return whether the command line sets a field of the recipe."""
+        """Return whether the command line sets a field of the recipe, alone or in a mapping.
+
+        A mapping sets the fields that it has; a recipe may add others beside them. A choice of a group sets none.
+        """
         for override in parsed(self.overrides):
-            key = override.key_or_group
-            if field == key or (field.startswith(f"{key}.") and isinstance(override.value(), dict)):
+            if override.is_delete() or override.package is not None:
+                continue
+            key, value = override.key_or_group, override.value()
+            if field == key:
+                return True
+            is_choice = "." not in key and not isinstance(value, dict)
+            if (
+                field.startswith(f"{key}.")
+                and not is_choice
+                and _has(value, field[len(key) + 1 :].split("."))
+            ):
                 return True
         return False
 
 
-class _Repository(ConfigRepository):
-    """Read recipes, and reject YAML aliases in untrusted ones: a few lines of aliases can expand without end."""
+def _has(value: Any, names: Sequence[str]) -> bool:
+    """Return whether nested mappings have a value at a path, or a plain value in place of one of its parents."""
+    if not names or not isinstance(value, dict):
+        return True
+    return names[0] in value and _has(value[names[0]], names[1:])
 
-    def __init__(self, search_path: ConfigSearchPath, folders: Sequence[str]) -> None:
-        super().__init__(search_path)
-        self._folders = [Path(folder.removeprefix("file://")) for folder in folders]
+
+class _Repository(ConfigRepository):
+    """Read recipes, and check the text of untrusted ones before it is parsed: few lines can expand without end."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        for folder in self._folders:
-            path = folder / f"{config_path}.yaml"
-            if path.is_file():
-                with open(path, encoding="utf-8") as file:
-                    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file)):
-                        raise GraphoptError(f"{path}: expected a recipe without YAML aliases, found one")
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is not None and any(one.provider == UNTRUSTED for one in self.sources):
+            if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
+                raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
+            if source.provider == UNTRUSTED:
+                _check_text(_file(source, config_path))
         return super().load_config(config_path)
+
+
+class _Reader(CachingConfigRepository):
+    """Bound the work of composing untrusted recipes, of which each can name others twice."""
+
+    def __init__(self, delegate: ConfigRepository) -> None:
+        super().__init__(delegate)
+        self._left = MOST_READ
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        found = super().load_config(config_path)
+        if found is not None and found.provider == UNTRUSTED:
+            self._left -= 1 + _count(found.config)
+            if self._left < 0:
+                raise GraphoptError(
+                    f"{config_path}: expected recipes of at most {MOST_READ:,} fields with the recipes that they "
+                    "name, found more"
+                )
+        return found
+
+
+def _file(source: ConfigSource, config_path: str) -> Any:
+    """Return the file of a recipe, which is a path or a resource of a package.
+
+    Raises:
+        GraphoptError: a link leads out of the recipes' folder.
+    """
+    name = source._normalize_file_name(config_path)
+    folder = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
+    file = folder.joinpath(name)
+    if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
+        raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
+    return file
+
+
+def _check_text(file: Any) -> None:
+    """Raise an error if a recipe is large, or has YAML aliases or many defaults."""
+    with file.open("rb") as stream:
+        text = stream.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise GraphoptError(f"{file}: expected a recipe of at most {MOST_BYTES:,} bytes, found more")
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEEP:
+            raise GraphoptError(
+                f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
+            )
+
+
+def _count(node: Any) -> int:
+    """Return the number of values in nested mappings and lists."""
+    if isinstance(node, DictConfig | ListConfig):
+        node = OmegaConf.to_container(node, resolve=False)
+    return sum(1 for _ in _leaves(node))
 
 
 class RecipeLoader(ConfigLoaderImpl):
@@ -148,9 +228,9 @@ class RecipeLoader(ConfigLoaderImpl):
     def __init__(self, search_path: ConfigSearchPath, command_line: CommandLine) -> None:
         whole = copy.deepcopy(search_path)
         for folder in command_line.folders:
-            whole.prepend("command-line", folder, SearchPathQuery(provider="schema"))
+            whole.prepend(UNTRUSTED, folder, SearchPathQuery(provider="schema"))
         super().__init__(whole)
-        self.repository = _Repository(whole, command_line.folders)
+        self.repository = _Repository(whole)
         self._own = ConfigLoaderImpl(search_path)
         self._command_line = command_line
 
@@ -177,15 +257,22 @@ class RecipeLoader(ConfigLoaderImpl):
             raise GraphoptError(f"recipe: expected a config that Hydra can compose: {error}") from error
         return config
 
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        found, _ = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return found, _Reader(self.repository)
+
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
     ) -> None:
-        """Raise an error if a recipe sets `folder`, `trust` or Hydra's own config."""
+        """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         said = {override.input_line for override in parsed(self._command_line.overrides)}
         lines: dict[bool, list[str]] = {True: [], False: []}
         for override in parsed(overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # added below
+        kept += [line for line in lines[False] if line in said and HOST.match(line)]
         expected = self._own.load_configuration(config_name, kept, *how)
         ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
         theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
@@ -208,6 +295,8 @@ class RecipeLoader(ConfigLoaderImpl):
             own: Any = OmegaConf.to_container(expected, resolve=False)
             if plain.get("folder") != own["folder"] and not self._command_line.names("folder"):
                 raise _on_the_command_line("folder")
+            if plain.get("launcher") != own["launcher"]:
+                raise _on_the_command_line("launcher")
             if plain.get("trust") and not self._command_line.names("trust"):
                 raise _on_the_command_line("trust")
 

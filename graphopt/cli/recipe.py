@@ -16,7 +16,7 @@ import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.recipe_checks import check_recipe
+from graphopt.cli.recipe_checks import check_new_logs, check_recipe
 from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
@@ -147,8 +147,17 @@ class Recipe:
         fields = self.fields["fit"].get("checkpoint")
         return None if fields is None else Checkpoints(folder, **fields)
 
-    def callbacks(self, folder: Path) -> list[Callback]:
-        """Return the callbacks of the recipe; their files are in a folder."""
+    def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
+        """Return the callbacks of the recipe; their files are in a folder.
+
+        Args:
+            is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
+
+        Raises:
+            GraphoptError: such a log would be outside the folder, or replace a file.
+        """
+        if self._command_line.folders:
+            check_new_logs(self.fields["callbacks"], folder, self._command_line, is_new)
         return [
             self._callback(f"callbacks.{name}", node, folder)
             for name, node in self.fields["callbacks"].items()

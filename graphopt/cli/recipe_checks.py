@@ -6,11 +6,21 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.run_folder import OWN
-from graphopt.cli.validation import MISSING, TARGET, check, check_fields, mappings, metrics_of, resolve
+from graphopt.cli.validation import (
+    CALLBACKS,
+    MISSING,
+    TARGET,
+    check,
+    check_fields,
+    mappings,
+    metrics_of,
+    resolve,
+)
 from graphopt.data.files import EXPANSION
 from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
@@ -20,13 +30,17 @@ from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 
+PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 FILES = ("path",)  # names of fields whose values are files
 HOST = (
     "executor.provider_options",
     "executor.session_options",
-    "launcher.address",
-    "launcher.workers",
-)  # these may name libraries to load and files to write, or start many processes
+)  # these may name libraries to load and files to write
+NAMES: dict[type, str] = {str: "a name", bool: "true or false"}
+MOST = {  # of numbers that take memory, however small the data is
+    "executor.steps_per_call": 10_000,
+    "fit.prefetch": 1_000,
+}
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
@@ -39,6 +53,12 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     Raises:
         GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
+    for field, value in _values(fields, ""):
+        if isinstance(value, str) and "\0" in value:
+            raise GraphoptError(f"{field[1:]}: expected text without the character NUL, found {value!r}")
+    for key, kind in {"model": str, "run": str, "predictions": str, "quiet": bool}.items():
+        if not isinstance(fields.get(key), kind):
+            raise GraphoptError(f"{key}: expected {NAMES[kind]}, found {fields.get(key)!r}")
     for key in ("data", "executor", "fit", "hosts", "limits", "models", "pipeline"):
         if not isinstance(fields.get(key), dict):
             raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
@@ -46,10 +66,12 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         if not isinstance(model, dict):
             raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
-        if key in ("callbacks", "models"):
+        if key == "callbacks":
             for name, node in fields[key].items():
-                given = ("features", "outputs") if key == "models" else ()
-                check(node, f"{key}.{name}", command_line.trust, given)
+                check(node, f"{key}.{name}", command_line.trust)
+        elif key == "models":
+            for name, node in fields[key].items():
+                _check_model(node, f"{key}.{name}", command_line)
         else:
             check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
     left = ("log_steps", "checkpoint")
@@ -70,11 +92,25 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         "fit",
         ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch"),
     )
+    for path, most in MOST.items():
+        group, _, name = path.partition(".")
+        number = fields[group].get(name)
+        if isinstance(number, int) and number > most:
+            raise GraphoptError(f"{path}: expected at most {most:,}, found {number}")
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.folders:
         _check_files(fields, command_line)
+        _check_written(fields, command_line)
         _check_host(fields, command_line)
+
+
+def _check_model(node: Mapping[str, Any], key: str, command_line: CommandLine) -> None:
+    node, given = dict(node), ("features", "outputs")
+    outputs = node.pop("outputs", None)  # null: the number that the data needs
+    if outputs is not None and (type(outputs) is not int or outputs < 1):
+        raise GraphoptError(f"{key}.outputs: expected a number of outputs or null, found {outputs!r}")
+    check(node, key, command_line.trust, given)
 
 
 def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
@@ -100,6 +136,18 @@ def _beneath(folder: str) -> Iterator[str]:
             yield from (os.path.join(at, name) for name in (*folders, *files))
 
 
+def _check_written(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Raise an error if the recipe names a run to write to, or a file that could replace one of the user's."""
+    if isinstance(fields.get("resume"), str) and not command_line.names("resume"):
+        raise GraphoptError("resume: expected a path on the command line alone, found it in a recipe")
+    predictions = str(fields.get("predictions", ""))
+    if os.path.splitext(predictions)[0] != PREDICTIONS and not command_line.names("predictions"):
+        raise GraphoptError(
+            f"predictions: expected {PREDICTIONS} with .npz, .csv or .parquet, found {predictions!r} in a recipe: to "
+            f"allow it, say predictions={predictions} on the command line"
+        )
+
+
 def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
     for name, node in callbacks.items():
@@ -108,11 +156,17 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
         if not (inspect.isclass(kind) and issubclass(kind, Log)):
             continue
         if issubclass(kind, Tracker | MLflow):
-            if command_line.folders and not command_line.names(key):
-                raise GraphoptError(f"{key}: expected it on the command line alone, found it in a recipe")
+            for field, value in _values(node, key) if command_line.folders else ():
+                name_of_class = f"{key}.{TARGET}"
+                is_short = field == name_of_class and value == CALLBACKS.get(name)
+                if not command_line.names(key if is_short else field):
+                    named = key if field == name_of_class else field
+                    raise GraphoptError(
+                        f"{named}: expected it on the command line alone, found it in a recipe"
+                    )
         elif isinstance(path, str):
             place = os.path.normpath(path)
-            if place.split(os.sep)[0] in OWN:
+            if place.split(os.sep)[0].casefold() in OWN:
                 raise GraphoptError(
                     f"{key}.path: expected a name that the run's own files do not have, found {path!r}"
                 )
@@ -124,10 +178,26 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                 )
 
 
+def check_new_logs(
+    callbacks: Mapping[str, Any], folder: Path, command_line: CommandLine, is_new: bool
+) -> None:
+    """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
+    for name, node in callbacks.items():
+        field, path = f"callbacks.{name}.path", node.get("path")
+        if not isinstance(path, str) or command_line.names(field):
+            continue
+        place = Path(folder, path)
+        if not place.resolve().is_relative_to(folder.resolve()) or (is_new and place.is_file()):
+            raise GraphoptError(
+                f"{field}: expected a new file in the run's folder, found {str(place)!r} in a recipe: to allow it, "
+                f"say callbacks.{name}={{path: {path}}} on the command line"
+            )
+
+
 def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if the recipe sets options of the machine or raises limits."""
     for path, value in (
-        pair for group in ("executor", "data", "launcher", "limits") for pair in _values(fields[group], group)
+        pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
     ):
         default = LIMITS.get(path)
         guarded = path.startswith(HOST) or path in LIMITS

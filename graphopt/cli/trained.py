@@ -22,6 +22,7 @@ from graphopt.files import write
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS, original_name
 from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.stored import standing_for
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import finite
 from graphopt.training.checkpoints import read
@@ -122,8 +123,9 @@ def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.
     found = {}
     for value in executor.model.graph.inputs:
         weight = trained.graph.initializers.get(original_name(value)) if role_of(value) in STATE else None
-        if weight is not None and weight.const_value is not None:
-            found[str(value.name)] = weight.const_value.numpy()
+        numbers = None if weight is None else standing_for(weight)
+        if numbers is not None and value.dtype is not None:
+            found[str(value.name)] = numbers.astype(value.dtype.numpy())
         elif role_of(value) is Role.PARAMETER:
             raise GraphoptError(
                 f"{step}: expected the training graph of trained.onnx, which lacks the parameter {value.name!r}"

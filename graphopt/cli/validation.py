@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import pkgutil
 import re
 import types
@@ -158,12 +159,10 @@ def check_fields(
             raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
         if is_open:
             continue
-        if name not in parameters:
+        if name not in parameters or name in given:
             raise GraphoptError(
                 f"{path}: {unknown('field', name, [one for one in parameters if one not in given])}"
             )
-        if name in given:
-            continue
         hint = hints.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
@@ -298,8 +297,10 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
         return isinstance(value, Mapping) and all(_fits(one, parts[1], trust) for one in value.values())
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return isinstance(value, list) and all(_fits(one, parts[0], trust) for one in value)
+    if origin is Callable:
+        return False  # a text names it, which `_is_code` tells
     if inspect.isclass(origin):
-        return isinstance(value, origin | str | list)
+        return isinstance(value, (origin, str) if origin is os.PathLike else origin)
     return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)
 
 

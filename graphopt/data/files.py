@@ -11,17 +11,19 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graphopt.data.arrow_sizes import ARROW, expanded_sizes
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.errors import GraphoptError, line, unknown
 
-ARROW = b"ARROW1"  # the start of a file in the IPC file format
+ROWS = 65_536  # of a Parquet file, that are read at once
 EXPANSION = 100  # bytes of data for each byte of a compressed file
+LONGEST_NUMBER = 1_000  # characters
 NUMBER = 8  # bytes
 UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 
@@ -58,7 +60,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
     with archive:
         members = archive.zip.infolist()
-        _check_expansion(path, sum(member.file_size for member in members), expansion)
+        check_expansion(path, sum(member.file_size for member in members), expansion)
         refuse_twice(path, "array", archive.files)
         try:
             arrays = {name: archive[name] for name in archive.files}
@@ -151,9 +153,17 @@ def parquet(
     pyarrow = pyarrow_for("data=parquet")
     check_regular(path)
     with _read_by(pyarrow, path, "a Parquet file"), pyarrow.parquet.ParquetFile(path) as file:
-        cells = _cells(pyarrow, path, file.schema_arrow)
-        _check_expansion(path, NUMBER * file.metadata.num_rows * cells, expansion)
-        columns = _columns(path, file.read())
+        schema, metadata = file.schema_arrow, file.metadata
+        cells = _cells(pyarrow, path, schema)
+        check_expansion(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
+        used = _used(path, schema.names, target, features, sample_weight)
+    texts = [one.name for one in schema if one.name in used and _is_text(pyarrow, one.type)]
+    with (
+        _read_by(pyarrow, path, "a Parquet file"),
+        pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file,  # each text once
+    ):
+        batches = file.iter_batches(ROWS, columns=used, use_threads=False)
+        columns = _columns(pyarrow, path, _table(pyarrow, path, batches, expansion))
     return of_columns(path, columns, target, features, sample_weight, labels)
 
 
@@ -178,17 +188,21 @@ def arrow(
     check_regular(path)
     with _read_by(pyarrow, path, "an Arrow file"), pyarrow.memory_map(path) as file:
         is_file = file.read(len(ARROW)) == ARROW
+        open_file = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
         file.seek(0)
-        reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-        _cells(pyarrow, path, reader.schema)
-        batches, size = [], 0
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            size += batch.get_total_buffer_size()
-            _check_expansion(path, size, expansion)
-            batches.append(batch)
-        table = pyarrow.Table.from_batches(batches, reader.schema)
+        schema = open_file(file).schema
+        cells, size = _cells(pyarrow, path, schema), 0
+        for rows, buffers in expanded_sizes(pyarrow, file):
+            size += max(NUMBER * rows * cells, buffers)
+            check_expansion(path, size, expansion)
+        used = _used(path, schema.names, target, features, sample_weight)
+        options = pyarrow.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in used])
+        file.seek(0)
+        reader = open_file(file, options=options)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        table = _table(pyarrow, path, batches, expansion, reader.schema)
         table.validate(full=True)  # a damaged file may point beyond its end
-        columns = _columns(path, table)
+        columns = _columns(pyarrow, path, table)
     return of_columns(path, columns, target, features, sample_weight, labels)
 
 
@@ -197,7 +211,9 @@ def _read_by(pyarrow: Any, path: str, kind: str) -> Iterator[None]:
     """Raise pyarrow's errors as those of a file."""
     try:
         yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+    except GraphoptError:
+        raise
+    except (pyarrow.ArrowException, OSError, *BROKEN) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of pyarrow
             raise GraphoptError(f"{path}: {reason(error)}") from error
         raise GraphoptError(f"{path}: expected {kind}: {_problem(error)}") from error
@@ -215,25 +231,70 @@ def _cells(pyarrow: Any, path: str, schema: Any) -> int:
         item, size = column.type, 1
         while pyarrow.types.is_fixed_size_list(item):
             item, size = item.value_type, size * item.list_size
-        if pyarrow.types.is_nested(item):
+        if pyarrow.types.is_nested(item) or pyarrow.types.is_run_end_encoded(item):
             raise GraphoptError(f"{path}: column {column.name!r}: expected numbers, found {column.type}")
         cells += size
     return cells
 
 
-def _columns(path: str, table: Any) -> dict[str, np.ndarray]:
-    return {name: _array(path, name, table[name].combine_chunks()) for name in table.column_names}
+def _values_size(metadata: Any) -> int:
+    """Return the bytes of all values of a Parquet file, texts as often as the file holds them."""
+    sizes = [max(NUMBER, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
+    total = 0
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        chunks = map(group.column, range(group.num_columns))
+        total += sum(
+            max(size * chunk.num_values, chunk.total_uncompressed_size)
+            for size, chunk in zip(sizes, chunks, strict=True)
+        )
+    return total
 
 
-def _array(path: str, name: str, column: Any) -> np.ndarray:
+def _is_text(pyarrow: Any, kind: Any) -> bool:
+    types = pyarrow.types
+    return any(
+        holds(kind)
+        for holds in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    )
+
+
+def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None) -> Any:
+    """Return batches as a table, unless they expand too far."""
+    found, size = [], 0
+    for batch in batches:
+        size += batch.nbytes
+        check_expansion(path, size, expansion)
+        found.append(batch)
+    return pyarrow.Table.from_batches(found, schema)
+
+
+def _columns(pyarrow: Any, path: str, table: Any) -> dict[str, np.ndarray]:
+    return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
+
+
+def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
+    if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
+        column = pyarrow.concat_arrays(column.chunks)
+    if pyarrow.types.is_dictionary(column.type):
+        return _looked_up(column)
     size = getattr(column.type, "list_size", None)
     if size is None:
         return np.asarray(column)
     if column.null_count:
         raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
-    items = _array(path, name, column.flatten())
+    items = _array(pyarrow, path, name, column.flatten())
     return items.reshape(len(column), size, *items.shape[1:])
+
+
+def _looked_up(column: Any) -> np.ndarray:
+    """Return a column that is encoded by a dictionary; rows with the same text share it."""
+    values = np.asarray(column.dictionary)
+    if column.null_count == 0:
+        return values[np.asarray(column.indices)]
+    values = np.append(values.astype(object), [None])
+    return values[np.asarray(column.indices.fill_null(len(values) - 1)).astype(np.int64)]
 
 
 def pyarrow_for(what: str) -> Any:
@@ -287,10 +348,16 @@ def _problem(error: Exception) -> str:
     return "more than fits into memory" if isinstance(error, MemoryError) else line(error)
 
 
-def _check_expansion(path: str, size: int, expansion: int) -> None:
-    """Raise an error if a file expands to far more data than its size."""
-    file_size = Path(path).stat().st_size
-    if size > max(UNSUSPICIOUS, expansion * file_size):
+def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
+    """Raise an error if a file expands to far more data than its size.
+
+    Args:
+        size: the bytes after expansion.
+        expansion: the maximum ratio.
+        unsuspicious: the bytes to which a file of any size may expand; None for 1 GiB.
+    """
+    file_size = max(1, Path(path).stat().st_size)
+    if size > max(UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
         raise GraphoptError(
             f"{path}: expected data of at most {expansion} times the file of {file_size:,} bytes, found {size:,}: "
             f"set data.expansion={-(-size // file_size)} to read it"
@@ -319,12 +386,8 @@ def of_columns(
     """
     targets = [] if target is None else _names(target)
     weights = [] if sample_weight is None else _names(sample_weight)
-    if features is None:
-        features = [name for name in columns if name not in (*targets, *weights)]
-    inputs = dict(features) if isinstance(features, Mapping) else {"x": features}
-    for name in [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]:
-        if name not in columns:
-            raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
+    inputs = _inputs(columns, targets, features, weights)
+    _used(path, columns, target, features, sample_weight)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
@@ -339,6 +402,40 @@ def of_columns(
     classes = None if labels is None else len(labels)
     named = None if labels is None else tuple(map(str, labels))
     return Dataset(arrays, None if isinstance(features, Mapping) else "x", classes, named)
+
+
+def _inputs(
+    columns: Iterable[str],
+    targets: Sequence[str],
+    features: Sequence[str | int] | Mapping[str, Any] | None,
+    weights: Sequence[str],
+) -> dict[str, Any]:
+    """Return the columns of each input."""
+    if features is None:
+        features = [name for name in columns if name not in (*targets, *weights)]
+    return dict(features) if isinstance(features, Mapping) else {"x": features}
+
+
+def _used(
+    path: str,
+    columns: Collection[str],
+    target: str | int | Sequence[str | int] | None,
+    features: Sequence[str | int] | Mapping[str, Any] | None,
+    sample_weight: str | int | None,
+) -> list[str]:
+    """Return the columns that a data set reads, in the table's order.
+
+    Raises:
+        GraphoptError: the table lacks one.
+    """
+    targets = [] if target is None else _names(target)
+    weights = [] if sample_weight is None else _names(sample_weight)
+    inputs = _inputs(columns, targets, features, weights)
+    wanted = [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]
+    for name in wanted:
+        if name not in columns:
+            raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
+    return [name for name in columns if name in set(wanted)]
 
 
 def _names(names: str | int | Sequence[str | int]) -> list[str]:
@@ -368,11 +465,10 @@ def _vector(stacked: np.ndarray) -> np.ndarray:
 
 def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
     """Return a column as int64 if all numbers are whole, otherwise as float64."""
-    array = np.asarray(column)
-    if array.dtype.kind in "iufb":
-        return array
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
+        return column
     texts = ["nan" if text in ("", None) else str(text) for text in column]
-    for dtype in (np.int64, np.float64):
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_NUMBER else ():
         try:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
@@ -385,10 +481,10 @@ def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        float(text[: LONGEST_NUMBER + 1])
     except ValueError:
         return False
-    return True
+    return len(text) <= LONGEST_NUMBER
 
 
 def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,15 @@ from typing import Any, Literal
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import BROKEN, check_regular, reason, refuse_twice
+from graphopt.data.files import BROKEN, EXPANSION, check_expansion, check_regular, reason, refuse_twice
 from graphopt.data.lazy import LazyArray
 from graphopt.errors import GraphoptError, line
 
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+DECODED = 4  # bytes of a pixel, while Pillow decodes
+UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
+MOST_PIXELS = 2**26  # of data.size
 MODES = {1: "L", 3: "RGB"}  # by the number of channels
 
 
@@ -30,6 +34,7 @@ def images(
     resample: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = "bilinear",
     target: Literal["folder"] | None = "folder",
     labels: Sequence[str] | None = None,
+    expansion: int = EXPANSION,
 ) -> Dataset:
     """Read a folder of images as arrays [N, C, H, W], each image when its batch needs it.
 
@@ -46,9 +51,11 @@ def images(
         target: `folder` for the class of each image; None for no target, for predictions. Images may then also lie
             in the folder itself.
         labels: the names of the classes in order, if there are others than those of the folders.
+        expansion: the maximum ratio of an image's size in memory to its file's size; 32 MiB are always accepted.
 
     Raises:
-        GraphoptError: Pillow is not installed, the folder has no classes or no images, or a file is not an image.
+        GraphoptError: Pillow is not installed, the folder has no classes or no images, or a file is not an image or
+            expands too far.
 
     >>> import pathlib, PIL.Image
     >>> for name in ("cat", "dog"):
@@ -61,9 +68,10 @@ def images(
     pillow = _pillow()
     if channels not in MODES:
         raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
-    if size is not None and (len(size) != 2 or min(size) < 1):
+    if size is not None and (len(size) != 2 or min(size) < 1 or math.prod(size) > MOST_PIXELS):
         raise GraphoptError(
-            f"data.size: expected a height and a width, such as [224,224], found {list(size)}"
+            f"data.size: expected a height and a width, such as [224,224], of at most {MOST_PIXELS:,} pixels, found "
+            f"{list(size)}"
         )
     root = Path(path)
     if not root.is_dir():
@@ -73,6 +81,9 @@ def images(
     files, classes, names = _found(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(lambda file: _size(pillow, file), files))
+    pixel = DECODED if size is not None else channels * (4 if scale else 1)
+    for file, one in zip(files, sizes, strict=True):
+        check_expansion(file, math.prod(one) * max(DECODED, pixel), expansion, unsuspicious=UNSUSPICIOUS)
     if size is None:
         other = next((i for i, one in enumerate(sizes) if one != sizes[0]), None)
         if other is not None:

@@ -33,6 +33,11 @@ ANY_CORE = {
 }
 OPEN_MPI_5 = re.compile(r"Open MPI\) ([5-9]|\d\d)\.")  # and later: they tolerate faults
 WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
+# The command, which searches the same folders for modules as this process. `python -m` would search the working
+# directory first, where files of someone else may lie.
+COMMAND = (
+    "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module('graphopt', None, '__main__', True)"
+)
 Run = Callable[[Sequence[str]], int]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -62,6 +67,10 @@ class Launcher:
         if self.statistics not in ("synchronized", "local"):
             raise GraphoptError(
                 f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
+            )
+        if self.outer is not None and not hasattr(self.outer, "slots"):
+            raise GraphoptError(
+                f"launcher.outer: expected an optimizer such as {{_target_: passes.SGD}}, found {self.outer!r}"
             )
         if self.outer is not None and self.sync_every is None:
             raise GraphoptError(
@@ -128,7 +137,7 @@ class LocalLauncher(MPILauncher):
         command = [mpiexec, *self._tolerance(mpiexec), "-n", str(self.workers or os.cpu_count() or 1)]
         sys.stdout.flush()
         process = subprocess.Popen(
-            [*command, sys.executable, "-m", "graphopt", *arguments],
+            [*command, sys.executable, "-c", COMMAND.format(path=sys.path), *arguments],
             env=environment,
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,12 +152,17 @@ class RayLauncher(Launcher):
         local = {"num_cpus": max(self.workers, os.cpu_count() or 1)}
         quiet = ray.LoggingConfig(log_level="ERROR")
         os.environ |= {**SETTINGS, **os.environ}
-        ray.init(self.address or "local", logging_config=quiet, **({} if self.address else local))
+        empty = (
+            tempfile.TemporaryDirectory()
+        )  # Ray has workers search its working directory first for modules
+        with _inside(empty.name):
+            ray.init(self.address or "local", logging_config=quiet, **({} if self.address else local))
         mark = place / ".ray" / uuid.uuid4().hex
         config = {
             "run": run,
             "arguments": [*arguments, f"folder='{named}'"],
             "directory": os.getcwd(),
+            "path": sys.path,
             "mark": str(mark),
         }
         trainer = DataParallelTrainer(
@@ -189,10 +196,22 @@ class RayLauncher(Launcher):
             ) from error
         finally:
             ray.shutdown()
+            empty.cleanup()
         raise SystemExit(128 + received[0] if received else _code(mark))
 
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
+
+
+@contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """Work in a folder in a `with` block."""
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def _work(config: dict[str, Any]) -> None:
@@ -206,6 +225,7 @@ def _work(config: dict[str, Any]) -> None:
     mark.mkdir(parents=True, exist_ok=True)
     os.environ |= {IN_WORKER: meeting, MARK: str(mark), "TTY_COMPATIBLE": "0"}
     os.chdir(config["directory"])
+    sys.path += [one for one in config["path"] if one not in sys.path]
     _note(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
 
 

@@ -15,8 +15,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.limits import Limits
+from graphopt.graph.limits import Limits, bodies
 
+KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering may write
 MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
 
@@ -29,7 +30,7 @@ def check_proto(proto: onnx.ModelProto) -> None:
     Raises:
         GraphoptError: the file breaks one of these rules.
     """
-    for message in _messages(proto):
+    for message in messages(proto):
         if isinstance(message, onnx.TensorProto):
             _check_tensor(message)
         elif isinstance(message, onnx.TensorShapeProto):
@@ -42,9 +43,40 @@ def check_proto(proto: onnx.ModelProto) -> None:
         _check_references(function, f"function {function.domain}::{function.name}", own)
 
 
+def check_domains(model: ir.Model) -> None:
+    """Raise an error if a model names the domain of compiled kernels: in a node at any depth, a function or an opset.
+
+    Raises:
+        GraphoptError: names what uses the domain.
+    """
+    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for whole in wholes:
+        nodes = (node for graph, _ in bodies(whole) for node in graph)
+        found = next((node for node in nodes if node.domain == KERNELS), None)
+        if found is not None:
+            names = [found.name, *(y.name for y in found.outputs)]
+            raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
+        if KERNELS in whole.opset_imports:
+            raise _reserved("the opsets")
+    if any(function.domain == KERNELS for function in model.functions.values()):
+        raise _reserved("a function")
+
+
+def _reserved(title: str) -> GraphoptError:
+    return GraphoptError(
+        f"{title}: expected operators of the model, found the domain {KERNELS!r} of graphopt's compiled kernels, which "
+        "exist only while a step runs: pass the model that was compiled"
+    )
+
+
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield every tensor in a model: weights, and tensors in attributes."""
-    return (message for message in _messages(proto) if isinstance(message, onnx.TensorProto))
+    return (message for message in messages(proto) if isinstance(message, onnx.TensorProto))
+
+
+def nodes_of(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yield every node in a model's graphs and functions."""
+    return (message for message in messages(proto) if isinstance(message, onnx.NodeProto))
 
 
 def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
@@ -87,7 +119,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
 
 
 def _check_references(whole: Message, title: str, names: Collection[str]) -> None:
-    for message in _messages(whole):
+    for message in messages(whole):
         if isinstance(message, onnx.AttributeProto) and message.ref_attr_name not in ("", *names):
             raise GraphoptError(
                 f"attribute {message.name!r}: expected a reference to an attribute of {title} "
@@ -95,7 +127,7 @@ def _check_references(whole: Message, title: str, names: Collection[str]) -> Non
             )
 
 
-def _messages(proto: Message) -> Iterator[Message]:
+def messages(proto: Message) -> Iterator[Message]:
     """Yield all messages of a model, parents first; without recursion, because messages may nest to any depth."""
     waiting: list[Message] = [proto]
     while waiting:

@@ -44,6 +44,8 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
 
     def should_fold(node: ir.Node) -> bool | None:
         y = node.outputs[0]
+        if any(x is not None and x.dtype is ir.DataType.STRING for x in [*node.inputs, *node.outputs]):
+            return False
         exact = EXACT if _is_floating(y) else EXACT_INTEGERS
         if node.op_type not in exact or not weights.isdisjoint(node.inputs):
             return False

@@ -12,11 +12,13 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
 from graphopt.graph.rewriting import keep_interface, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.stored import store
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like
 
@@ -59,8 +61,9 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     RemoveUnusedNodesPass()(extracted)
+    unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     for value in list(graph.inputs):
-        if not value.uses() and not value.is_graph_output():
+        if not value.uses() and not value.is_graph_output() and value.name not in unread:
             graph.initializers.pop(value.name or "", None)
             graph.inputs.remove(value)
     RemoveUnusedOpsetsPass()(extracted)
@@ -128,7 +131,11 @@ def _operator(
 
 
 def trained(
-    model: ir.Model, state: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+    model: ir.Model,
+    state: Mapping[str, np.ndarray],
+    outputs: Sequence[str] | None = None,
+    *,
+    as_stored: bool = True,
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -139,6 +146,7 @@ def trained(
         model: the training graph.
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+        as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
 
     Raises:
         GraphoptError: the inference model has no value with one of these names.
@@ -154,6 +162,8 @@ def trained(
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):
         value.name = metadata.original_name(value)
+    if as_stored:
+        store(inference)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
         metadata.remove_own(value, keep=[metadata.FROZEN])
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
@@ -182,6 +192,7 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     restore(
         proto, model, [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
     )
+    restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
         inputs = {x.name for x in proto.graph.input}
         infos = [

@@ -50,20 +50,21 @@ def _set(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -
         setattr(message, name, value)
 
 
+def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+    """Return the size of a tensor of numbers in bytes; 0 for text, whose size has no bound that matters here."""
+    return 0 if tensor is None or tensor.dtype is ir.DataType.STRING else tensor.nbytes
+
+
 def is_large(model: ir.Model) -> bool:
     """Return whether a model's weights are too large for one protobuf message."""
     tensors = (x.const_value for x in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LIMIT
+    return sum(map(bytes_of, tensors)) > LIMIT
 
 
 @contextlib.contextmanager
 def weights_apart(model: ir.Model) -> Iterator[dict[str, ir.TensorProtocol]]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
-    values = {
-        str(x.name): x
-        for x in model.graph.initializers.values()
-        if x.const_value is not None and x.const_value.nbytes > SMALL
-    }
+    values = {str(x.name): x for x in model.graph.initializers.values() if bytes_of(x.const_value) > SMALL}
     weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(

@@ -9,6 +9,7 @@ from typing import cast
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.large_models import bytes_of
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import captured, subgraphs
 from graphopt.intervals import check_intervals, within
@@ -84,7 +85,7 @@ def _measure_function(
     path = [function]
     while path:
         current = path[-1]
-        called = {node.op_identifier() for graph, _ in _bodies(current) for node in graph}
+        called = {node.op_identifier() for graph, _ in bodies(current) for node in graph}
         unknown = [name for name in called if name in model.functions and name not in known]
         if not unknown:
             known[current.identifier()] = _measure(model, current, known)
@@ -103,7 +104,7 @@ def _measure(
 ) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
-    for graph, depth in _bodies(whole):
+    for graph, depth in bodies(whole):
         deepest = max(deepest, depth)
         for node in graph:
             more, below = known[node.op_identifier()] if node.op_identifier() in model.functions else (0, -1)
@@ -112,7 +113,7 @@ def _measure(
     return nodes, deepest
 
 
-def _bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
+def bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
     """Yield a graph and all its subgraphs, each with its depth; without recursion."""
     waiting: list[tuple[ir.Graph | ir.Function, int]] = [(whole, 0)]
     while waiting:
@@ -127,9 +128,7 @@ def check_constants(model: ir.Model) -> None:
     Raises:
         GraphoptError: names the largest value and the option that raises the limit.
     """
-    given = sum(
-        x.const_value.nbytes for graph in model.graphs() for x in graph.initializers.values() if x.const_value
-    )
+    given = sum(bytes_of(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
     allowed = limits_of(model).constant_bytes + PER_BYTE * given
     constant: set[ir.Value] = set()
     sizes = {y: _bytes(y) for y in _computed(model.graph, constant)}

@@ -17,13 +17,15 @@ from google.protobuf.message import DecodeError, EncodeError
 from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.files import replacing
 from graphopt.graph import large_models as large
-from graphopt.graph import metadata_checks
-from graphopt.graph.checking import check_external, check_proto
+from graphopt.graph import metadata_checks, plain
+from graphopt.graph.checking import check_domains, check_external, check_proto, nodes_of
 from graphopt.graph.large_models import checkable, weigh
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.postprocessing import set_aside
+from graphopt.graph.sparse import dense
 
 # Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
+ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
@@ -66,21 +68,25 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     if isinstance(source, ir.Model):
         limits = limits or limits_of(source)
         model = _cloned(source)
+        _give_domains(model)
+        _read_external(model)
     else:
         limits = limits or Limits()
         name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
         proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source), limits)
         try:
-            model = _from_proto(proto, name)
+            model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
+    _take_shapes_of_weights(model)
     set_limits(model, limits)
     check_size(model)
+    check_domains(model)
     metadata_checks.check(model)
     return model
 
 
-def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
+def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
@@ -90,6 +96,7 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         onnx.checker.check_model(_with_domains(checkable(proto), TRAININGS_OWN))
     except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
+    proto = dense(proto, limits)
     for value in proto.graph.input:
         if _holds_map(value.type):
             raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
@@ -106,18 +113,43 @@ def _from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.ModelProto:
     """Return a model whose operators from ONNX Runtime are in the runtime's domain, not in ONNX's."""
-    version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 0)
+    version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
     own = [op_type for op_type, since in added.items() if version < since]
-    if not any(node.op_type in own and not node.domain for node in proto.graph.node):
+    if not any(node.op_type in own and node.domain in ONNX for node in nodes_of(proto)):
         return proto
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for node in copy.graph.node:
-        if node.op_type in own and not node.domain:
+    for node in nodes_of(copy):
+        if node.op_type in own and node.domain in ONNX:
             node.domain = "com.microsoft"
     if all(opset.domain != "com.microsoft" for opset in copy.opset_import):
         copy.opset_import.add(domain="com.microsoft", version=1)
     return copy
+
+
+def _give_domains(model: ir.Model) -> None:
+    """Put operators from ONNX Runtime into the runtime's domain, as in a file."""
+    version = model.opset_imports.get("", 0)
+    for node in model.graph.all_nodes():
+        if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
+            node.domain, node.version = "com.microsoft", None
+            model.opset_imports.setdefault("com.microsoft", 1)
+
+
+def _read_external(model: ir.Model) -> None:
+    """Read external data into memory, as of a file."""
+    try:
+        ir.external_data.load_to_model(model)
+    except (OSError, ValueError) as error:
+        raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
+
+
+def _take_shapes_of_weights(model: ir.Model) -> None:
+    """Give initializers the shapes of their tensors, whatever the file declares."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.shape = ir.Shape(value.const_value.shape.numpy())
 
 
 def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:
@@ -162,7 +194,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 def _cloned(model: ir.Model) -> ir.Model:
     try:
-        return model.clone()
+        return plain.clone(model)
     except RuntimeError as error:
         if isinstance(root(error), RecursionError):
             raise GraphoptError(

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import enum
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +25,7 @@ N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
+MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
 
 
@@ -90,6 +92,10 @@ BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this numb
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
+DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
+STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
+STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
+QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text(
     "pkg.onnxscript.shape_inference_error"
@@ -196,6 +202,11 @@ class Note:
 def _check(*right: bool) -> None:
     if not all(right):
         raise ValueError
+
+
+def _fits(values: Any, *kinds: type) -> bool:
+    """Return whether a list has elements of these types."""
+    return isinstance(values, list) and [type(x) for x in values] == list(kinds)
 
 
 @dataclass(frozen=True)
@@ -393,6 +404,73 @@ class LeftOut(Note):
         return cls(tuple(map(str, fields["names"])))
 
 
+@dataclass(frozen=True)
+class Misdeclared(Note):
+    """Record how many values have wrong shapes in the file, and one of them with both shapes."""
+
+    KEY = "graphopt.misdeclared"
+    EXPECTED = "a number of values and an example"
+
+    count: int = 0
+    example: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Misdeclared:
+        found = cls(int(fields["count"]), str(fields["example"]))
+        _check(0 <= found.count < 2**31, len(found.example) < 2000)
+        return found
+
+
+@dataclass(frozen=True)
+class Notes(Note):
+    """Record what a file says about its values, and passes and onnx_ir drop: texts, for people and for applications.
+
+    Args:
+        packed: a mapping in JSON, compressed, in base64; see `graphopt.graph.file_notes`.
+    """
+
+    KEY = "graphopt.notes"
+    EXPECTED = "compressed text"
+
+    packed: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Notes:
+        notes = cls(str(fields["packed"]))
+        notes.unpacked()
+        return notes
+
+    @classmethod
+    def pack(cls, texts: Mapping[str, Any]) -> Notes:
+        """Return the note of a mapping."""
+        return cls(base64.b64encode(zlib.compress(json.dumps(texts).encode())).decode())
+
+    def unpacked(self) -> dict[str, Any]:
+        """Return the mapping.
+
+        Raises:
+            ValueError: the text is malformed, or longer than `MOST_TEXT`.
+        """
+        inflate = zlib.decompressobj()
+        try:
+            text = inflate.decompress(base64.b64decode(self.packed, validate=True), MOST_TEXT)
+            _check(inflate.eof)
+            found = json.loads(text)
+        except (RecursionError, zlib.error) as error:
+            raise ValueError from error
+        _check(isinstance(found, dict), *(isinstance(x, str) for x in found.get("weights", ())))
+        mappings = [found.get(name, {}) for name in ("graph", "docs", "denotations", "nodes")]
+        _check(*(isinstance(each, dict) for each in mappings))
+        _check(*(_fits(each, str, list) for each in found.get("denotations", {}).values()))
+        _check(*(_fits(each, str, str, dict) for each in found.get("nodes", {}).values()))
+        return dict(found)
+
+
 def note_of(holder: Holder, key: str) -> str | None:
     """Return the metadata of another program under a key, or None."""
     return holder.metadata_props.get(key)
+
+
+def note(holder: Holder, key: str, text: str) -> None:
+    """Write metadata in the form of another program."""
+    holder.metadata_props[key] = text

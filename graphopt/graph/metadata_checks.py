@@ -19,6 +19,8 @@ from graphopt.graph.metadata import (
     Detached,
     InferenceForm,
     LeftOut,
+    Misdeclared,
+    Notes,
     Origin,
     TargetSpec,
     Text,
@@ -59,6 +61,8 @@ def check(model: ir.Model) -> None:
     check_detached(model)
     Versions.read(model)
     LeftOut.read(model)
+    Misdeclared.read(model)
+    Notes.read(model)
     for value in graph.initializers.values():
         Origin.read(value)
 

@@ -87,3 +87,27 @@ SCATTERING = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatte
 
 # Operators that take a sequence of tensors and return a tensor.
 SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLength"})
+
+# Operators that compute with integers in place of floating-point numbers, of ONNX and ONNX Runtime.
+INTEGER_OPERATORS = {
+    *(
+        "ConvInteger",
+        "MatMulInteger",
+        "DynamicQuantizeLinear",
+        "DynamicQuantizeMatMul",
+        "MatMulIntegerToFloat",
+    ),
+    *(
+        "DynamicQuantizeLSTM",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "QGemm",
+        "QLinearConv",
+        "QLinearMatMul",
+    ),
+    *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
+    *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere", "QMoE"),
+}
+
+# Operators whose results need no rounding: one of the operands, its sign or its magnitude, or what a cast rounds itself.
+CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})

@@ -216,6 +216,11 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
         if not isinstance(size, int) or size % len(node.outputs):
             return False
         del attributes["num_outputs"]
+    if node.op_type == "Reshape" and version < 14 and len(node.inputs) > 1 and node.inputs[1] is not None:
+        sizes, maker = ir.convenience.get_const_tensor(node.inputs[1]), node.inputs[1].producer()
+        of_values = maker is not None and maker.op_type == "Shape"  # only an empty value has a size 0
+        if of_values if sizes is None else sizes.numpy().all():
+            attributes.pop("allowzero", None)
     if node.op_type == "GridSample" and version < 20:
         mode = attributes.get("mode", "linear")
         attributes["mode"] = MODES.get(mode, mode)

@@ -67,7 +67,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
         known.update(name for node in graph.node for name in node.output)
         graph.input.extend(value for value in part.graph.input if value.name not in known)
         graph.node.extend(part.graph.node)
-        graph.initializer.extend(part.graph.initializer)
+        graph.initializer.extend(x for x in part.graph.initializer if x.name not in known)
         outputs |= {output.name: output for output in part.graph.output}
         domains = {opset.domain for opset in proto.opset_import}
         proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
@@ -77,7 +77,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
     """Return the values at which the detached part of `outputs` starts; constants belong to the part."""
-    found = dict.fromkeys(output for output in outputs if output.is_graph_input())
+    found = dict.fromkeys(output for output in outputs if output.producer() is None)
     front, seen = list(outputs), set(outputs)
     while front:
         node = front.pop().producer()

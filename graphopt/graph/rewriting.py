@@ -14,12 +14,12 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, cause
-from graphopt.graph import metadata
+from graphopt.graph import metadata, plain
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
+from graphopt.graph.metadata import STOP_GRADIENT, STORED, InferenceForm
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
@@ -34,6 +34,7 @@ LIBRARIES = (
     ir.passes.PassError,
     ir.serde.SerdeError,
     onnx.checker.ValidationError,
+    onnx.defs.SchemaError,
     onnx.shape_inference.InferenceError,
     onnx.version_converter.ConvertError,
 )
@@ -44,8 +45,8 @@ class Pass(ir.passes.InPlacePass):
     """Rewrite an onnx_ir model in place. A pass is a frozen dataclass whose fields are its options.
 
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
-    passes, the model is valid, self-contained ONNX. While `rewrite` runs, initial values of state are detached (see
-    `graphopt.graph.state`), so that any rewriter is safe.
+    passes, the model is valid, self-contained ONNX, whose nodes are sorted and whose names differ. While `rewrite`
+    runs, initial values of state are detached (see `graphopt.graph.state`), so that any rewriter is safe.
 
     A pass that learns options from data says so in `learns`, and `adapted` returns the pass with these options.
     """
@@ -69,10 +70,12 @@ class Pass(ir.passes.InPlacePass):
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        plain.forget(model)
         try:
             with detached(model):
                 self.rewrite(model)
                 model.graph.sort()
+                NameFixPass()(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         return ir.passes.PassResult(model, modified=True)
@@ -97,7 +100,7 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
                 output.name = name
             if output.name != name:
                 outputs[i] = op.Identity(output, _outputs=[name])
-            metadata.replace(notes, outputs[i])
+            metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
     for value, own in given:
         if value.name != own:
             value.name = own
@@ -105,10 +108,16 @@ def keep_interface(model: ir.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
-    """Hide nodes from rewriters by moving them to a private domain while the block runs."""
+    """Hide nodes from rewriters by moving them to private domains while the block runs.
+
+    Nodes with different notes are in different domains, so that no rewriter takes one for another.
+    """
     nodes = list(nodes)
+    kinds: dict[object, int] = {}
     for node in nodes:
-        node.domain = "graphopt.hidden"
+        holders: list[metadata.Holder] = [node, *node.outputs]
+        notes = [tuple(sorted(metadata.all_of(holder).items())) for holder in holders]
+        node.domain = f"graphopt.hidden.{kinds.setdefault((*notes,), len(kinds))}"
     try:
         yield
     finally:
@@ -117,17 +126,19 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
 
 
 def needed(model: ir.Model) -> list[ir.Node]:
-    """Return the Identity and Cast nodes that look redundant but must be kept.
+    """Return the nodes that rewriters must keep although they look redundant or equal to others.
 
-    They stop gradients, keep outer values from becoming outputs of bodies, which would be invalid, or are casts that
-    inference omits and that therefore must not be folded.
+    They have a meaning that rewriters do not see: they stop gradients, round weights to their form in the file, or
+    compute something else in inference. Some keep outer values from becoming outputs of bodies, which would be invalid.
     """
     results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
     return [
         node
         for node in model.graph.all_nodes()
-        if (node.op_type == "Identity" and (STOP_GRADIENT.is_set(node) or node.outputs[0] in results))
-        or (node.op_type == "Cast" and InferenceForm.is_on(node.outputs[0]))
+        if STOP_GRADIENT.is_set(node)
+        or STORED.is_set(node)
+        or any(map(InferenceForm.is_on, node.outputs))
+        or (node.op_type == "Identity" and node.outputs[0] in results)
     ]
 
 
@@ -149,3 +160,10 @@ def matches(name: str | None, pattern: Pattern) -> bool:
     """Return whether `name` matches at least one shell-style pattern; None matches nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     return any(fnmatchcase(name or "", one) for one in patterns)
+
+
+def selects(pattern: Pattern, value: ir.Value) -> bool:
+    """Return whether a pattern matches an initializer's name, or that of a parameter it was made from or tied to."""
+    origin = metadata.Origin.read(value)
+    names = () if origin is None else (*origin.sources, *(copy.name for copy in origin.copies))
+    return any(matches(name, pattern) for name in (value.name, *names))

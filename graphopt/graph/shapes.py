@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
+from graphopt.graph.large_models import bytes_of
 from graphopt.graph.limits import check_constants, limits_of, set_limits
 from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
@@ -36,24 +38,25 @@ def fold_shapes(model: ir.Model) -> None:
 
     An If with a constant condition is replaced by its branch, which may make later shapes static.
     """
-    ifs = _ifs(model)
-    _fold(model)
-    while _ifs(model) < ifs:
-        ifs = _ifs(model)
+    before, now = ifs(model), fold_integers(model)
+    while now < before:
         infer(model)
-        _fold(model)
+        before, now = now, fold_integers(model)
     onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
 
 
-def _ifs(model: ir.Model) -> int:
+def ifs(model: ir.Model) -> int:
+    """Return the number of If nodes in the main graph."""
     return sum(node.op_type == "If" for node in model.graph)
 
 
-def _fold(model: ir.Model) -> None:
+def fold_integers(model: ir.Model) -> int:
+    """Fold integers and booleans that are constant, once, and return the number of If nodes that remain."""
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with protect([*dropouts, *needed(model)]):  # a later pass may enable Dropout
         fold(model, floating=False, infer_shapes=True)
+    return ifs(model)
 
 
 def _is_static(value: ir.Value) -> bool:
@@ -69,7 +72,10 @@ def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
     axes = ir.convenience.get_const_tensor(index)
     if axes is None or x.shape is None:
         return None
-    dims = [x.shape[axis] for axis in axes.numpy().ravel().tolist()]
+    indices, rank = axes.numpy().ravel().tolist(), len(x.shape)
+    if not all(-rank <= axis < rank for axis in indices):
+        return None
+    dims = [x.shape[axis] for axis in indices]
     known = all(isinstance(dim, int) for dim in dims)
     return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
 
@@ -89,11 +95,11 @@ STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
 
 def infer(model: ir.Model) -> None:
     """Infer the type and shape of every value, including values in bodies, and name unknown dimensions."""
-    names = (f"unknown_{i}" for i in itertools.count())
+    names = _new_names(model)
     name_dimensions(model.graph.inputs, names)
     propagate = check_expanded(model)
     _infer_all(model, propagate)
-    while _shape_states(model.graph):
+    while shape_states(model.graph):
         _infer_all(model, propagate)
     untyped = next(_untyped(model), None)
     while untyped is not None:
@@ -107,6 +113,46 @@ def infer(model: ir.Model) -> None:
         untyped = next(_untyped(model), None)
     name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
     name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
+
+
+def infer_anew(model: ir.Model) -> None:
+    """Infer the types and shapes of all computed values from inputs and weights, whatever the model declares.
+
+    What cannot be inferred has no shape. A type stays declared only if inference does not know the operator: ONNX
+    Runtime compares all declared types with its own.
+    """
+    computed = [y for node in model.graph.all_nodes() for y in node.outputs]
+    inner = [x for graph in model.graphs() if graph is not model.graph for x in graph.inputs]
+    declared = {x: x.type for x in [*computed, *inner]}
+
+    def forget() -> None:
+        for x in declared:
+            x.shape, node = None, x.producer()
+            x.type = None if node is None or _has_schema(node) else declared[x]
+
+    forget()
+    try:
+        infer(model)
+    except GraphoptError:
+        forget()
+        name_dimensions(model.graph.inputs, _new_names(model))
+        with contextlib.suppress(*REFUSED):
+            typed = onnx.shape_inference.infer_shapes(without_weights(model))
+            _take_types(model.graph, ir.from_proto(typed).graph)
+    for x, kind in declared.items():
+        x.type = x.type or kind
+
+
+def _new_names(model: ir.Model) -> Iterator[str]:
+    """Return names of dimensions that the model lacks."""
+    values = [x for graph in model.graphs() for x in graph.inputs]
+    values += [y for node in model.graph.all_nodes() for y in node.outputs]
+    taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
+    return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
+
+
+def _has_schema(node: ir.Node) -> bool:
+    return node.domain == "" and onnx.defs.has(node.op_type, "")
 
 
 def _untyped(model: ir.Model) -> Iterator[ir.Node]:
@@ -141,12 +187,12 @@ def check_expanded(model: ir.Model) -> bool:
     probe = model.clone()
     set_limits(probe, limits_of(model))
     try:
-        typed = onnx.shape_inference.infer_shapes(_without_weights(probe))
+        typed = onnx.shape_inference.infer_shapes(without_weights(probe))
     except REFUSED as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(probe.graph, ir.from_proto(typed).graph)
     if any(node.op_type in GROWING and not _is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
-        _fold(probe)
+        fold_integers(probe)
     check_constants(probe)
     values = ir.convenience.create_value_mapping(probe.graph).values()
     return not any(_is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
@@ -167,7 +213,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     Pools of opset 21 with `ceil_mode` are inferred as of opset 22, which differs only there: before, inference counted
     a window that begins beyond the elements. The model may contain such sizes.
     """
-    proto = _without_weights(model)
+    proto = without_weights(model)
     ceiled = any(map(is_ceiled, model.graph.all_nodes()))
     for opset in proto.opset_import:
         if ceiled and (opset.domain, opset.version) == ("", 21):
@@ -188,18 +234,18 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
 
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
     """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
-    typed = ir.from_proto(onnx.shape_inference.infer_shapes(_without_weights(model)))
+    typed = ir.from_proto(onnx.shape_inference.infer_shapes(without_weights(model)))
     found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
     return None if found is None else found.shape
 
 
-def _without_weights(model: ir.Model) -> onnx.ModelProto:
+def without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a copy of a model in which large weights are inputs."""
     initializers = model.graph.initializers
     large = {
         v: v.const_value
         for v in initializers.values()
-        if v.const_value is not None and v.const_value.nbytes > 1000
+        if v.const_value is not None and bytes_of(v.const_value) > 1000
     }
     for value in large:
         value.const_value = ir.tensor(np.zeros(0))
@@ -229,7 +275,7 @@ def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
             _take_types(body, typed_body)
 
 
-def _shape_states(graph: ir.Graph) -> bool:
+def shape_states(graph: ir.Graph) -> bool:
     """Infer the shapes of Loop states from their initial values, except for dimensions that an iteration changes.
 
     ONNX infers no shape, because an iteration may change even the rank.
@@ -240,7 +286,7 @@ def _shape_states(graph: ir.Graph) -> bool:
     new = False
     for node in graph:
         for body in subgraphs(node):
-            new |= _shape_states(body)
+            new |= shape_states(body)
             if node.op_type == "Loop":
                 states = zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], node.outputs, strict=False)
                 new |= any([_shape_state(body, *state) for state in states])

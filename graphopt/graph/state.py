@@ -16,11 +16,11 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.metadata import ORIGINAL_NAME, ROLE
 from graphopt.graph.names import next_of, parted
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 
-_INITIAL = "graphopt.initial"
+INITIAL = "graphopt.initial"
 STEP = "step"
 LEARNING_RATE = "learning_rate"
 LOSS_SCALE = "loss_scale"
@@ -36,21 +36,21 @@ def detached(model: ir.Model) -> Iterator[None]:
     for value in graph.inputs:
         if value.is_initializer() and role_of(value) is not None:
             assert value.name is not None
-            value.meta[_INITIAL] = value.const_value
+            value.meta[INITIAL] = value.const_value
             value.const_value = None
             del graph.initializers[value.name]
     try:
         yield
     finally:
         for value in graph.inputs:
-            if _INITIAL in value.meta:
-                value.const_value = value.meta.pop(_INITIAL)
+            if INITIAL in value.meta:
+                value.const_value = value.meta.pop(INITIAL)
                 graph.register_initializer(value)
 
 
 def initial(value: ir.Value) -> ir.TensorProtocol | None:
     """Return the initial value of a state or hyperparameter, or None for data; inside or outside a pass."""
-    found: ir.TensorProtocol | None = value.meta.get(_INITIAL, value.const_value)
+    found: ir.TensorProtocol | None = value.meta.get(INITIAL, value.const_value)
     return found
 
 
@@ -74,10 +74,18 @@ def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into an input with an initial value; inside a pass only."""
     assert initializer.name is not None
     del model.graph.initializers[initializer.name]
-    initializer.meta[_INITIAL] = initializer.const_value
+    initializer.meta[INITIAL] = initializer.const_value
     initializer.const_value = None
     model.graph.inputs.append(initializer)
     return set_role(initializer, role)
+
+
+def demote(model: ir.Model, value: ir.Value) -> None:
+    """Turn a promoted initializer into an initializer again; inside a pass only."""
+    model.graph.inputs.remove(value)
+    ROLE.remove(value)
+    value.const_value = value.meta.pop(INITIAL)
+    model.graph.register_initializer(value)
 
 
 def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Value:
@@ -86,7 +94,7 @@ def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Val
         check_free(model, name)
     tensor = ir.tensor(array, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-    value.meta[_INITIAL] = tensor
+    value.meta[INITIAL] = tensor
     model.graph.inputs.append(value)
     return set_role(value, role)
 

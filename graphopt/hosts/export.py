@@ -75,7 +75,7 @@ def export_hosts(
     if batch is not None:
         _fix_batch(model, batch)
     initial = _initial(model)
-    trained = inference.trained(model, initial)
+    trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
     models = _graphs(model, unroll)
     content = state_bytes({str(x.name): initial[str(x.name)] for x in with_role(model, *STATE)})

@@ -16,7 +16,7 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.listing import listing, size
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
-from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Origin
+from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
@@ -112,8 +112,11 @@ def _summary(found: Report) -> Iterator[str]:
     opset = found.model.opset_imports.get("", 0)
     yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
     yield f"operators  {_operators(found.model)}"
-    decided = (model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER))
-    yield from _weights(next(decided, final))
+    decided = [model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER)]
+    reached = [model for model in decided if with_role(model, Role.GRADIENT)]
+    yield from _weights((reached or decided or [final])[0])
+    if wrong := Misdeclared.read(final):
+        yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if found.blocked:
         yield from _blocked(*found.blocked)
     else:
@@ -202,6 +205,11 @@ def _weights(model: ir.Model) -> Iterator[str]:
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
     if missing := LeftOut.read(model):
         yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
+    if model.producer_name == "pytorch":
+        yield (
+            "not known  requires_grad=False and torch.no_grad() stand in no file, and detach() only in files of "
+            "dynamo=True: set parameters.freeze, and StopGradient"
+        )
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

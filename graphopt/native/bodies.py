@@ -7,17 +7,30 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
-from graphopt.graph.schemas import attributes_of
 from graphopt.graph.traversal import subgraphs
+from graphopt.native.attributes import attributes_of
 from graphopt.native.forms import form_of, sizes_of
 from graphopt.native.products import product_kernel
 
 ROWS = "rows"  # a note on a body
+KINDS = ("axes", "directions")
 
 
 def is_scan(node: ir.Node) -> bool:
-    """Return whether a node is a Scan."""
-    return node.domain == "" and node.op_type == "Scan"
+    """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
+    if node.domain != "" or node.op_type != "Scan":
+        return False
+    body, read = body_of(node), node.attributes["num_scan_inputs"].as_int()
+    written = len(node.outputs) - (len(node.inputs) - read)
+    given = {
+        f"scan_{kind}_{what}": many for kind, many in (("input", read), ("output", written)) for what in KINDS
+    }
+    return (
+        1 <= read <= len(node.inputs) == len(body.inputs)
+        and len(node.outputs) == len(body.outputs)
+        and written >= 0
+        and all(len(x.as_ints()) == given[name] for name, x in node.attributes.items() if name in given)
+    )
 
 
 def body_of(scan: ir.Node) -> ir.Graph:
@@ -123,7 +136,7 @@ def _moved_in(scan: ir.Node, x: ir.Value | None, versions: Mapping[str, int]) ->
     place = list(scan.inputs).index(x) - states
     if place < 0:
         return False
-    directions = attributes_of(scan, versions).get("scan_input_directions") or [0] * len(scan.inputs)
+    directions = (attributes_of(scan, versions) or {}).get("scan_input_directions") or [0] * len(scan.inputs)
     sequences = list(zip(scan.inputs[states:], body.inputs[states:], directions, strict=False))
     _, element, direction = sequences.pop(place)
     graph.remove(node)

@@ -18,6 +18,7 @@ from graphopt.native.forms import Form, form_of, is_scalar, operands_of, sizes_o
 from graphopt.native.reach import Reach
 from graphopt.native.space import Axes, Placement, Space, placed
 
+MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
 TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
 
 
@@ -53,6 +54,15 @@ class Cluster:
         """Return the axes of all values that the cluster reads or produces."""
         found = {x: axes for (node, i), axes in self.read.items() if (x := node.inputs[i]) is not None}
         return found | self.axes
+
+    def has_sizes(self) -> bool:
+        """Return whether what the cluster reads from outside says the size of each of its dimensions."""
+        read = {
+            x for node, form in self.nodes.items() for x in operands_of(node, form).values()
+        } - self.axes.keys()
+        return {size for x in read for size in sizes_of(x)} >= {
+            size for size in self.space.sizes.values() if isinstance(size, str)
+        }
 
     def is_inside(self, y: ir.Value) -> bool:
         """Return whether a node of the cluster reads a value."""
@@ -109,7 +119,7 @@ def _found(
         if first is None:
             continue
         cluster = _grown(first, free, reach)
-        if sum(form.kind != "view" for form in cluster.nodes.values()) >= least:
+        if sum(form.kind != "view" for form in cluster.nodes.values()) >= least and cluster.has_sizes():
             found.append(cluster)
             reach.contract(cluster.nodes)
             for node in cluster.nodes:
@@ -135,7 +145,7 @@ def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
 def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Cluster:
     """Return a cluster with all neighbors that fit, one by one."""
     refused: dict[ir.Node, int] = {}  # by the size of the cluster that refused it
-    while True:
+    while len(cluster.nodes) < MOST_NODES:
         for node in _neighbors(cluster):
             if node not in free or refused.get(node) == len(cluster.nodes):
                 continue
@@ -145,7 +155,8 @@ def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Clus
                 break
             refused[node] = len(cluster.nodes)
         else:
-            return cluster
+            break
+    return cluster
 
 
 def _neighbors(cluster: Cluster) -> list[ir.Node]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.graph.schemas import attributes_of
 from graphopt.graph.values import constant_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.kernels import Kernel
 from graphopt.native.products import braced, only_reader, permutation, rank_of
 
@@ -18,15 +18,17 @@ MOST_AXES = 3  # of space, as in convolution.h
 LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 LEAST_FILTERS = 5  # of a transposed convolution, below which vectors stay empty: FEW_FILTERS of convolution.h
 
+MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
+
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
 Stored = tuple[ir.Value, list[int], list[int]]
 
 
 def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
     """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node."""
-    if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
-        return None
     attributes = attributes_of(node, versions)
+    if attributes is None or node.op_type not in ("Conv", "ConvTranspose"):
+        return None
     x, w, bias = [*node.inputs, None][:3]
     y = node.outputs[0]
     if (
@@ -67,6 +69,8 @@ def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kern
         [pad - n for pad, n in zip(pads[len(space) :], unused[2:], strict=True)],
         list(attributes.get("output_padding", none)),
     ]
+    if any(abs(size) >= 2**31 for sizes in geometry for size in sizes):
+        return None
     form: list[int | Sequence[int]] = [
         *(rank_of(x), rank_of(w), len(stored_y), len(order) - 2),
         *(axes_x, axes_w, [order.index(i) if i in order else -1 for i in stored_y]),
@@ -87,7 +91,11 @@ static OrtStatus *compute_@(Context *context) {{
 
 def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> bool:
     """Return whether convolution.h computes what the attributes say, and is no slower than the runtime."""
-    if attributes["auto_pad"] != "NOTSET" or "output_shape" in attributes:
+    if (
+        attributes["auto_pad"] != "NOTSET"
+        or "output_shape" in attributes
+        or not _is_small(attributes, rank_of(w) - 2)
+    ):
         return False
     transposed = node.op_type == "ConvTranspose"
     if transposed and max(attributes.get("strides", [1])) > 1 and max(attributes.get("dilations", [1])) > 1:
@@ -99,6 +107,20 @@ def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> 
     else:
         few = len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS
     return attributes["group"] > 1 or not few
+
+
+def _is_small(attributes: Mapping[str, Any], axes: int) -> bool:
+    """Return whether the geometry has a number for each axis, and none that is too large for C or for memory."""
+    given = {name: attributes.get(name, [1] * axes) for name in ("strides", "dilations")}
+    given |= {
+        "pads": attributes.get("pads", [0] * 2 * axes),
+        "more": attributes.get("output_padding", [0] * axes),
+    }
+    if any(len(sizes) != axes * (1 + (name == "pads")) for name, sizes in given.items()):
+        return False
+    least = min([*given["strides"], *given["dilations"]])
+    reach = [max(abs(size) for sizes in given.values() for size in (1, *sizes[i::axes])) for i in range(axes)]
+    return least >= 1 and math.prod(reach) <= MOST_REACH and 1 <= attributes["group"] < 2**31
 
 
 def _batch_axis(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value, w: ir.Value) -> int | None:
@@ -157,7 +179,10 @@ def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
         or (len(node.inputs) > 4 and (steps is None or (steps != 1).any()))
     ):
         return {}
-    sizes = {int(i) % len(x.shape): (x.shape[int(i)], y.shape[int(i)]) for i in axes}
+    rank = len(x.shape)
+    if len(y.shape) != rank or any(not -rank <= i < rank for i in axes):
+        return {}
+    sizes = {int(i) % rank: (x.shape[int(i)], y.shape[int(i)]) for i in axes}
     known = {
         i: (old, new) for i, (old, new) in sizes.items() if isinstance(old, int) and isinstance(new, int)
     }

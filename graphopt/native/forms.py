@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.schemas import attributes_of
 from graphopt.graph.values import constant_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.operators import CTYPES, FLOATING, REDUCING, ROWS, expression
 
 Size = int | str
+
+MOST_OPERANDS = 64  # of a node
 
 RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
 
@@ -42,9 +44,9 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
 
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     """Return what a node does; None if kernels do not compute it."""
-    if node.domain != "" or not node.inputs or node.inputs[0] is None:
-        return None
     attributes = attributes_of(node, versions)
+    if attributes is None or not 1 <= len(node.inputs) <= MOST_OPERANDS or node.inputs[0] is None:
+        return None
     if node.op_type in RESHAPING:
         return _view(node, attributes)
     if node.op_type in REDUCING:
@@ -68,6 +70,11 @@ def sizes_of(x: ir.Value) -> list[Size]:
     return [dim if isinstance(dim, int) else str(dim.value) for dim in x.shape]
 
 
+def has_sizes(x: ir.Value) -> bool:
+    """Return whether all dimensions of a value are numbers or have names."""
+    return x.shape is not None and not x.shape.has_unknown_dim()
+
+
 def is_scalar(x: ir.Value) -> bool:
     """Return whether a value has one element, whatever its rank."""
     return all(size == 1 for size in sizes_of(x))
@@ -87,9 +94,7 @@ def exponent_of(node: ir.Node) -> float | None:
 
 def _is_computed(x: ir.Value) -> bool:
     """Return whether kernels have a type for a value, and all its dimensions are numbers or have names."""
-    if x.dtype not in CTYPES or x.shape is None:
-        return False
-    return all(isinstance(dim, int) or dim.value is not None for dim in x.shape)
+    return x.dtype in CTYPES and has_sizes(x)
 
 
 def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
@@ -133,12 +138,13 @@ def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
     if axes is None or rank == 0:
         return None
     reduced = sorted({axis % rank for axis in axes or range(rank)})
-    if attributes.get("keepdims", 1):
-        images = [None if p in reduced else p for p in range(rank)]
-    else:
+    kept = list(range(rank))
+    if not attributes.get("keepdims", 1):
         kept = [p for p in range(rank) if p not in reduced]
-        images = [None if p in reduced else kept.index(p) for p in range(rank)]
-    return Form("reduce", attributes, tuple(reduced), tuple(images))
+    images = [None if p in reduced else kept.index(p) for p in range(rank)]
+    return (
+        Form("reduce", attributes, tuple(reduced), tuple(images)) if len(sizes_of(y)) == len(kept) else None
+    )
 
 
 def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -16,24 +16,26 @@ from graphopt.native.products import braced
 from graphopt.native.reach import Reach
 
 
-def write_in_place(model: ir.Model, kernels: Sequence[Kernel]) -> tuple[list[str], list[Kernel]]:
+def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[list[str], list[Kernel]]:
     """Make kernels wait until all others have read the state that they replace.
 
     A session that gets one buffer for a state and its next value then writes the one over the other. Only kernels that
     replace element by element may do so.
 
+    Args:
+        calls: the nodes that call kernels.
+
     Returns:
         the names of the state that may share a buffer with its next value, and the kernels that the graph calls besides
         the given ones.
     """
-    by_name = {kernel.name: kernel for kernel in kernels}
     inputs = {x.name: x for x in model.graph.inputs}
     reach = Reach(model.graph)
     shared: list[str] = []
     waits: dict[ir.Node, dict[ir.Value, None]] = {}
     for y in with_role(model, Role.NEXT):
         x, node = inputs[state_of(y)], y.producer()
-        kernel = by_name.get(node.op_type) if node is not None else None
+        kernel = calls.get(node) if node is not None else None
         readers = _readers(x, model.graph)
         if node is None or kernel is None or readers is None or not _replaces(node, kernel, x, y):
             continue
@@ -48,7 +50,7 @@ def write_in_place(model: ir.Model, kernels: Sequence[Kernel]) -> tuple[list[str
     variants: dict[str, Kernel] = {}
     for node, values in waits.items():
         if values:
-            variant = _waiting(by_name[node.op_type], [*values])
+            variant = _waiting(calls[node], [*values])
             variants[variant.name] = variant
             _call(node, variant.name, [*values])
     model.graph.sort()

@@ -103,8 +103,8 @@ class Writer:
             lines += _input(i, x, symbols)
         lines += self._extents(symbols)
         for i, y in enumerate(self.outputs):
-            sizes = [size if isinstance(size, int) else symbols[size] for size in sizes_of(y)]
-            shape = f"(int64_t[]){{{', '.join(map(str, sizes))}}}" if sizes else "NULL"
+            sizes = ["1" if d is None else self.numbers.size(d) for d in self.numbers.cluster.axes[y]]
+            shape = f"(int64_t[]){{{', '.join(sizes)}}}" if sizes else "NULL"
             lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
         first = len(self.numbers.stores)
         for i, total in enumerate(self.numbers.totals):

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
-from graphopt.files import write_folder
+from graphopt.graph.checking import KERNELS
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.shapes import infer_anew
 from graphopt.graph.values import like
+from graphopt.native.attributes import is_well_formed
 from graphopt.native.bodies import bodies, move_into_bodies, note_rows
+from graphopt.native.cache import cache_folder, keep, kept
 from graphopt.native.clusters import find_clusters
 from graphopt.native.convolutions import convolution_kernel
 from graphopt.native.in_place import write_in_place
 from graphopt.native.kernels import Kernel, Writer
 from graphopt.native.library import parts, source
 from graphopt.native.products import product_kernel
-from graphopt.native.rewrites import name_lengths, undo_fusions
-from graphopt.native.scans import DOMAIN, scan_kernel
+from graphopt.native.rewrites import undo_fusions
+from graphopt.native.scans import scan_kernel
+from graphopt.native.sizes import unify_sizes
 from graphopt.native.state_check import add_state_check
-from graphopt.native.toolchain import build, cache_folder, digest_of
+from graphopt.native.toolchain import build, digest_of
 
 LOWERINGS = ("kernels", "products", "convolutions", "scans")
 
@@ -46,6 +48,7 @@ class Plan:
         convolutions: the number of convolutions.
         scans: the number of scans.
         check: the name of an output that is finite if the new state is, or None.
+        calls: the nodes that call kernels.
     """
 
     model: ir.Model
@@ -55,6 +58,7 @@ class Plan:
     convolutions: int
     scans: int
     check: str | None
+    calls: dict[ir.Node, Kernel] = field(default_factory=dict)
 
 
 @dataclass
@@ -108,37 +112,44 @@ def _lowered(
     found = plan(model, without)
     if not found.kernels:
         return None
-    shared, variants = write_in_place(found.model, found.kernels) if in_place else ([], [])
+    shared, variants = write_in_place(found.model, found.calls) if in_place else ([], [])
     kernels = [*found.kernels, *variants]
     library = build(source(kernels, threads), parts(kernels))
     with weights_apart(found.model):
         content = ir.to_proto(found.model).SerializeToString()
     note = json.dumps({"library": library.name, "check": found.check, "shared": shared}).encode()
-    write_folder(cache_folder(), {f"{digest}.onnx": content, f"{digest}.json": note})
+    keep(f"{digest}.onnx", content)
+    keep(f"{digest}.json", note)
     return Lowered(found.model, library, found.check, shared, digest)
 
 
 def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
-    folder = cache_folder()
-    try:
-        note = json.loads((folder / f"{digest}.json").read_text())
-        library, shared = folder / note["library"], note["shared"]
-        model = ir.from_proto(onnx.load_model_from_string((folder / f"{digest}.onnx").read_bytes()))
-    except (OSError, ValueError, KeyError, DecodeError):
+    note, content = kept(f"{digest}.json"), kept(f"{digest}.onnx")
+    if note is None or content is None:
         return None
-    if not library.exists():
+    found = json.loads(note)
+    if kept(found["library"]) is None:
         return None
+    model = ir.from_proto(onnx.load_model_from_string(content))
     for name, tensor in weights.items():
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = tensor
-    return Lowered(model, library, note["check"], shared, digest)
+    return Lowered(model, cache_folder() / found["library"], found["check"], found["shared"], digest)
+
+
+def sources() -> list[Path]:
+    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
+    package = Path(__file__).parents[1]
+    rooms = [path for room in ("graph", "native") for path in package.joinpath(room).rglob("*.py")]
+    return sorted([*rooms, *(package / f"{name}.py" for name in ("errors", "files", "intervals"))])
 
 
 @functools.cache
 def _code() -> list[str]:
-    """Return the code that lowers graphs."""
-    return [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    """Return what decides how a graph is lowered: the code, and the versions of the packages that it uses."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("onnx", "onnx_ir", "onnxscript", "numpy")]
+    return [*versions, *(path.read_text() for path in sources())]
 
 
 def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
@@ -148,10 +159,11 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         without: the lowerings to leave out, by name.
     """
     model = model.clone()
-    with contextlib.suppress(GraphoptError):  # operators of unknown types stay with ONNX Runtime
-        ensure_typed(model)
+    if not is_well_formed(model):  # ONNX Runtime says what is wrong
+        return Plan(model, [], [], 0, 0, 0, None)
+    infer_anew(model)
+    unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()})
     if "kernels" not in without:
-        name_lengths(model)
         undo_fusions(model)
     found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
     versions = dict(model.opset_imports)
@@ -168,10 +180,10 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         if "kernels" not in without:
             _lower_clusters(found, graph, versions, least=1 if graph in loops else 2)
     for graph in [*reversed(loops), model.graph] if "scans" not in without else []:
-        found.scans += _lower_nodes(found, graph, versions, scan_kernel)
+        found.scans += _lower_nodes(found, graph, versions, functools.partial(scan_kernel, calls=found.calls))
     remove_unused_nodes(model.graph)
     if found.kernels:
-        model.opset_imports[DOMAIN] = 1
+        model.opset_imports[KERNELS] = 1
     return found
 
 
@@ -189,8 +201,7 @@ def _lower_nodes(
         lowered = kernel_of(node, versions)
         if lowered is not None:
             kernel, nodes = lowered
-            _replace(graph, nodes, kernel)
-            found.kernels.append(kernel)
+            _replace(found, graph, nodes, kernel)
     remove_unused_nodes(graph)
     return len(found.kernels) - before
 
@@ -200,19 +211,20 @@ def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int], leas
     for cluster in find_clusters(graph, versions, least):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
         kernel = Writer(cluster).kernel()
-        _replace(graph, cluster.nodes, kernel)
-        found.kernels.append(kernel)
+        _replace(found, graph, cluster.nodes, kernel)
         found.clusters.append(len(cluster.nodes))
     graph.sort()
 
 
-def _replace(graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
+def _replace(found: Plan, graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
     """Put a call of a kernel in place of nodes."""
     nodes = list(nodes)
     outputs = [like(ir.Value(name=y.name), y) for y in kernel.outputs]
-    node = ir.Node(DOMAIN, kernel.name, list(kernel.inputs), outputs=outputs)
+    node = ir.Node(KERNELS, kernel.name, list(kernel.inputs), outputs=outputs)
     graph.insert_after(nodes[-1], node)
     for old, new in zip(kernel.outputs, outputs, strict=True):
         copy(old, new)
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
+    found.kernels.append(kernel)
+    found.calls[node] = kernel

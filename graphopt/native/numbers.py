@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from graphopt.graph.operators import CHOOSING
 from graphopt.native.clusters import Cluster
 from graphopt.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
-from graphopt.native.operators import REDUCING, cast, expression, in_type, literal, power
+from graphopt.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.native.space import Axes
+
+ROUNDED = "(float)(_Float16){0}"  # to what 16 bits hold; too large a number becomes infinite
 
 ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
 
@@ -175,9 +179,19 @@ class Numbers:
             self._of.update(zip(node.outputs, results, strict=False))
         elif node.op_type == "Clip":
             self._of[y] = self._clipped(given)
+        elif node.op_type in FOLDED:
+            code, ctype = self._expression(node, form, xs), ctype_of(y)
+            self._of[y] = functools.reduce(functools.partial(self._map, code, ctype), xs)
         else:
             code = self._expression(node, form, xs)
             self._of[y] = self._map(code, ctype_of(y), *xs)
+        if (
+            y.dtype == ir.DataType.FLOAT16
+            and y in self._of
+            and node.op_type not in CHOOSING
+            and form.kind != "view"
+        ):
+            self._of[y] = self._map(ROUNDED, ctype_of(y), self._of[y])
 
     def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
         y = node.outputs[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-# The types that kernels compute in. Numbers of 16 bits are stored, and computed in float, as the runtime does.
+# The types that kernels compute in. An operator of numbers of 16 bits computes in float and rounds its result, as the
+# graph says. The runtime's own operators round only what leaves a chain of them.
 CTYPES = {
     ir.DataType.FLOAT: "float",
     ir.DataType.FLOAT16: "float",
@@ -124,14 +125,31 @@ POWERS: Mapping[float | None, str] = {
 
 # Operators of floating numbers with any number of operands.
 VARIADIC: Mapping[str, Callable[[int], str]] = {
-    "Max": lambda count: _nested("MAXIMUM", count),
     "Mean": lambda count: f"({_added(count)}) * ({{C}})(1.0 / {count})",
-    "Min": lambda count: _nested("MINIMUM", count),
     "Sum": lambda count: _added(count),
 }
 
+# Operators that take in one operand after the other.
+FOLDED = {"Max": "MAXIMUM({0}, {1})", "Min": "MINIMUM({0}, {1})"}
+
 # Operators whose operands need not have the type of the result.
 MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
+
+ELEMENTWISE = frozenset(
+    {
+        *OF_ANY,
+        *OF_FLOATING,
+        *WITH_ATTRIBUTES,
+        *VARIADIC,
+        *FOLDED,
+        "Cast",
+        "Clip",
+        "Gelu",
+        "IsInf",
+        "Mod",
+        "Pow",
+    }
+)
 
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
@@ -162,7 +180,8 @@ ROWS = frozenset({"LayerNormalization", "LogSoftmax", "RMSNormalization", "Softm
 def literal(number: float, ctype: str) -> str:
     """Return a number as C writes it, exactly."""
     if ctype not in FLOATING:
-        return f"{int(number)}LL" if ctype == "int64_t" else str(int(number))
+        text = f"{int(number)}LL" if ctype == "int64_t" else str(int(number))
+        return f"({int(number) + 1}LL - 1)" if number == -(2**63) else text
     if number != number:
         return "NAN"
     if number in (float("inf"), float("-inf")):
@@ -205,6 +224,8 @@ def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs
         return None
     if op_type in WITH_ATTRIBUTES:
         return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
+    if op_type in FOLDED:
+        return FOLDED[op_type]
     if op_type in VARIADIC:
         return VARIADIC[op_type](inputs)
     if op_type == "Mod":  # the runtime has no other of floating numbers
@@ -240,10 +261,3 @@ def _is_infinite(negative: bool, positive: bool) -> str:
 
 def _added(count: int) -> str:
     return " + ".join(f"{{{i}}}" for i in range(count))
-
-
-def _nested(macro: str, count: int) -> str:
-    text = "{0}"
-    for i in range(1, count):
-        text = f"{macro}({text}, {{{i}}})"
-    return text

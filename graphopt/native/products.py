@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.schemas import attributes_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.forms import form_of
 from graphopt.native.kernels import Kernel
 
@@ -17,9 +17,9 @@ MOST_AXES = 4  # as in calls.h
 
 def product_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
     """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node."""
-    if node.domain != "" or node.op_type not in MATRIX_PRODUCTS:
-        return None
     attributes = attributes_of(node, versions)
+    if attributes is None or node.op_type not in MATRIX_PRODUCTS:
+        return None
     a, b, bias = [*node.inputs, None][:3]
     y, replaced = node.outputs[0], [node]
     rank = rank_of(y)
@@ -133,8 +133,9 @@ def permutation(node: ir.Node, rank: int) -> list[int] | None:
     """Return the permutation of a Transpose, which reverses the axes by default; None for any other node."""
     if node.op_type != "Transpose" or node.domain != "":
         return None
-    perm = node.attributes.get("perm")
-    return list(range(rank))[::-1] if perm is None else list(perm.as_ints())
+    given = node.attributes.get("perm")
+    perm = list(range(rank))[::-1] if given is None else list(given.as_ints())
+    return perm if sorted(perm) == list(range(rank)) else None
 
 
 def only_reader(y: ir.Value) -> ir.Node | None:

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import copy
-from graphopt.graph.schemas import attributes_of
-from graphopt.native.forms import Size, form_of, is_scalar, sizes_of
+from graphopt.native.attributes import attributes_of
+from graphopt.native.forms import form_of, is_scalar, sizes_of
 
 
 def undo_fusions(model: ir.Model) -> None:
@@ -18,38 +18,6 @@ def undo_fusions(model: ir.Model) -> None:
     _sum_rows(model)
     _part_vectors(model)
     model.graph.sort()
-
-
-def name_lengths(model: ir.Model) -> None:
-    """Name the lengths of ranges and of what elementwise operators compute from them, such as the masks of Dropout."""
-    versions = dict(model.opset_imports)
-    for node in model.graph:
-        y = node.outputs[0]
-        if y.shape is None or len(y.shape) != 1 or not y.shape.has_unknown_dim():
-            continue
-        if node.op_type == "Range" and node.domain == "":
-            y.shape = ir.Shape([f"length of {y.name}"])
-            continue
-        unknown = y.shape
-        y.shape = next((x.shape for x in node.inputs if x is not None and _is_named(x)), unknown)
-        form = form_of(node, versions)
-        sizes: list[list[Size]] = [[], [1], sizes_of(y)]
-        if (
-            form is None
-            or form.kind != "map"
-            or any(x is not None and sizes_of(x) not in sizes for x in node.inputs)
-        ):
-            y.shape = unknown
-
-
-def _is_named(x: ir.Value) -> bool:
-    """Return whether a value is a vector whose length has a name."""
-    return (
-        x.shape is not None
-        and len(x.shape) == 1
-        and not x.shape.has_unknown_dim()
-        and not x.shape.is_static()
-    )
 
 
 def _read_shapes_early(model: ir.Model) -> None:
@@ -113,7 +81,7 @@ def _part_vectors(model: ir.Model) -> None:
         for node in between:
             if node not in inside:
                 continue
-            given = attributes_of(node, versions)
+            given = attributes_of(node, versions) or {}
             operands = [parts.get(x, [x] * len(sizes[node.outputs[0]])) for x in node.inputs if x is not None]
             parts[node.outputs[0]] = [
                 getattr(op, node.op_type)(*xs, **given) for xs in zip(*operands, strict=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
-from graphopt.graph.schemas import attributes_of
+from graphopt.native.attributes import attributes_of
 from graphopt.native.bodies import ROWS, body_of, goes_along_first_axes, is_scan, move_constants_out
 from graphopt.native.kernels import Kernel
 from graphopt.native.operators import STORED
 from graphopt.native.products import braced, rank_of
 
-DOMAIN = "ai.graphopt"
+MOST_TENSORS, MOST_AXES = 2**12, 2**6  # which a task holds on its stack
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,22 @@ class Step:
     axis: int = 0
 
 
-def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
-    """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node."""
+def scan_kernel(
+    node: ir.Node, versions: Mapping[str, int], calls: Mapping[ir.Node, Kernel]
+) -> tuple[Kernel, list[ir.Node]] | None:
+    """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node.
+
+    Args:
+        calls: the nodes that call kernels of the plan, which alone are taken for kernels.
+    """
     if not is_scan(node) or not goes_along_first_axes(node) or versions.get("", 1) < 9:
         return None
     attributes = attributes_of(node, versions)
+    if attributes is None:
+        return None
     body, sequences = body_of(node), attributes["num_scan_inputs"]
     move_constants_out(node)
-    steps = _steps(body, versions)
+    steps = _steps(body, versions, calls)
     given = [x for x in node.inputs if x is not None]
     if steps is None or sequences < 1 or len(given) < len(node.inputs):
         return None
@@ -53,7 +61,9 @@ def scan_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, lis
     inputs = [*given, *besides]
     tensors = [*inputs, *body.inputs, *computed]
     dims = _dims(tensors, len(given), len(inputs), states)
-    if dims is None or any(x.dtype not in STORED for x in [*tensors, *node.outputs]):
+    if dims is None or len(tensors) > MOST_TENSORS or any(rank_of(x) > MOST_AXES for x in tensors):
+        return None
+    if any(x.dtype not in STORED for x in [*tensors, *node.outputs]):
         return None
     places = {x: i for i, x in enumerate(tensors)}
     backwards = list(attributes.get("scan_output_directions") or [0] * (len(body.outputs) - states))
@@ -121,19 +131,19 @@ def _is_fixed(step: Step, inside: Collection[ir.Value]) -> bool:
     return step.function != "NULL" and len(step.inputs) > 1 and step.inputs[1] not in inside
 
 
-def _steps(body: ir.Graph, versions: Mapping[str, int]) -> list[Step] | None:
+def _steps(body: ir.Graph, versions: Mapping[str, int], calls: Mapping[ir.Node, Kernel]) -> list[Step] | None:
     """Return the steps of a body; None if a node is neither a kernel nor a move."""
     body.sort()
     steps = []
     for node in body:
         inputs = [x for x in node.inputs if x is not None]
-        if node.domain == DOMAIN:
-            steps.append(Step(inputs, node.outputs, f"compute_{node.op_type}"))
+        if (kernel := calls.get(node)) is not None:
+            steps.append(Step(inputs, node.outputs, f"compute_{kernel.name}"))
         elif node.domain == "" and node.op_type in VIEWS:
             steps.append(Step(inputs[:1], node.outputs))
         elif node.domain == "" and node.op_type in ("Split", "Concat"):
             parts = inputs[:1] if node.op_type == "Split" else inputs
-            axis = attributes_of(node, versions).get("axis", 0)
+            axis = (attributes_of(node, versions) or {}).get("axis", 0)
             if rank_of(parts[0]) < 1:
                 return None
             steps.append(Step(parts, node.outputs, axis=axis % rank_of(parts[0])))

@@ -96,7 +96,7 @@ def _elementwise(
     if not any(wanted):
         wanted = _wanted(sizes, [known.get(x) for x in operands.values()])
     axes = space.axes(sizes, wanted)
-    if axes is None:
+    if axes is None or not _is_broadcast(sizes, [sizes_of(x) for x in operands.values()]):
         return None
     read = {}
     for i, x in operands.items():
@@ -108,16 +108,25 @@ def _elementwise(
     return Placement(read, [axes])
 
 
+def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> bool:
+    """Return whether a result has the rank of its operands, and each size that is not 1 from one of them."""
+    rank = max(map(len, operands))
+    found = [{own[p - rank] for own in operands if len(own) >= rank - p} for p in range(rank)]
+    return len(sizes) == rank and all(
+        size == 1 or size in sources for size, sources in zip(sizes, found, strict=True)
+    )
+
+
 def _normalized(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
     operands = operands_of(node, form)
     sizes = sizes_of(operands[0])
     axes = space.axes(sizes, _wanted(sizes, [known.get(operands[0]), known.get(node.outputs[0])]))
-    if axes is None:
+    if axes is None or sizes_of(node.outputs[0]) != sizes:
         return None
     read = {}
     for i, x in operands.items():
         start = len(sizes) - len(sizes_of(x))
-        if sizes_of(x) != sizes[start:]:
+        if start < 0 or sizes_of(x) != sizes[start:]:
             return None
         read[i] = axes[start:]
     rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
@@ -138,6 +147,8 @@ def _projected(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value,
     for p, image in enumerate(form.images):
         if image is not None:
             produced[image] = axes[p]
+            if sizes_of(y)[image] != sizes_of(x)[p]:
+                return None
     return Placement({0: axes}, [tuple(produced)])
 
 

@@ -9,12 +9,13 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
+from graphopt.native.cache import cache_folder, keep, kept, read_regular
+from graphopt.native.limited import SECONDS, run
 
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
@@ -32,8 +33,13 @@ def compiler() -> tuple[str, ...] | None:
         found = shutil.which(name) if name else None
         if found:
             return (found,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "cc")
+    spec = importlib.util.find_spec("ziglang")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        found = shutil.which(
+            "zig", path=folder
+        )  # not `python -m ziglang`, which searches the working directory
+        if found:
+            return (found, "cc")
     return None
 
 
@@ -51,23 +57,21 @@ def build(source: str, parts: Sequence[str] = ()) -> Path:
 
 def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
     """Return the file that the compiler makes of a C source and objects; make it unless the cache has it."""
-    digest = digest_of(source, *flags, *(each.name for each in objects))
+    name = f"{digest_of(source, *flags, *(each.name for each in objects))}.{suffix}"
     folder = cache_folder()
-    path = folder / f"{digest}.{suffix}"
-    if path.exists():
-        return path
+    if kept(name) is not None:
+        return folder / name
     with tempfile.TemporaryDirectory(dir=folder) as work:
         code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
         code.write_text(source)
         files = [str(code), *map(str, objects), "-o", str(target)]
-        done = subprocess.run(
-            [*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], capture_output=True, text=True
-        )
-        if done.returncode:
-            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise GraphoptError(f"native: {_command()[0]} does not compile the kernels: {reason}")
-        os.replace(target, path)
-    return path
+        failed, said = run([*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], Path(work))
+        content = None if failed else read_regular(target)
+        if content is None:
+            lines = said.splitlines()
+            reason = next((line for line in lines if "error" in line), " ".join(lines) or "it was killed")
+            raise GraphoptError(f"native: {_command()[0]} does not compile the kernels: {reason[:200]}")
+        return keep(name, content)
 
 
 def digest_of(*texts: str) -> str:
@@ -88,33 +92,10 @@ def _command() -> tuple[str, ...]:
     return command
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled libraries, which belongs to the user alone.
-
-    Raises:
-        GraphoptError: the folder cannot be made, or others may write to it.
-    """
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "graphopt" / "native"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        raise GraphoptError(f"native: expected a cache folder, found none: {error}") from error
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        raise GraphoptError(f"{folder}: expected a folder that only you can write to: chmod 700 {folder}")
-    return folder
-
-
 @functools.cache
 def _environment(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return what else a library depends on: headers, flags, the compiler and the processor."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
     headers = tuple((FOLDER / name).read_text() for name in HEADERS)
     return (*headers, *FLAGS, *command, version, _processor())
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+MOST_THREADS = 1_024  # more would take the memory, or end the process
 SESSION_OPTIONS = (
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
     *("graph_optimization_level", "inter_op_num_threads", "intra_op_num_threads", "log_severity_level"),
@@ -25,7 +26,10 @@ SESSION_OPTIONS = (
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
-NATIVE = "GRAPHOPT_NATIVE"  # the environment variable
+NATIVE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # environment variables
+# Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
+# DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
+AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -50,6 +54,10 @@ class DeviceOptions:
             compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`.
         native_without: the names of lowerings to leave out: `kernels`, `products`, `convolutions` or
             `scans`.
+        verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
+            steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
+            plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
+            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
@@ -64,6 +72,7 @@ class DeviceOptions:
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     native_without: Sequence[str] = ()
+    verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
 
 
@@ -92,12 +101,19 @@ class Device(DeviceOptions):
             raise GraphoptError(
                 f"threads: expected 1 or more, or None for the runtime's choice, found {self.threads}"
             )
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
         self.index = int(index or 0)
         self.ort = _runtime()
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
-        self.native = self._resolved_native()
+        self.native = _resolved("native", NATIVE, self.native)
+        self.verify = _resolved("verify", VERIFY, self.verify)
+        if self.native is True and not self.on_cpu:
+            raise GraphoptError(
+                f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
+            )
         for lowering in self.native_without:
             if lowering not in LOWERINGS:
                 raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
@@ -106,20 +122,6 @@ class Device(DeviceOptions):
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
-
-    def _resolved_native(self) -> bool | Literal["auto"]:
-        """Return the option `native`, or the environment's."""
-        words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
-        given = os.environ.get(NATIVE, "auto") if self.native is None else self.native
-        found = words.get(str(given).lower())
-        if found is None:
-            name = f"environment variable {NATIVE}" if self.native is None else "native"
-            raise GraphoptError(f"{name}: expected auto, true or false, found {given!r}")
-        if self.native is True and not self.on_cpu:
-            raise GraphoptError(
-                f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
-            )
-        return found
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
@@ -174,7 +176,8 @@ class Device(DeviceOptions):
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not self.low_memory
-        options.add_session_config_entry(PLACEMENT, "1")
+        for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
+            options.add_session_config_entry(name, entry)
         if self.flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
         for name, value in (self.session_options or {}).items():
@@ -210,6 +213,17 @@ class Device(DeviceOptions):
                 f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
             )
         return names[short]
+
+
+def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
+    """Return an option, or the environment's."""
+    words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+    given = os.environ.get(variable, "auto") if option is None else option
+    found = words.get(str(given).lower())
+    if found is None:
+        what = f"environment variable {variable}" if option is None else name
+        raise GraphoptError(f"{what}: expected auto, true or false, found {given!r}")
+    return found
 
 
 def _set(options: onnxruntime.SessionOptions, name: str, value: Any) -> None:

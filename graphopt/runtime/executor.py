@@ -31,6 +31,7 @@ from graphopt.runtime.signature import Signature
 from graphopt.runtime.split_runner import SplitRunner
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.translation import Mistranslated
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -67,6 +68,20 @@ class NonFiniteLoss(GraphoptError):
     ...     print("refused")
     refused
     """
+
+
+def fed_by(data: Mapping[str, Tensor] | None, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors of a call by name.
+
+    Raises:
+        GraphoptError: they have no names.
+    """
+    if data is not None and not isinstance(data, Mapping):
+        raise GraphoptError(
+            f"data: expected arrays by the names of the graph's inputs, such as {{'x': ...}}, found a "
+            f"{type(data).__name__}"
+        )
+    return {**(data or {}), **named} if named else data or {}
 
 
 class Executor(ExecutorState):
@@ -109,7 +124,7 @@ class Executor(ExecutorState):
                 a label in host memory. Nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
-        feeds = {**(data or {}), **named} if named else data or {}
+        feeds = fed_by(data, named)
         with self._lock:
             if not self._runner.fits(feeds):
                 fed, feeds = self._split(feeds)
@@ -145,7 +160,7 @@ class Executor(ExecutorState):
         chosen = self.steps_per_call if steps_per_call is None else steps_per_call
         if self.in_place or self.workers.size > 1 or (chosen is None and not self._device.on_cpu):
             chosen = 1
-        left = iter(batches)
+        left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
                 fed, feeds = self._split(first)
@@ -158,11 +173,14 @@ class Executor(ExecutorState):
     def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
         """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
         while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
-            waiting = list(itertools.islice(left, chosen or self._several.pace.steps))
+            waiting: list[Batch] = []
+            try:
+                waiting.extend(itertools.islice(left, chosen or self._several.pace.steps))
+            finally:  # if drawing a batch fails, those before it train
+                for batches in alike(waiting) if waiting else ():
+                    yield from self._call(batches)
             if not waiting:
                 return
-            for batches in alike(waiting):
-                yield from self._call(batches)
         with self._lock:
             self._several.close()
         yield from map(self.step, left)
@@ -172,7 +190,14 @@ class Executor(ExecutorState):
         if not self._several.take(batches):
             return map(self._alone, batches)
         with self._lock, self._several.pace.timed(len(batches)):
-            stacked = self._several.step_stacked(self._buffers.current, batches)
+            try:
+                stacked = self._several.step_stacked(self._buffers.current, batches)
+            except Mistranslated as error:
+                if self._device.verify is True:
+                    raise
+                warnings.warn(str(error), stacklevel=3)
+                self._several.give_up()
+                return map(self._alone, batches)
             is_finite = self._buffers.not_finite(stacked) is None
             if is_finite:
                 self._buffers.swap()
@@ -214,7 +239,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), {**(data or {}), **named})
+        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(data, named))
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the model's outputs. Targets are optional, and are checked if given.
@@ -227,7 +252,7 @@ class Executor(ExecutorState):
             raise GraphoptError(
                 "predict: expected an output other than the model's own loss, found none: use evaluate"
             )
-        return self._forward(outputs, {**(data or {}), **named})
+        return self._forward(outputs, fed_by(data, named))
 
     @property
     def learning_rate(self) -> float:
@@ -323,7 +348,8 @@ class Executor(ExecutorState):
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Separate the hyperparameters in `feeds` from the tensors."""
         fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-        return fed, {name: tensor for name, tensor in feeds.items() if name not in fed}
+        tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
+        return fed, dict(self._signature.completed(tensors))
 
     def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
         """Compute outputs of the graph in its inference form, with the fed hyperparameters."""

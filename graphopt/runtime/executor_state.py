@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -44,6 +44,12 @@ class ExecutorState(ExecutorOptions):
         self._batches = 0
         self.properties: dict[str, Property] = {}  # set by the user and saved in checkpoints
         self._buffers = self._buffers_of(self._model)
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphoptError(
+            f"{type(self).__name__}: expected a training graph to pickle, found its session, which another process "
+            "cannot use: save a checkpoint with save(PATH), and load it there"
+        )
 
     def _buffers_of(self, model: ir.Model) -> StateBuffers:
         """Return the buffers of the state, whose initial values are removed from the graph."""

@@ -18,13 +18,17 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write
+from graphopt.graph.plain import plain_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.native.cache import cache_folder, read_regular
 from graphopt.native.lowering import Lowered, lower
-from graphopt.native.toolchain import cache_folder
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
+from graphopt.runtime.session import SessionRefused
 from graphopt.runtime.signature import description
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
@@ -33,13 +37,19 @@ ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take long
 class Forms:
     """Hold a training graph lowered to the machine or as it is; the first step shows which form is faster.
 
+    Before a form runs, its numbers in the first step are compared with those of the plain graph; see `Translation`.
+
     Args:
         model: the graph of one step.
+        buffers: the buffers of the state.
         bind: creates the session of a form.
-        arranged: returns the graph to run from that of one step, lowered or not; by default, that graph itself.
+        fixed: values for inputs and outputs of the graph that stay where they are.
+        arranged: returns the graph of several steps to run from that of one step, lowered or not; by default, that
+            graph itself.
         native: the form to take; by default, the device's option decides.
         in_place: let kernels write the new state over the old one; then take them without measuring.
         is_large: whether `auto` compiles kernels; by default, if the graph has enough parameters.
+        verified: whether to compare forms with the plain graph.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
@@ -49,69 +59,150 @@ class Forms:
         self,
         device: Device,
         model: ir.Model,
+        buffers: StateBuffers,
         bind: Callable[..., BoundSession],
         *,
+        fixed: Mapping[str, Any] | None = None,
         arranged: Callable[[ir.Model], ir.Model] | None = None,
         native: bool | None = None,
         in_place: bool = False,
         is_large: bool | None = None,
+        verified: bool = True,
     ) -> None:
-        self._device = device
+        self._device, self._buffers = device, buffers
         self._is_large = is_large_enough([model]) if is_large is None else is_large
         self._model, self._bind, self._arranged, self._in_place = model, bind, arranged, in_place
-        found = None if native is False else self._lowered()
-        measures = (
-            found and native is None and device.native == "auto" and not (device.deterministic or in_place)
+        self._plain = plain_of(model)
+        self._translation = (
+            Translation(device, self._plain or model, buffers, fixed, several=arranged is not None)
+            if verified and device.verify
+            else None
         )
-        self._digest = found.digest if found and measures else None
-        self.native = None if measures else found is not None
-        if not found:
-            self._bound = self._opened(model)
+        self._digest: str | None = None
+        self._is_settled = False
+        self.native: bool | None = None
+        lowered = None if native is False else self._lowered()
+        self._measures = (
+            lowered is not None
+            and native is None
+            and device.native == "auto"
+            and not (device.deterministic or in_place)
+        )
+        if not self._measures:
+            self.native = lowered is not None
+        self._form = lowered or self._as_it_is()
 
     @property
     def latest(self) -> BoundSession:
         """Return the form that runs, or that would run next."""
-        return self._bound
+        return self._form.bound
 
     def chosen(self, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
         """Return the faster form.
 
-        The first call measures both on its step, unless the machine remembers. A step reads one set of state buffers
-        and writes the other, so that it can be repeated.
+        The first call checks the forms and measures them on its step, unless the machine remembers. A step reads one
+        set of state buffers and writes the other, so that it can be repeated.
+
+        Raises:
+            GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
+                not write the new state.
+            Mistranslated: a form of several steps differs from the plain graph.
         """
-        if self._digest is not None:
-            key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
-            fastest = remembered(key)
-            if fastest != 0:
-                plain = self._opened(self._model)
-                calls = [functools.partial(form.call, source, feeds) for form in (self._bound, plain)]
-                fastest = fastest or measured(key, calls)
-                self._bound = plain if fastest else self._bound
-            self._digest, self.native = None, not fastest
-        return self._bound
+        if not self._is_settled:
+            self._settle(source, feeds)
+            self._is_settled, self._translation = True, None
+        return self._form.bound
+
+    def _settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Choose the form to run."""
+        if not self._device.on_cpu:
+            check_delivery(self._device, self._form.bound, self._buffers, source, feeds)
+        if self.native is not False:
+            self._check_lowered(source, feeds)
+        if self._measures:
+            self._measure(source, feeds)
+        if self.native is False and (self._arranged is not None or self._plain is not None):
+            self._check_as_it_is(source, feeds)
+
+    def _check_lowered(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Take the graph as it is if kernels compute other numbers."""
+        if not self._agrees(source, feeds):
+            if self._form.shared:
+                self._buffers.separate()
+            self._form, self._measures, self.native = self._as_it_is(), False, False
+
+    def _check_as_it_is(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Take the graph from before it was rewritten for speed if that computes other numbers."""
+        if not self._agrees(source, feeds):
+            assert self._plain is not None
+            self._form = Form("the plain step", self._opened(self._plain), self._plain)
+
+    def _agrees(self, source: int, feeds: Mapping[str, Tensor]) -> bool:
+        """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
+        try:
+            if self._translation is not None:
+                self._translation.check(self._form, source, feeds)
+        except Mistranslated as error:
+            if self._device.verify is True or (self._arranged is not None and self.native is False):
+                raise
+            warnings.warn(str(error), stacklevel=2)
+            return False
+        return True
+
+    def _measure(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Take the faster form, of kernels or as it is."""
+        key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
+        fastest = remembered(key)
+        if fastest != 0:
+            other = self._as_it_is()
+            calls = [functools.partial(form.bound.call, source, feeds) for form in (self._form, other)]
+            fastest = fastest or measured(key, calls)
+            self._form = other if fastest else self._form
+        self.native = not fastest
+
+    def _as_it_is(self) -> Form:
+        """Return the graph as it is, or as it was before it was rewritten for speed if the runtime refuses it."""
+        name = "several steps per call" if self._arranged else "the fused step"
+        try:
+            return Form(name, self._opened(self._model), self._model)
+        except SessionRefused as error:
+            if self._plain is None or self._device.verify is True:
+                raise
+            form = Form("the plain step", self._opened(self._plain), self._plain)
+            warnings.warn(f"{error}; the step runs as it was before its fusion", stacklevel=2)
+            return form
 
     def _opened(self, model: ir.Model, **options: Any) -> BoundSession:
         return self._bind(model=self._arranged(model) if self._arranged else model, **options)
 
-    def _lowered(self) -> Lowered | None:
+    def _lowered(self) -> Form | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
-        native = self._device.native
-        if not self._device.on_cpu or not native or (native == "auto" and not self._is_large):
+        device, native = self._device, self._device.native
+        if not device.on_cpu or not native or (native == "auto" and not self._is_large):
             return None
         try:
-            device = self._device
             found = lower(self._model, device.native_without, device.threads, in_place=self._in_place)
-            if found:
-                check = found.check if self._arranged is None else None
-                self._bound = self._opened(
-                    found.model, library=found.library, check=check, shared=found.shared
-                )
-        except GraphoptError as error:
-            if native is True:
+            return None if found is None else self._opened_lowered(found)
+        except Exception as error:  # whatever fails here, the graph as it is computes the same
+            if native is True and isinstance(error, GraphoptError):
                 raise
-            warnings.warn(f"{error}; steps run without kernels of their own", stacklevel=2)
+            reason = " ".join(str(error).split())[:200]
+            text = (
+                str(error)
+                if isinstance(error, GraphoptError)
+                else f"native: {type(error).__name__}: {reason}"
+            )
+            if native is True:
+                raise GraphoptError(f"{text}; pass native=False, and please report it") from error
+            warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
             return None
-        return found
+
+    def _opened_lowered(self, found: Lowered) -> Form:
+        self._digest = found.digest
+        check = found.check if self._arranged is None else None
+        options = {"library": found.library, "check": check, "shared": found.shared}
+        bound = self._opened(found.model, **options)
+        return Form("kernels", bound, found.model, found.library, found.shared)
 
 
 def is_large_enough(models: Sequence[ir.Model]) -> bool:
@@ -124,7 +215,7 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
 def remembered(key: Sequence[object]) -> int | None:
     """Return the index of the fastest call that was measured on this machine, or None."""
     try:
-        return int(json.loads(_note(key).read_text())["fastest"])
+        return int(json.loads(read_regular(_note(key)) or b"")["fastest"])
     except (GraphoptError, OSError, ValueError, KeyError, TypeError):
         return None
 

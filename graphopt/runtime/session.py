@@ -26,6 +26,10 @@ UNSAFE = ["DivMulFusion"]
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
+class SessionRefused(GraphoptError):
+    """Report a graph that the runtime does not open."""
+
+
 class Session:
     """Run a graph on a device.
 
@@ -134,11 +138,11 @@ def _serialized(
     return content, values
 
 
-def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError:
+def _refusal(device: Device, model: ir.Model, error: Exception) -> SessionRefused:
     """Return the error for a graph that the runtime rejects."""
     version = device.ort.__version__
     if RUNTIME.read(model) == TRAINING_RUNTIME and not device.trains:
-        return GraphoptError(
+        return SessionRefused(
             f"the graph needs {TRAINING_RUNTIME}, found onnxruntime {version}: pip install "
             f"onnxruntime-training==1.19.2 in an environment of its own, or compile without OrtGradient and "
             f"fused kernels"
@@ -147,7 +151,7 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
     reason = " ".join(str(error).split())
     if "NOT_IMPLEMENTED" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
-    return GraphoptError(f"{by}onnxruntime {version} refuses the graph: {reason}")
+    return SessionRefused(f"{by}onnxruntime {version} refuses the graph: {reason}")
 
 
 def _is_double(model: ir.Model) -> bool:

@@ -35,12 +35,14 @@ class SeveralSteps:
         self._model, self._runner_of, self._stacks = model, runner_of, stacks
         self._fed = {str(x.name) for x in with_role(model, *FED)}
         self._runner: StepRunner | None = None
+        self._agree = True  # with single steps
 
     def take(self, batches: Sequence[Batch]) -> bool:
         """Return whether batches of one shape can be stacked: arrays without hyperparameters."""
         first = batches[0]
         return (
             len(batches) > 1
+            and self._agree
             and self._stacks
             and all(isinstance(x, np.ndarray) for x in first.values())
             and first.keys() <= self._fed
@@ -58,6 +60,11 @@ class SeveralSteps:
         self._runner.check(stacked)
         self._runner.signature.check_labels(stacked)
         return self._runner.step(source, stacked)
+
+    def give_up(self) -> None:
+        """Take no batches any more, because calls of several steps compute other numbers than single steps."""
+        self._agree = False
+        self.close()
 
     def close(self) -> None:
         """Release the session."""

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
+from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
@@ -46,10 +47,25 @@ class InputSpec:
         self.shape = (
             None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
         )
-        self._text = str(value.shape)
+        self._dims, self._text = tuple(value.shape or ()), str(value.shape)
+        self._fixes = role_of(value) is Role.TARGET and any(d is None for d in self.shape or ())
 
     def __str__(self) -> str:
         return f"{self._kind} {self.name!r}"
+
+    def widens(self, tensor: Any) -> bool:
+        """Return whether a tensor is an array of integers that fit into the input's larger ones."""
+        return (
+            isinstance(tensor, np.ndarray)
+            and tensor.dtype.kind in "iu"
+            and self.dtype.kind == "i"
+            and tensor.dtype != self.dtype
+            and np.can_cast(tensor.dtype, self.dtype)
+        )
+
+    def zeros(self, sizes: Mapping[str | None, int]) -> np.ndarray:
+        """Return zeros of the input's type and shape; a dimension that is not in `sizes` is 1."""
+        return np.zeros([d if isinstance(d, int) else sizes.get(d.value, 1) for d in self._dims], self.dtype)
 
     def check(self, array: np.ndarray) -> None:
         """Raise an error unless `array` has the right type and shape."""
@@ -65,7 +81,17 @@ class InputSpec:
             len(self.shape) != len(shape)
             or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True))
         ):
-            raise GraphoptError(f"{self}: expected shape {self._text}, found {list(shape)}")
+            raise GraphoptError(
+                f"{self}: expected shape {self._text}, found {list(shape)}{self._fixed(shape)}"
+            )
+
+    def _fixed(self, shape: Sequence[int]) -> str:
+        """Say that the file itself fixes a size of a target, as exporters do that unroll a loop."""
+        sizes = zip(self.shape or (), shape, strict=False)
+        axis = next((i for i, (want, have) in enumerate(sizes) if want not in (None, have)), None)
+        if not self._fixes or self.shape is None or len(self.shape) != len(shape) or axis is None:
+            return ""
+        return f": the model computes {self.shape[axis]} along axis {axis} for every size of its inputs"
 
 
 class Signature:
@@ -76,11 +102,36 @@ class Signature:
     """
 
     def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
-        self._device = device
+        self._device, self._values = device, values
         self.accepted = {str(x.name): InputSpec(x) for x in values}
+        self._unread = {
+            str(x.name): self.accepted[str(x.name)]
+            for x in values
+            if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
+        }
         self._shared = shared_dimensions(values)
         labels = {str(x.name): labels_of(x) for x in values}
         self._labels = {name: each for name, each in labels.items() if each is not None}
+
+    def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
+        widened = {
+            name: tensor.astype(self.accepted[name].dtype)
+            for name, tensor in tensors.items()
+            if name in self.accepted and self.accepted[name].widens(tensor)
+        }
+        missing = [name for name in self._unread if name not in tensors]
+        if not widened and not missing:
+            return tensors
+        sizes = {
+            dim.value: tensors[str(x.name)].shape[axis]
+            for x in self._values
+            if len(getattr(tensors.get(str(x.name)), "shape", ())) == len(x.shape or ())
+            for axis, dim in enumerate(x.shape or ())
+            if not isinstance(dim, int)
+        }
+        zeros = {name: self._unread[name].zeros(sizes) for name in missing}
+        return {**tensors, **widened, **zeros}
 
     def check(
         self, tensors: Mapping[str, Tensor], needed: Iterable[str] | None = None

@@ -107,6 +107,7 @@ class SplitRunner:
                 in_place=in_place,
                 as_numpy=as_numpy,
                 native=native,
+                verified=False,  # all workers update in the same form
             ),
             in_place,
         )

@@ -46,6 +46,7 @@ class StateBuffers:
         )
         self.sets = (first, first)
         self._totals: list[Total | Both] = [Total(device, first, memory)] * 2
+        self._updated = updated & set(first)
         self._double({name: initial[name] for name in first if name in updated})
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {
@@ -70,6 +71,25 @@ class StateBuffers:
         if names and len(left) < sum(x is not first[name] for name, x in second.items()):
             self._double(left)
             self._totals[1] = Both(*self._totals)
+
+    def separate(self) -> None:
+        """Give all state that steps update two buffers again. Bindings from before are for one buffer."""
+        first = self.sets[0]
+        self._double({name: first[name].numpy() for name in first if name in self._updated})
+
+    def mark(self, which: int) -> dict[str, np.ndarray]:
+        """Fill the state that a step writes to a set with numbers that no step computes, and return them."""
+        marks = {}
+        for name in self._updated:
+            array = np.asarray(self.sets[which][name].numpy())
+            marks[name] = np.frombuffer(b"\xa5" * array.nbytes, array.dtype).reshape(array.shape)
+            self.sets[which][name].update_inplace(np.array(marks[name]))
+        return marks
+
+    def marked(self, which: int, marks: Mapping[str, np.ndarray]) -> list[str]:
+        """Return the names of the state in a set that no step has written since `mark`."""
+        found = {name: np.asarray(self.sets[which][name].numpy()).tobytes() for name in marks}
+        return [name for name, mark in marks.items() if mark.size and found[name] == mark.tobytes()]
 
     def swap(self) -> None:
         """Make the next step read the set that the last one wrote."""

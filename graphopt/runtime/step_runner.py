@@ -31,6 +31,7 @@ class StepRunner:
         in_place: let kernels write the new state over the old one.
         fixed: values for inputs and outputs of the graph that stay where they are.
         native: whether to lower the graph to the machine; by default, a measurement decides.
+        verified: whether to compare forms of the graph with the plain one in the first step.
         is_large: whether the graph is large enough to be lowered; by default, its parameters decide.
         single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
     """
@@ -48,13 +49,17 @@ class StepRunner:
         fixed: Mapping[str, Any] | None = None,
         native: bool | None = None,
         is_large: bool | None = None,
+        verified: bool = True,
         single: StepRunner | None = None,
     ) -> None:
         self._device, self._model, self._single, self._static = device, model, single, static_shapes
         self.signature = Signature(device, with_role(_unrolled(model) if single else model, *FED))
         self._in_place, self._native, self._is_large = in_place, native, is_large
-        self._bind = functools.partial(
+        bind = functools.partial(
             BoundSession, device, buffers=buffers, report=report, as_numpy=as_numpy, fixed=fixed
+        )
+        self._forms_of = functools.partial(
+            Forms, device, buffers=buffers, bind=bind, fixed=fixed, verified=verified
         )
         self._by_shapes: dict[Any, Forms] = {}
         self._forms = None if static_shapes else self._opened()
@@ -99,17 +104,12 @@ class StepRunner:
         single = self._single
         if single is None:
             model = with_shapes(self._model, shapes) if shapes else self._model
-            return Forms(
-                self._device,
-                model,
-                self._bind,
-                native=self._native,
-                in_place=self._in_place,
-                is_large=self._is_large,
+            return self._forms_of(
+                model, native=self._native, in_place=self._in_place, is_large=self._is_large
             )
         # Kernels are those of single steps, so that the results are, too.
         arranged = functools.partial(_unrolled, shapes=shapes)
-        return Forms(self._device, self._model, self._bind, arranged=arranged, native=single.native)
+        return self._forms_of(self._model, arranged=arranged, native=single.native)
 
     @property
     def state_is_finite(self) -> bool:

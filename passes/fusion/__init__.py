@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph import plain
 from graphopt.graph.rewriting import Pass, keep_interface
 from passes.fusion.arithmetic import CombineScalarFactors, SquareAsProduct
 from passes.fusion.column_sums import column_sums_as_product
@@ -77,6 +78,7 @@ class Fuse(Pass):
                 raise GraphoptError(unknown("fusion", name, FUSIONS))
 
     def rewrite(self, model: ir.Model) -> None:
+        unfused = model.clone()
         with keep_interface(model):
             changed = [
                 fusion(model) and _sorted(model)
@@ -85,3 +87,4 @@ class Fuse(Pass):
             ]
         if any(changed):
             Simplify().rewrite(model)
+            plain.remember(model, unfused)

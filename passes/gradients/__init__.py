@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -13,7 +14,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
 from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
@@ -21,14 +22,15 @@ from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
 from graphopt.graph.state import LOSS_SCALE
 from graphopt.intervals import within
 from passes.gradients import rules as rules
-from passes.gradients.walk import backward, lost
+from passes.gradients.walk import backward, dead_ends, lost
 
 
 @dataclass(frozen=True)
 class GradientSource(Pass):
     """Differentiate the loss with respect to every parameter: add an output `NAME.grad` for each.
 
-    This is the base class of `Gradient` and `OrtGradient`.
+    Parameters of outputs on which the loss does not depend are kept as they are, with a warning. This is the base class
+    of `Gradient` and `OrtGradient`.
 
     Args:
         loss_scale: the initial value of a hyperparameter `loss_scale`. The loss is multiplied by it before
@@ -36,7 +38,7 @@ class GradientSource(Pass):
 
     Raises:
         GraphoptError: the model has no loss or no parameter; operators without a gradient block a parameter; or the
-            loss does not depend on a parameter.
+            loss depends on no parameter.
 
     >>> issubclass(passes.Gradient, passes.GradientSource)
     True
@@ -71,9 +73,7 @@ class GradientSource(Pass):
                 scale = state.declare(model, LOSS_SCALE, start, Role.HYPERPARAMETER)
                 seed, inverse = op.Cast(scale, to=loss.dtype), 1 / scale
             gradients = self.backward(op, model, {loss: seed}, parameters)
-            missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
-            if missing:
-                raise GraphoptError(f"the loss does not depend on {', '.join(missing)}: freeze them")
+            parameters = _reached(model, parameters, gradients)
             for parameter in parameters:
                 gradient = gradients[parameter]
                 if inverse is not None:
@@ -84,13 +84,47 @@ class GradientSource(Pass):
         sizes_of_inputs(model)
 
 
+def _reached(
+    model: ir.Model, parameters: Sequence[ir.Value], gradients: Container[ir.Value]
+) -> list[ir.Value]:
+    """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others.
+
+    Raises:
+        GraphoptError: the loss depends on no parameter, or a node stops the gradient of one.
+    """
+    missing = [parameter for parameter in parameters if parameter not in gradients]
+    stopped = [parameter for parameter in missing if dead_ends(parameter)]
+    if stopped or len(missing) == len(parameters):
+        wrong = stopped or missing
+        raise GraphoptError(
+            f"the loss does not depend on {_some(wrong)}: freeze them, or compare another output by a loss"
+        )
+    for parameter in missing:
+        state.demote(model, parameter)
+        UNTRAINED.set(parameter)
+        origin = Origin.read(parameter) or Origin(Kind.PARAMETER, "")
+        replace(origin, why="the loss does not depend on it", certain=True).write(parameter)
+    if missing:
+        warnings.warn(
+            f"the loss does not depend on {len(missing)} of {len(parameters)} parameters, which do not train: "
+            f"{_some(missing)}",
+            stacklevel=2,
+        )
+    return [parameter for parameter in parameters if parameter in gradients]
+
+
+def _some(parameters: Sequence[ir.Value], most: int = 3) -> str:
+    more = f" and {len(parameters) - most} more" if len(parameters) > most else ""
+    return ", ".join(map(lost, parameters[:most])) + more
+
+
 @dataclass(frozen=True)
 class Gradient(GradientSource):
     """Differentiate the loss with respect to every parameter in standard operators: add an output `NAME.grad` for each.
 
     Raises:
         GraphoptError: the model has no loss or no parameter; operators without a rule block a parameter; or the loss
-            does not depend on a parameter.
+            depends on no parameter.
 
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), gradient=passes.Gradient())

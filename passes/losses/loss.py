@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
@@ -113,11 +114,7 @@ class Loss(Pass):
         if self.output is not None:
             outputs = [value for value in outputs if value.name == self.output]
         if len(outputs) != 1:
-            names = [value.name for value in floating]
-            raise GraphoptError(
-                f"{type(self).__name__}: output={self.output!r}: expected the name of one floating-point output, "
-                f"found {names}: use passes.Losses for several outputs, or passes.OwnLoss if the model has a loss"
-            )
+            raise GraphoptError(_choice(type(self).__name__, self.output, floating))
         (prediction,) = outputs
         if prediction.shape is None:
             raise GraphoptError(
@@ -139,6 +136,22 @@ class Loss(Pass):
         TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
         model.graph.inputs.append(set_role(target, Role.TARGET))
         return target
+
+
+def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
+    """Say which outputs a loss can compare, and how to name one."""
+    if not outputs:
+        return f"{loss}: expected a floating-point output, the model has none: declare the prediction as an output"
+    shapes = [
+        f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs
+    ]
+    some = ", ".join(shapes[:6]) + (f" and {len(shapes) - 6} more" if len(shapes) > 6 else "")
+    first = outputs[0].name
+    return (
+        f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some}: write "
+        f"loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several outputs, "
+        f"or passes.OwnLoss if the model has a loss"
+    )
 
 
 def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:

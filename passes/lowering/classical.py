@@ -5,6 +5,7 @@ See https://onnx.ai/onnx/operators/index_ai_onnx_ml.html
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from onnxscript.rewriter.pattern import RewriteRule
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import MATRIX_PRODUCTS
+from graphopt.graph.values import is_floating
 from passes.gradients.registry import no_gradient
 from passes.lowering.contrib import rank
 from passes.lowering.registry import freeze, frozen, lowers, weight
@@ -23,6 +26,12 @@ DOMAIN = "ai.onnx.ml"
 
 SCALING = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Where"}
 TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
+
+# Names of a predictor's weights, and of what transformers and naive Bayes measure, in files of skl2onnx.
+_PREDICTOR = re.compile(r"(^|\.)(coef|coefficients?|intercepts?)\d*$")
+_STATISTICS = re.compile(
+    r"(transform_matrix|mean|explained_variance|quantiles(_neg_rev)?|references(_neg_rev)?|zero_tensor)\d*"
+)
 
 no_gradient(*TREES, domain=DOMAIN)
 
@@ -53,6 +62,39 @@ def freeze_scaling(model: ir.Model) -> None:
             for x in node.inputs:
                 if x is not None and x not in data:
                     freeze(x)
+
+
+def freeze_preprocessing(model: ir.Model) -> None:
+    """Freeze what scikit-learn's transformers learned before the predictor, such as mean and matrix of a PCA.
+
+    The predictor begins at the first initializers with the names that its weights have, or else at the last product.
+    """
+    weights = [x for x in model.graph.initializers.values() if is_floating(x)]
+    predicting = [x for x in weights if _PREDICTOR.search(str(x.name))]
+    if not predicting:
+        products = [node for node in model.graph if node.op_type in MATRIX_PRODUCTS and _is_weighted(node)]
+        last = [node for node in products if not _after(node) & set(products)]
+        predicting = [x for node in last for x in node.inputs if x is not None and x.is_initializer()]
+    ends = {node for x in predicting for node in x.consumers()}
+    for x in weights:
+        before = any(_after(node) & ends for node in x.consumers())
+        if _STATISTICS.fullmatch(str(x.name)) or (before and x not in predicting):
+            freeze(x)
+
+
+def _is_weighted(node: ir.Node) -> bool:
+    return any(x is not None and x.is_initializer() for x in node.inputs)
+
+
+def _after(node: ir.Node) -> set[ir.Node]:
+    """Return the nodes that depend on a node."""
+    found: set[ir.Node] = set()
+    front = [node]
+    while front:
+        users = {user for output in front.pop().outputs for user in output.consumers()} - found
+        found |= users
+        front.extend(users)
+    return found
 
 
 @lowers("SVMClassifier", "SVMRegressor", domain=DOMAIN)

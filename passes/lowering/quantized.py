@@ -12,6 +12,26 @@ from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
 
 
+@lowers("QuantizeLinear", domain=DOMAIN)
+def quantize_linear(
+    op: Emitter, x: Value, scale: Value, zero_point: Value, *, axis: int = 1, block_size: int = 0
+) -> Value:
+    return op.QuantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
+
+
+@lowers("DequantizeLinear", domain=DOMAIN)
+def dequantize_linear(
+    op: Emitter,
+    x: Value,
+    scale: Value,
+    zero_point: Value | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+) -> Value:
+    return op.DequantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
+
+
 @lowers("MatMulNBits", domain=DOMAIN)
 def mat_mul_n_bits(
     op: Emitter,
@@ -38,8 +58,8 @@ def mat_mul_n_bits(
     again.
     """
     off(weight_prepacked=weight_prepacked)
-    if bits not in (4, 8):
-        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 4 or 8")
+    if bits not in (2, 4, 8):
+        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
     if group_index is not None:
         raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered: expected none")
     packed, points = ir.convenience.get_const_tensor(b), None
@@ -79,11 +99,10 @@ def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
 
 def _unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
     """Return the numbers of packed rows, low bits of each byte first."""
-    if bits == 8:
-        return rows
-    return np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)
+    parts = [rows >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(len(rows), -1)
 
 
 def _integers(op: Emitter, node: ir.Node, label: str, numbers: np.ndarray, bits: int) -> Value:
-    dtype = ir.DataType.UINT4 if bits == 4 else ir.DataType.UINT8
-    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.name}.{label}"))
+    dtype = ir.DataType.UINT8 if bits == 8 else ir.DataType.UINT4
+    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.outputs[0].name}.{label}"))

@@ -47,7 +47,7 @@ def off(**attributes: Any) -> None:
 
 def weight(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Value:
     """Return a trainable initializer made from an attribute of a node."""
-    name = f"{node.name}.{label}"
+    name = f"{node.name or node.outputs[0].name}.{label}"
     return op.initializer(ir.tensor(array, name=name))
 
 

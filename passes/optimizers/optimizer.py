@@ -17,7 +17,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import gradient_of, slot_of
-from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.intervals import check_intervals, within
@@ -109,7 +109,7 @@ class Optimizer(Pass):
                 f"SGD without momentum: leave it out"
             )
         parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
-        self._check_groups([str(p.name) for p in parameters.values()])
+        self._check_groups(list(parameters.values()))
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
         types = {wide(p.dtype) for p in parameters.values()}
@@ -121,7 +121,7 @@ class Optimizer(Pass):
         rows: dict[tuple[float, float], list[Row]] = {}
         for gradient in gradients:
             w = parameters[str(gradient.name)]
-            group = next((group for group in self.groups if matches(w.name, group.pattern)), Group(None))
+            group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
             decay = self.weight_decay if group.weight_decay is None else group.weight_decay
             row = Row(w, gradient, self._declare_slots(model, w))
             rows.setdefault((group.learning_rate, decay), []).append(row)
@@ -137,10 +137,14 @@ class Optimizer(Pass):
             emission.kernel(*kernel, rows)
             return
         worthwhile = self.flat and (self.slots() or emission.decay)  # plain w - rate g gains nothing
-        small = [row for row in rows if worthwhile and row.small]
-        if len(small) > 1:
-            emission.flat(self.update, small)
-            rows = [row for row in rows if not row.small]
+        joined: dict[ir.DataType | None, list[Row]] = {}
+        for row in rows:
+            if worthwhile and row.small:
+                joined.setdefault(row.parameter.dtype, []).append(row)
+        for together in joined.values():
+            if len(together) > 1:
+                emission.flat(self.update, together)
+                rows = [row for row in rows if row not in together]
         emission.each(self.update, rows)
 
     def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:
@@ -151,10 +155,10 @@ class Optimizer(Pass):
             for slot, fill in self.slots().items()
         )
 
-    def _check_groups(self, names: list[str]) -> None:
+    def _check_groups(self, parameters: list[ir.Value]) -> None:
         for group in self.groups:
-            if not any(matches(name, group.pattern) for name in names):
+            if not any(selects(group.pattern, parameter) for parameter in parameters):
                 raise GraphoptError(
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
-                    f"{', '.join(names)}"
+                    f"{', '.join(str(parameter.name) for parameter in parameters)}"
                 )

@@ -26,7 +26,7 @@ class OrtGradient(GradientSource):
 
     Raises:
         GraphoptError: onnxruntime-training is not installed; its opset is older than the model's; the model has no
-            loss or no parameter; operators without a gradient block a parameter; or the loss does not depend on it.
+            loss or no parameter; operators without a gradient block a parameter; or the loss depends on none.
 
     >>> graphopt.standard(loss=passes.MeanSquaredError(), gradient=passes.OrtGradient())["gradient"]
     (OrtGradient(loss_scale=None),)

@@ -26,7 +26,7 @@ _LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
 _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
 _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
-_MASKING = -1e4  # a number of at most this size, added to scores, masks them in a softmax
+_MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
 def reached(graph: ir.Graph) -> set[ir.Value]:
@@ -54,6 +54,8 @@ def constant_use(node: ir.Node, index: int) -> str | None:
         return None
     if node.op_type in SCATTERING and index == 0 and fill(x) is not None:
         return "the initial value of a scatter"
+    if node.op_type == "Clip" and index > 0:
+        return "a bound of Clip"
     if index in INITIAL_STATES.get(node.op_type, ()) and fill(x) == 0:
         return "the zero initial state of a recurrence"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
@@ -63,14 +65,30 @@ def constant_use(node: ir.Node, index: int) -> str | None:
     return None
 
 
+def is_scale(node: ir.Node, index: int) -> bool:
+    """Return whether an input of a node is the scale or the zero point of a quantization."""
+    return node.domain == "" and node.op_type in ("DequantizeLinear", "QuantizeLinear") and index > 0
+
+
 def constant_value(x: ir.Value) -> Origin | None:
     """Return the kind of an initializer if its numbers and all its uses show that it is a constant."""
     numbers = _numbers(x)
     if numbers.size == 0 or not np.isfinite(numbers).all():
         return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "empty")
     low = numbers.min()
-    if numbers.ndim > 1 and low <= _MASKING and ((numbers == 0) | (numbers == low)).all():
+    if (
+        numbers.ndim > 1
+        and low <= _MASKING
+        and ((numbers == 0) | (numbers == low)).all()
+        and numbers.max() == 0
+    ):
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
+    if _is_switch(x, numbers):
+        return Origin(Kind.CONSTANT, "a mask: zeros and ones", certain=False)
+    if _is_grid(x, numbers):
+        return Origin(Kind.CONSTANT, "a grid, or whole numbers such as anchors and strides", certain=False)
+    if _is_filter(x, numbers):
+        return Origin(Kind.CONSTANT, "a symmetric filter, the same for all channels", certain=False)
     if _is_triangle(numbers):
         return Origin(Kind.CONSTANT, "a causal mask: a triangle of ones", certain=False)
     if (table := constant_table(x)) is not None:
@@ -152,6 +170,60 @@ def is_short(x: ir.Value) -> bool:
 def is_factor(x: ir.Value) -> bool:
     """Tell whether all uses of an initializer are in matrix products and recurrences."""
     return all(user.op_type in _FACTORS for user in x.consumers())
+
+
+def is_sparse(numbers: np.ndarray) -> bool:
+    """Return whether some numbers are 0 and the others differ, as in a product of a weight and a mask."""
+    others = numbers[numbers != 0]
+    return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2
+
+
+def repeats(numbers: np.ndarray) -> bool:
+    """Return whether a few numbers, but not one alone, make up a table, as sizes of boxes do."""
+    return numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
+
+
+def _is_switch(x: ir.Value, numbers: np.ndarray) -> bool:
+    """Return whether zeros and ones, other than those of an identity, multiply something."""
+    if not (np.isin(numbers, (0, 1)).all() and 0 < numbers.sum() < numbers.size):
+        return False
+    identity = numbers.ndim == 2 and np.array_equal(numbers, np.eye(*numbers.shape))
+    return not identity and all(user.op_type == "Mul" for user in x.consumers())
+
+
+def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
+    """Return whether numbers are those of a grid, which no training yields.
+
+    They are multiples of 1/32 of which one is larger than 1, or an arithmetic progression along one axis, or they
+    repeat the numbers of such a progression.
+    """
+    if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
+        return False
+    distinct = np.unique(np.round(numbers.astype(np.float64), 5))
+    even = len(distinct) > 3 and np.allclose(
+        np.diff(distinct), distinct[1] - distinct[0], rtol=1e-3, atol=1e-6
+    )
+    line = max(numbers.shape) == numbers.size
+    if line and even and bool((np.diff(numbers.ravel()) > 0).all() or (np.diff(numbers.ravel()) < 0).all()):
+        return True
+    if any(user.op_type not in _BROADCASTING | _LAYOUT for user in x.consumers()):
+        return False
+    if np.abs(numbers).max() > 1 and not (32 * numbers % 1).any():
+        return True
+    return even and 2 * len(distinct) <= numbers.size
+
+
+def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:
+    """Return whether filters of a convolution are equal and symmetric, or whole numbers, and not an identity."""
+    uses = list(x.uses())
+    if numbers.ndim < 3 or not all(node.op_type == "Conv" and index == 1 for node, index in uses):
+        return False
+    if np.ptp(numbers) == 0 or np.isin(numbers, (0, 1)).all() or numbers[0, 0].size < 3:
+        return False
+    axes = tuple(range(2, numbers.ndim))
+    symmetric = all(np.allclose(np.abs(numbers), np.abs(np.flip(numbers, axis)), atol=1e-7) for axis in axes)
+    equal = np.allclose(numbers, numbers[:1, :1], atol=1e-7)
+    return (symmetric and equal) or not (numbers % 1).any()
 
 
 def _is_triangle(numbers: np.ndarray) -> bool:

@@ -14,22 +14,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note_of
+from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
-from passes.weights import gathers
+from passes.weights import folds, gathers, ties
+from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
-_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
-_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
 # Calls of ATen that only move numbers.
 _MOVING = {
-    *("alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"),
+    *("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"),
     *(
         "chunk",
         "diagonal",
@@ -46,6 +45,27 @@ _MOVING = {
     *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
     *("flip", "movedim", "permute", "roll", "t", "transpose"),
 }
+# Calls in this list that keep all numbers.
+_LAYOUT = {
+    *(
+        "alias",
+        "clone",
+        "contiguous",
+        "lift_fresh_copy",
+        "flatten",
+        "reshape",
+        "squeeze",
+        "unflatten",
+        "unsqueeze",
+    ),
+    *("view", "_unsafe_view", "movedim", "permute", "t", "transpose", "val"),
+}
+# Calls that make numbers out of none.
+_MAKING = {
+    *("arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "scalar_tensor_default", "val"),
+    *("zeros", "zeros_like"),
+}
+_TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Operators from which the exporter drops a bias of zeros.
@@ -77,7 +97,7 @@ _Use = tuple[ir.Value, ir.Node, int]
 
 def signature(model: ir.Model) -> dict[str, Spec]:
     """Return the parameters and buffers of the exported program by their placeholders."""
-    text = note_of(model.graph, _SIGNATURE) or ""
+    text = note_of(model.graph, SIGNATURE) or ""
     found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
     specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
     targets = {spec.target for spec in specs.values()}
@@ -87,6 +107,41 @@ def signature(model: ir.Model) -> dict[str, Spec]:
             placeholder = note_of(value, _PLACEHOLDER) or str(value.name)
             specs[placeholder] = Spec(_KINDS[kind], str(value.name))
     return specs
+
+
+def is_stripped(model: ir.Model) -> bool:
+    """Return whether this exporter wrote a file from which another tool removed its records."""
+    if model.producer_name != "pytorch" or note_of(model.graph, SIGNATURE) is not None:
+        return False
+    return any(re.fullmatch(r"val_\d+", str(x.name)) for x in model.graph.initializers.values()) or any(
+        re.match(r"node_\w+", node.name or "") for node in model.graph
+    )
+
+
+def restore_records(model: ir.Model, specs: Signature) -> None:
+    """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
+    if any(note_of(value, FOLDED_FROM) for value in floating(model)):
+        return
+    parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
+    targets = {spec.target for spec in specs.values()}
+    folded = [x for x in floating(model) if str(x.name) not in targets and fill(x) is None]
+    sources = {
+        x: {parameters[name] for name in _arguments_of_readers(x) if name in parameters} for x in folded
+    }
+    for x in folded:
+        own = {y.name for user in x.consumers() for y in user.inputs if y is not None}
+        sources[x] -= own if len(sources[x] - own) else set()
+    known = {source for found in sources.values() for source in found}
+    missing = [
+        name for name in parameters.values() if name not in model.graph.initializers and name not in known
+    ]
+    for x in folded:
+        if names := sorted(sources[x]) or (missing if len(x.shape or ()) else []):
+            note(x, FOLDED_FROM, repr(names))
+
+
+def _arguments_of_readers(x: ir.Value) -> list[str]:
+    return [name for user in x.consumers() for name in _arguments(note_of(user, EXPORTED_CALL) or "")]
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
@@ -118,7 +173,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
         if kinds.get(layer) is Kind.PARAMETER:
             why = f"made by the exporter, which folded a BatchNormalization into {layer}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
-        elif not parameters:
+        elif not parameters or _calls_of(value, kinds) & DETACHING:
             why = f"computed from {_some(sources)}" if sources else "a constant of the exported program"
             yield name, Origin(Kind.CONSTANT, why, sources=sources)
         elif _is_moved(value, [placeholders[source] for source in parameters], kinds):
@@ -210,11 +265,63 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for value in floating(model):
         sources = _sources(value)
         paths = [source for source in sources if kinds.get(source) is Kind.PARAMETER]
-        calls = {_call_of(source) for source in sources if source not in kinds} - {"val"}
+        folded = (*sources, str(value.name))
+        calls = {_call_of(name) for name in folded if name not in kinds} - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
             restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
     return restored
+
+
+def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+    """Compute folded values again from their parameters, where numbers prove how, and return kinds of parameters.
+
+    A value that holds the numbers of one parameter in another layout stands for a parameter that is not in the file.
+    A parameter that is only in a joined value becomes an initializer.
+    """
+    kinds = {spec.target: spec.kind for spec in specs.values()}
+    restored: dict[str, Origin] = {}
+    standing = _standing(model, kinds)
+    for value in floating(model):
+        sources = [source for source in _sources(value) if source in kinds]
+        present = {
+            source: x for source in sources if (x := standing.get(source)) is not None and x is not value
+        }
+        parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
+        constants = [x for source, x in present.items() if kinds[source] is not Kind.PARAMETER]
+        missing = [name for name in sources if kinds[name] is Kind.PARAMETER and name not in present]
+        calls = _calls_of(value, kinds) - _MAKING
+        detached = calls & DETACHING
+        if not parameters or value in standing.values():
+            continue
+        if calls <= _MOVING:
+            if len(sources) == 1 and not detached and ties.relation(parameters[0], value, transposed=True):
+                continue  # tying computes it by simpler nodes
+            rest = folds.move(model, value, [*parameters, *constants], missing, bool(detached))
+            if rest is not None and missing:
+                restored[str(rest.name)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
+        elif not missing:
+            functions = sorted(calls - (_MOVING - _TURNING))
+            folds.compute(model, value, parameters, constants, functions, bool(detached))
+    return restored
+
+
+def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]:
+    """Return the initializer for each parameter or buffer: its own, or one with its numbers in another layout."""
+    found: dict[str, ir.Value] = {}
+    for value in floating(model):
+        sources = [source for source in _sources(value) if source in kinds]
+        calls = _calls_of(value, kinds)
+        repeats = calls & _REPEATING and gathers.repeats(array(value))
+        if len(sources) == 1 and calls <= _LAYOUT and not repeats:
+            found.setdefault(sources[0], value)
+    own = {str(x.name): x for x in floating(model) if str(x.name) in kinds}
+    return found | own
+
+
+def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
+    """Return the calls that made a folded value."""
+    return {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs}
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
@@ -300,8 +407,8 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
 def _sources(value: ir.Value) -> tuple[str, ...]:
     """Return the names from which the exporter computed a value."""
     try:
-        names = ast.literal_eval(note_of(value, _FOLDED_FROM) or "[]")
-    except (SyntaxError, ValueError):
+        names = ast.literal_eval(note_of(value, FOLDED_FROM) or "[]")
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         return ()
     return tuple(map(str, names)) if isinstance(names, list) else ()
 

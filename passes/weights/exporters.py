@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from passes.weights import exported_program, torchscript
+from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import floating
 
 
@@ -20,17 +21,29 @@ def read(model: ir.Model) -> dict[str, Origin]:
     """
     signature = exported_program.signature(model)
     if signature:
+        detached.stop(model)
+        exported_program.restore_records(model, signature)
         restored: dict[str, Origin] = {}
         for undo in (
             exported_program.separate_merged,
             exported_program.invert,
             exported_program.restore_rows,
+            exported_program.recompute,
             exported_program.restore_biases,
         ):
             restored |= undo(model, signature)
         return dict(exported_program.read(model, signature)) | restored
+    if exported_program.is_stripped(model):
+        warnings.warn(
+            "another tool removed the records of PyTorch's exporter about weights: rules decide what trains, weights "
+            "that the exporter merged stay one, and gradients pass every detach(): compile the file that "
+            "torch.onnx.export wrote, or check run=report",
+            stacklevel=2,
+        )
+        return dict(torchscript.read_buffers(model))
     if model.producer_name == "pytorch":
-        restored = torchscript.separate_merged(model) | torchscript.restore_rows(model)
+        restored = torchscript.separate_merged(model)
+        restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         return dict(_read_tensorflow(model))

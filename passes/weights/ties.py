@@ -26,7 +26,9 @@ def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
 
 
 def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, list[int]] | None:
-    """Return the operator that makes `copy` from `weight` (Identity, Transpose or Reshape) and its argument, or None.
+    """Return the operator that makes `copy` from `weight` and its argument, or None.
+
+    It is Identity, Transpose or Reshape, or Moved: a Transpose of the axes longer than 1, between two Reshapes.
 
     Args:
         transposed: prefer a Transpose if symmetric numbers allow both.
@@ -42,6 +44,11 @@ def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, l
                 return ("Identity", []) if perm == tuple(range(a.ndim)) else ("Transpose", list(perm))
     if np.array_equal(a.ravel(), b.ravel()):
         return "Reshape", list(b.shape)
+    a, b = a.squeeze(), b.squeeze()
+    if a.ndim == b.ndim and a.ndim <= 5:
+        for perm in sorted(itertools.permutations(range(a.ndim)), reverse=True):
+            if a.transpose(perm).shape == b.shape and np.array_equal(a.transpose(perm), b):
+                return "Moved", list(perm)
     return None
 
 
@@ -54,20 +61,35 @@ def tells(weight: ir.Value) -> bool:
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
     """Compute an initializer from the weight of which it is a copy."""
     op_type, argument = made_by
+    name, shape = str(copy.name), array(copy).shape
     with Emitter(model) as op:
         emit: dict[str, Callable[[], ir.Value]] = {
             "Identity": lambda: weight,
             "Transpose": lambda: op.Transpose(weight, perm=argument),
-            "Reshape": lambda: op.Reshape(weight, argument),
+            "Reshape": lambda: _reshaped(op, weight, argument),
+            "Moved": lambda: _reshaped(op, op.Transpose(_squeezed(op, weight), perm=argument), shape),
         }
         computed = emit[op_type]()
-    name, shape = str(copy.name), array(copy).shape
     ir.convenience.replace_all_uses_with(copy, computed, replace_graph_outputs=True)
     del model.graph.initializers[name]
     if computed is not weight:
         like(computed, copy)
-    how = {"Identity": "equal to", "Transpose": "the transpose of", "Reshape": "a reshaped copy of"}[op_type]
+    how = {
+        "Identity": "equal to",
+        "Transpose": "the transpose of",
+        "Reshape": "a reshaped copy of",
+        "Moved": "a copy with moved axes of",
+    }[op_type]
     return Copy(name, shape, f"{how} {weight.name}")
+
+
+def _squeezed(op: Emitter, x: ir.Value) -> ir.Value:
+    return _reshaped(op, x, array(x).squeeze().shape)
+
+
+def _reshaped(op: Emitter, x: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """Reshape a value, to a scalar, too, whose empty shape an operator's list of numbers cannot express."""
+    return op.Reshape(x, list(shape)) if len(shape) else op.Squeeze(x)
 
 
 def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:

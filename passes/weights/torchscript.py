@@ -7,33 +7,81 @@ equal values, it leaves an Identity with the other name. Literals are Constant n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from graphopt.graph.operators import LITERALS, MATRIX_PRODUCTS, RECURRENT
-from passes.weights import gathers
-from passes.weights.initializers import duplicate, floating, is_weight
+from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
+from passes.weights import evidence, gathers
+from passes.weights.initializers import array, duplicate, floating, is_weight, register
 
-# Names of buffers in PyTorch's modules and in common libraries.
+# Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
-    *("anchors", "attention_mask", "attn_mask", "causal_mask", "mask"),
-    *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq", "original_inv_freq"),
+    *(
+        "alibi",
+        "anchor",
+        "anchors",
+        "default_boxes",
+        "dboxes",
+        "grid",
+        "grids",
+        "prior_boxes",
+        "priors",
+        "slopes",
+    ),
+    *("stride", "strides", "attention_mask", "attn_mask", "causal_mask", "mask", "masks", "tril", "triu"),
+    *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq"),
     *("pe", "position_ids", "position_table", "relative_coords_table", "relative_position_index"),
-    *("running_mean", "running_var", "num_batches_tracked", "embed_scale", "final_logits_bias"),
+    *(
+        "running_mean",
+        "running_var",
+        "running_std",
+        "num_batches_tracked",
+        "embed_scale",
+        "final_logits_bias",
+    ),
+    *(
+        "mean",
+        "std",
+        "ema",
+        "embed_avg",
+        "cluster_size",
+        "alphas_cumprod",
+        "betas",
+        "filt",
+        "mel_basis",
+        "window",
+    ),
 }
+_PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_", "gaussian_", "posterior_", "sqrt_")
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
-_READERS = MATRIX_PRODUCTS | RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "Mul", "Sub"}
+_READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
+_BESIDE_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
+_WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 
 
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
     for value in floating(model):
-        yield str(value.name), _origin(str(value.name), value.consumers())
+        name = str(value.name)
+        if _is_power_vector(value, model):
+            why = "a singular vector, which spectral normalization estimates"
+            yield name, Origin(Kind.BUFFER, why, certain=False, named=True)
+        else:
+            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
     for node in model.graph.all_nodes():
         if node.op_type in LITERALS and node.domain == "":
             yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
+
+
+def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
+    """Yield name and kind of each initializer whose name is one that buffers have."""
+    for value in floating(model):
+        name = str(value.name)
+        if _is_buffer(name):
+            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -53,7 +101,8 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
         copy = x
         if not (_is_folded(name) and _modules(own, modules) & _modules(readers, modules)):
             copy = duplicate(model, x, name)
-            parted[str(copy.name)] = _origin(name, readers, named=True)
+            origin = _origin(copy, name, readers, model.graph.initializers)
+            parted[str(copy.name)] = replace(origin, named=True)
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
     return parted
@@ -65,35 +114,97 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     for value in floating(model):
         name, readers = str(value.name), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
-        if added and _is_folded(name) and len(value.shape or ()) > 2:
+        if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
             table = gathers.undo(model, value, f"{name}.table")
             if table is not None:
-                of = f" of {module}" if (module := _module(readers[0])) else ""
-                why = f"rows of a parameter{of}, which {name} gathers"
+                why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
                 restored[str(table.name)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     return restored
 
 
-def _origin(name: str, readers: Iterable[ir.Node], named: bool = False) -> Origin:
-    """Return the kind of an initializer from its name and the nodes that read it."""
+def restore_masks(model: ir.Model) -> dict[str, Origin]:
+    """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
+    restored: dict[str, Origin] = {}
+    for value in floating(model):
+        name, uses = str(value.name), list(value.uses())
+        folded = _is_folded(name) and bool(uses)
+        if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
+            numbers = array(value)
+            if not evidence.is_sparse(numbers):
+                continue
+            zeros = int((numbers == 0).sum())
+            mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
+            masked = ir.node("Mul", [value, mask], name=f"{name}/masked")
+            output = masked.outputs[0]
+            output.name, output.type, output.shape = masked.name, value.type, value.shape
+            for node, index in uses:
+                node.replace_input_with(index, output)
+            model.graph.insert_before(model.graph[0], [masked])
+            why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
+            restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
+            restored[str(mask.name)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+    return restored
+
+
+def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Collection[str]) -> Origin:
+    """Return the kind of an initializer from its name, its size and the nodes that read it."""
     if name.rpartition("/")[2].startswith("Constant_"):  # in a file that a runtime has rewritten
         return Origin(Kind.CONSTANT, "a literal of the exported program")
     if _is_folded(name):
-        readers = list(readers)
-        of = f" of {module}" if (module := next(map(_module, readers), "")) else ""
-        if all(reader.op_type in _READERS for reader in readers):
-            why = f"folded by the exporter from a parameter{of}"
-            return Origin(Kind.PARAMETER, why, certain=False, named=named, by_exporter=True)
-        why = f"computed by the exporter from parameters{of}, as of a weight norm or BatchNormalization, in whose place"
-        return Origin(Kind.COMPUTED, f"{why} it trains", certain=False, named=named, by_exporter=True)
-    if name.rpartition(".")[2] in _BUFFERS:
+        return _folded(value, list(readers), known)
+    if _is_buffer(name):
         return Origin(Kind.BUFFER, "its name is one that buffers have", certain=False, named=True)
     why = "an attribute of the exported module"
     return Origin(Kind.PARAMETER, why, certain=False, named=True, by_exporter=True)
 
 
+def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str]) -> Origin:
+    """Return the kind of a value that the exporter computed."""
+    of = next(map(_of, readers), "")
+    if array(value).size == 1 and all(reader.op_type in _BESIDE_LITERALS for reader in readers):
+        return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
+    if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.repeats(array(value)):
+        return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
+    products = [reader for reader in readers if reader.op_type == "MatMul"]
+    if all(reader.op_type in _READERS for reader in readers) and all(_is_linear(x, known) for x in products):
+        why = f"folded by the exporter from a parameter{of}"
+        return Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
+    why = f"computed by the exporter from parameters{of}, as of a weight norm or BatchNormalization, in whose place"
+    return Origin(Kind.COMPUTED, f"{why} it trains", certain=False, by_exporter=True)
+
+
+def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
+    """Return whether a product is that of a Linear layer, whose weight is missing because it was transposed."""
+    module = _module(product)
+    layers = [module] if module else []
+    for reader in product.outputs[0].consumers():
+        layers += [
+            str(x.name).removesuffix(".bias") for x in reader.inputs if x and str(x.name).endswith(".bias")
+        ]
+    return any(f"{layer}.weight" not in known for layer in layers)
+
+
+def _is_buffer(name: str) -> bool:
+    """Return whether the last part of a name is that of a buffer, with or without a word before it."""
+    leaf = name.rpartition(".")[2]
+    words = leaf.split("_")
+    return any("_".join(words[i:]) in _BUFFERS for i in range(len(words))) or leaf.startswith(_PREFIXES)
+
+
+def _is_power_vector(value: ir.Value, model: ir.Model) -> bool:
+    """Return whether a value is one of the vectors `weight_u` and `weight_v` of spectral normalization."""
+    stem, end = str(value.name)[:-1], str(value.name)[-1:]
+    pair = [model.graph.initializers.get(stem + letter) for letter in "uv"]
+    return end in ("u", "v") and stem[-1:] == "_" and all(x is not None and array(x).ndim == 1 for x in pair)
+
+
 def _is_folded(name: str) -> bool:
     return name.startswith(("onnx::", "/")) or name.isdigit()
+
+
+def _of(node: ir.Node) -> str:
+    module = _module(node)
+    return f" of {module}" if module else ""
 
 
 def _module(node: ir.Node) -> str:

@@ -83,9 +83,9 @@ class Tracker(Log):
     init: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.module, str) and self.module not in TRACKERS:
+        if not hasattr(self.module, "init") and self.module not in TRACKERS:
             raise GraphoptError(
-                f"Tracker: {unknown('module', self.module, TRACKERS)}; pass another as a module"
+                f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module"
             )
         self._module = _package(self.module, self) if isinstance(self.module, str) else self.module
         self._run: Any = None

@@ -59,7 +59,7 @@ def _compiled(structure: Structure) -> ir.Model:
     return compile(
         onnx.load_model_from_string(structure.model),
         parameters=structure.parameters or DEFAULT,
-        training=structure.training,
+        training=structure.training or DEFAULT,
         loss=structure.loss,
         regularizer=objective.WeightPenalty(structure.alpha) if structure.alpha else None,
         optimizer=structure.optimizer,

@@ -30,13 +30,18 @@ def quantize_linear(
     axis: int,
     block_size: int,
 ) -> list[Value]:
-    """Pass the gradient of numbers that round into the range of integers."""
+    """Pass the gradient of numbers that round into the range of integers; halves round to even."""
     assert y.dtype is not None
     steps = x / stretched(op, scale, x, axis, block_size)
+    low, high = float(y.dtype.min), float(y.dtype.max)
+    if y.dtype.is_floating_point():
+        return [op.Clip(steps, low, high)]
+    rounded = op.Round(steps)
     if zero_point is not None:
         zero = op.Cast(zero_point, to=scale.dtype)
-        steps = steps + stretched(op, zero, x, axis, block_size)
-    return [op.Clip(steps, float(y.dtype.min) - 0.5, float(y.dtype.max) + 0.5)]
+        rounded = rounded + stretched(op, zero, x, axis, block_size)
+    inside = op.And(op.GreaterOrEqual(rounded, low), op.LessOrEqual(rounded, high))
+    return [op.Where(inside, steps, 0.0)]
 
 
 @expansion("DynamicQuantizeLinear")

@@ -133,7 +133,7 @@ def expanded(
         ways, weights, states, functions, known, strict=True
     ):
         gates, cell = prepared(op, node.op_type, x, wi, ri, bi, pi, chosen, **attributes)
-        start = [state if state is not None else no_state(op, x, ri) for state in initial]
+        start = [no_state(op, x, ri) if state is None else of_size(state, x, ri) for state in initial]
         results.append(run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
@@ -297,9 +297,18 @@ def no_state(op: Emitter, x: Value, r: Value) -> Value:
     return zeros
 
 
+def of_size(state: Value, x: Value, r: Value) -> Value:
+    """Declare the shape of an initial state, which a computation may hide."""
+    state.shape = ir.Shape([dims_of(x)[1], width(r)])
+    return state
+
+
 def width(x: Value) -> int:
     """Return the hidden size: the last dimension of states and recurrent weights."""
     size = dims_of(x)[-1]
     if not isinstance(size, int):
-        raise GraphoptError(f"{x.name!r}: expected a known hidden size, found {x.shape}: declare its shape")
+        raise GraphoptError(
+            f"expected a known hidden size, the last dimension of its recurrent weight, found shape {x.shape}: declare "
+            f"the weight's shape"
+        )
     return size

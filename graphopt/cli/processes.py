@@ -1,0 +1,71 @@
+"""Keep modules of the working directory from hiding installed ones, here and in the processes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import all_suffixes
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from graphopt.errors import GraphoptError
+
+HOME = Path(__file__).parents[2]  # what `graphopt` itself is imported from
+SAFE = "PYTHONSAFEPATH"  # read by Python 3.11 and later: `python -m` does not search the working directory
+IN_THIS_PROCESS = "BasicLauncher"  # of Hydra
+SEARCHES_HERE = "hydra_plugins.hydra_ray_launcher"  # Ray has its workers search the working directory first
+
+
+@contextlib.contextmanager
+def installed_first() -> Iterator[None]:
+    """Search the working directory for modules after all other places, in a `with` block.
+
+    `python -m graphopt` searches it first. Processes that start in the block do not search it, or search it last.
+    """
+    path, environment = list(sys.path), dict(os.environ)
+    sys.path[:] = sorted(path, key=_is_here)
+    os.environ.setdefault(SAFE, "1")
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if SAFE not in environment:
+            del os.environ[SAFE]
+
+
+def check_processes(hydra: DictConfig) -> None:
+    """Raise an error if processes of a sweep would search a working directory that has Python modules.
+
+    Args:
+        hydra: the node `hydra` of a composed config.
+    """
+    launcher = str(OmegaConf.select(hydra, "launcher._target_"))
+    if launcher.endswith(IN_THIS_PROCESS) or (
+        sys.version_info >= (3, 11) and not launcher.startswith(SEARCHES_HERE)
+    ):
+        return
+    module = next(_modules(Path.cwd()), None)
+    if module is not None:
+        raise GraphoptError(
+            f"hydra/launcher={hydra.runtime.choices['hydra/launcher']}: expected a working directory without Python "
+            f"modules, which its processes would search first, found {module}: start it in another folder, or use "
+            "sweep=parallel with Python 3.11 or later"
+        )
+
+
+def _is_here(place: str) -> bool:
+    here = os.path.realpath(place) == os.path.realpath(os.getcwd())
+    return here and not HOME.samefile(os.getcwd())
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Yield the modules and packages in a folder."""
+    endings = tuple(all_suffixes())
+    for entry in sorted(folder.iterdir()):
+        if entry.name.endswith(endings):
+            yield entry.name
+        elif entry.is_dir() and any(one.name.endswith(endings) for one in entry.iterdir()):
+            yield f"{entry.name}/"

@@ -1,0 +1,247 @@
+"""Replace the shapes that a file declares by inferred ones: exporters and builders declare wrong ones.
+
+A declared shape stays only where inference finds none, as for outputs of custom operators. An inferred dimension
+without a name gets the name of an input's dimension, or a number, if inference finds this size for several sizes of the
+inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.graph import shapes
+from graphopt.graph.metadata import Misdeclared
+from graphopt.graph.traversal import subgraphs
+
+Dim = int | ir.SymbolicDim
+Declared = dict[ir.Value, ir.Shape]
+Pairs = Iterator[tuple[ir.Value, ir.Value]]
+
+ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
+# The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
+TRIED = (61, 7, 94)
+
+
+def forget(model: ir.Model) -> None:
+    """Infer the shape of every value from the inputs and weights, whatever the model declares.
+
+    The model gets a note of the values whose declared shapes are wrong.
+
+    Raises:
+        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
+    """
+    shapes.name_dimensions(model.graph.inputs, (f"unknown_{i}" for i in itertools.count()))
+    declared = _clear(model.graph)
+    propagate = shapes.check_expanded(model)
+    _infer(model, propagate)
+    while (ifs := shapes.ifs(model)) and shapes.fold_integers(model) < ifs:
+        _infer(model, propagate)
+    kept = _keep_undetermined(model, declared, propagate)
+    _name_sizes(model, declared, kept, propagate)
+    _note_wrong(model, declared)
+
+
+def _clear(graph: ir.Graph) -> Declared:
+    """Remove and return the declared shapes of values that ONNX may infer, also in bodies."""
+    found: Declared = {}
+    for value in _inferable(graph):
+        if value.shape is not None:
+            found[value] = value.shape
+            value.shape = None
+    return found
+
+
+def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
+    for node in graph:
+        if onnx.defs.has(node.op_type, node.domain):
+            yield from (y for y in node.outputs if y.name)
+        for body in subgraphs(node):
+            if node.op_type in ("Loop", "Scan"):
+                yield from body.inputs[2 if node.op_type == "Loop" else 0 :]
+            yield from _inferable(body)
+
+
+def _infer(model: ir.Model, propagate: bool) -> None:
+    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
+    _take(model.graph, _typed(shapes.without_weights(model), propagate))
+    while shapes.shape_states(model.graph):
+        _take(model.graph, _typed(shapes.without_weights(model), propagate))
+
+
+def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
+    try:
+        return ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=propagate)).graph
+    except shapes.REFUSED:
+        return ir.from_proto(proto).graph
+
+
+def _take(graph: ir.Graph, typed: ir.Graph) -> None:
+    for value, found in _pairs(graph, typed):
+        if value.type is None:
+            value.type = found.type
+        if found.shape is not None:
+            value.shape = found.shape
+
+
+def _pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
+    """Yield each inferable value with that of the same name in a typed copy."""
+    named = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
+    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        if value.name in named:
+            yield value, named[value.name]
+    for node, twin in zip(graph, typed, strict=True):
+        for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
+            yield from _pairs(body, typed_body)
+
+
+def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> set[ir.Value]:
+    """Give the values of unknown rank their declared shapes: first those whose inputs have shapes.
+
+    Returns: The values that keep their declared shapes.
+    """
+    kept: set[ir.Value] = set()
+    for i in range(ROUNDS):
+        missing = [x for x in declared if x.shape is None]
+        first = [x for x in missing if _inputs_have_shapes(x)] if i < ROUNDS - 1 else missing
+        for value in first or missing:
+            value.shape = declared[value]
+            kept.add(value)
+        if missing:
+            _infer(model, propagate)
+    return kept
+
+
+def _inputs_have_shapes(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is None or all(x is None or x.shape is not None for x in node.inputs)
+
+
+def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propagate: bool) -> None:
+    """Replace names that inference made up by sizes of the inputs and by numbers, if these are equal to them."""
+    given = _symbols(model.graph.inputs)
+    values = [*_inferable(model.graph)]
+    made_up = _symbols(values) - given
+    if not made_up:
+        return
+    found = _resolved(model, [x for x in values if x not in kept], sorted(given), propagate)
+    found = {name: size for name, size in found.items() if name in made_up}
+    if not given:  # nothing is dynamic but what depends on data
+        found |= _numbers_declared(declared, made_up - found.keys())
+    found |= _names_of_outputs(model, declared, made_up - found.keys(), _symbols(declared.values()) | given)
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([found.get(_name(dim), dim) for dim in value.shape])
+
+
+def _symbols(values: object) -> set[str]:
+    several = (x.shape if isinstance(x, ir.Value) else x for x in cast(Sequence[ir.Value | ir.Shape], values))
+    return {name for shape in several for dim in shape or () if (name := _name(dim))}
+
+
+def _name(dim: Dim) -> str:
+    return "" if isinstance(dim, int) or dim.value is None else dim.value
+
+
+def _resolved(
+    model: ir.Model, values: Sequence[ir.Value], given: Sequence[str], propagate: bool
+) -> dict[str, int | str]:
+    """Return the sizes of inputs, or the numbers, that names stand for at all sizes that are tried."""
+    shapes_now = {x: x.shape for x in values}
+    with _without(values):
+        proto = shapes.without_weights(model)
+    seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
+    for start in TRIED if given else ():
+        sizes = {name: start + 6 * i + i * i for i, name in enumerate(given)}
+        once: dict[str, int] = {}
+        for value, sized in _pairs(model.graph, _typed(_with_sizes(proto, sizes), propagate)):
+            for dim, size in zip(shapes_now.get(value) or (), sized.shape or (), strict=False):
+                if isinstance(size, int) and _name(dim):
+                    once.setdefault(_name(dim), size)
+        for name, size in once.items():
+            seen.setdefault(name, []).append((size, sizes))
+    found: dict[str, int | str] = {}
+    for name, tries in seen.items():
+        if len(tries) > 1 and (meaning := _meaning(tries)) is not None:
+            found[name] = meaning
+    return found
+
+
+def _meaning(tries: Sequence[tuple[int, Mapping[str, int]]]) -> int | str | None:
+    if len({size for size, _ in tries}) == 1:
+        return tries[0][0]
+    names = (name for name in tries[0][1] if all(sizes[name] == size for size, sizes in tries))
+    return next(names, None)
+
+
+@contextlib.contextmanager
+def _without(values: Sequence[ir.Value]) -> Iterator[None]:
+    """Remove the shapes of values while the block runs."""
+    shapes_now = [x.shape for x in values]
+    for value in values:
+        value.shape = None
+    try:
+        yield
+    finally:
+        for value, shape in zip(values, shapes_now, strict=True):
+            value.shape = shape
+
+
+def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    sized = onnx.ModelProto()
+    sized.CopyFrom(proto)
+    for value in [*sized.graph.input, *sized.graph.value_info, *sized.graph.output]:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    return sized
+
+
+def _numbers_declared(declared: Declared, names: set[str]) -> dict[str, int]:
+    dims = (
+        (_name(d), e) for x, shape in declared.items() for d, e in zip(x.shape or (), shape, strict=False)
+    )
+    return {name: size for name, size in dims if name in names and isinstance(size, int) and size > 0}
+
+
+def _names_of_outputs(
+    model: ir.Model, declared: Declared, names: set[str], taken: set[str]
+) -> dict[str, str]:
+    """Return the declared names of sizes of outputs for names made up, if nothing else has these names."""
+    found: dict[str, str] = {}
+    given = _symbols(model.graph.inputs)
+    for y in model.graph.outputs:
+        for dim, own in zip(y.shape or (), declared.get(y, ()), strict=False):
+            made, name = _name(dim), _name(own)
+            if made in names and name and name not in given and name not in found.values():
+                found.setdefault(made, name)
+    return found
+
+
+def _note_wrong(model: ir.Model, declared: Declared) -> None:
+    given = _symbols(model.graph.inputs)
+    wrong = {
+        x: shape for x, shape in declared.items() if x.shape is not None and _differs(shape, x.shape, given)
+    }
+    if wrong:
+        before = Misdeclared.read(model) or Misdeclared(0, "")
+        first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
+        example = f"{first.name!r} as {wrong[first]} for {first.shape}"
+        Misdeclared(before.count + len(wrong), before.example or example).write(model)
+
+
+def _differs(declared: ir.Shape, found: ir.Shape, given: set[str]) -> bool:
+    """Return whether a declared shape is wrong: not only less exact."""
+    if len(declared) != len(found):
+        return True
+    for own, dim in zip(declared, found, strict=True):
+        sure = isinstance(dim, int) or _name(dim) in given
+        firm = isinstance(own, int) or _name(own) in given
+        if sure and firm and own != dim:
+            return True
+    return False

@@ -1,0 +1,95 @@
+"""Keep what a file says about its graph and values: passes drop most of it, and the trained model has it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.graph.metadata import PREFIX, Notes
+
+Denoted = tuple[str, list[str]]  # a denotation of a type, and one of each dimension
+
+
+def remember(model: ir.Model) -> None:
+    """Note the documentation and metadata of a model's graph and values in the model, unless it has such a note."""
+    if Notes.is_on(model):
+        return
+    graph = model.graph
+    found = {
+        "graph": _own(graph.metadata_props),
+        "weights": list(graph.initializers),
+        "docs": {str(x.name): doc for x in graph.initializers.values() if (doc := _doc(x))},
+        "denotations": {
+            str(x.name): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
+        },
+        "nodes": {
+            node.outputs[0].name: said for node in graph if node.outputs and any((said := _said(node))[1:])
+        },
+    }
+    if any(found.values()):
+        Notes.pack(found).write(model)
+
+
+def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
+    """Write to a trained model what `remember` noted in its training graph."""
+    notes = Notes.read(model)
+    if notes is None:
+        return
+    found = notes.unpacked()
+    graph = proto.graph
+    _write(graph.metadata_props, _texts(found.get("graph")))
+    order = {name: i for i, name in enumerate(found.get("weights", ()))}
+    weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
+    del graph.initializer[:]
+    graph.initializer.extend(weights)
+    docs = _texts(found.get("docs"))
+    for weight in graph.initializer:
+        weight.doc_string = docs.get(weight.name, weight.doc_string)
+    denotations = found.get("denotations", {})
+    for value in [*graph.input, *graph.output]:
+        _denote(value, *denotations.get(value.name, ("", ())))
+    nodes = found.get("nodes", {})
+    for node in graph.node:
+        op_type, doc, props = nodes.get(node.output[0] if node.output else "", ("", "", {}))
+        if op_type == node.op_type:
+            node.doc_string = str(doc)
+            _write(node.metadata_props, _texts(props))
+
+
+def _said(node: ir.Node) -> tuple[str, str, dict[str, str]]:
+    return node.op_type, node.doc_string or "", _own(node.metadata_props)
+
+
+def _doc(x: ir.Value) -> str:
+    return x.doc_string or getattr(x.const_value, "doc_string", None) or ""
+
+
+def _denoted(x: ir.Value) -> Denoted | tuple[()]:
+    kind = getattr(x.type, "denotation", None) or ""
+    dims = [x.shape.get_denotation(i) or "" for i in range(len(x.shape))] if x.shape is not None else []
+    return (kind, dims) if kind or any(dims) else ()
+
+
+def _denote(value: onnx.ValueInfoProto, kind: str, dims: Iterable[str]) -> None:
+    if kind:
+        value.type.denotation = str(kind)
+    for dim, denotation in zip(value.type.tensor_type.shape.dim, dims, strict=False):
+        if denotation:
+            dim.denotation = str(denotation)
+
+
+def _own(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in texts.items() if not key.startswith(PREFIX)}
+
+
+def _texts(found: Any) -> dict[str, str]:
+    return {str(key): str(text) for key, text in (found or {}).items()}
+
+
+def _write(entries: Any, texts: Mapping[str, str]) -> None:
+    del entries[:]
+    for key, text in texts.items():
+        entries.add(key=key, value=text)

@@ -1,0 +1,83 @@
+"""Keep files in the user's cache folder, each with its size and a hash: a damaged file counts as missing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+from graphopt.errors import GraphoptError
+from graphopt.files import replacing
+
+SUM = ".sum"  # the suffix of the file with the size and the hash of another
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def cache_folder(name: str = "native") -> Path:
+    """Return a folder of the cache, by default that of compiled libraries; it belongs to the user alone.
+
+    Raises:
+        GraphoptError: the folder cannot be made, or others may write to it.
+    """
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "graphopt" / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise GraphoptError(f"native: expected a cache folder, found none: {error}") from error
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise GraphoptError(f"{folder}: expected a folder that only you can write to: chmod 700 {folder}")
+    return folder
+
+
+def read_regular(path: Path, most: int = 2**31) -> bytes | None:
+    """Return the content of a regular file of at most so many bytes; None for a link, a pipe, a folder or no file."""
+    try:
+        handle = os.open(path, os.O_RDONLY | NO_LINKS)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            return None
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
+
+
+def kept(name: str) -> bytes | None:
+    """Return the content of a file of the cache; None if it is missing or is not what was written."""
+    path = cache_folder() / name
+    content, noted = read_regular(path), read_regular(path.with_name(name + SUM), most=1000)
+    return content if content is not None and noted == _sum(content) else None
+
+
+def keep(name: str, content: bytes) -> Path:
+    """Write a file to the cache, and return its path once it is on the disk.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path = cache_folder() / name
+    for target, data in ((path, content), (path.with_name(name + SUM), _sum(content))):
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        with replacing(target) as temporary, Path(temporary).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    return path
+
+
+def _sum(content: bytes) -> bytes:
+    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n".encode()

@@ -1,0 +1,289 @@
+"""Stop gradients where PyTorch's exporter (`dynamo=True`) recorded a `detach`.
+
+A call of the exported program names the values that it reads. The exporter may drop the Identity of a `detach`;
+a reader then names a `detach` that no node computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
+from graphopt.graph.traversal import ancestors
+from passes.weights.initializers import is_weight
+
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"
+_DETACH = re.compile(r"detach_?(_\d+)?")
+_MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
+_INNER = re.compile(r"val_\d+")  # a value inside of a call
+_APART = 'File "<eval_with_key>'  # the first line of the trace of code that the exporter traced apart
+
+DETACHING = {"detach", "detach_"}
+
+Edge = tuple[ir.Node, int, ir.Value]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describe a call of the exported program: its name, its target and the names of what it reads."""
+
+    name: str
+    target: str
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def of(node: ir.Node | None) -> Call | None:
+        """Return the call from which a node comes, or None."""
+        return _parsed("" if node is None else note_of(node, EXPORTED_CALL) or "")
+
+    @property
+    def detaches(self) -> bool:
+        """Return whether the call returns its argument without a gradient."""
+        return self.target.startswith(("torch.ops.aten.detach.", "torch.ops.aten.detach_."))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Call | None:
+    found = re.match(r"%(\w+) .*?\[target=([^\]]*)\](.*)", text, re.DOTALL)
+    return found and Call(found[1], found[2], tuple(re.findall(r"%(\w+)", found[3])))
+
+
+def stop(model: ir.Model) -> list[str]:
+    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there.
+
+    Raises:
+        GraphoptError: the exporter merged values that differ in what is detached.
+    """
+    names = _Names(model)
+    stopped: list[ir.Value] = []
+    for node in model.graph.all_nodes():
+        call = Call.of(node)
+        if node.op_type == "Identity" and call is not None and call.detaches and node.inputs[0] is not None:
+            STOP_GRADIENT.set(node)
+            stopped.append(node.outputs[0])
+    merged: dict[str, ir.Value] = {}
+    stops: dict[ir.Value, ir.Value] = {}
+    for call, edges in names.calls():
+        for node, index, x in names.detached(call, edges, merged):
+            if x not in stops:
+                stops[x] = _stopped(x)
+            node.replace_input_with(index, stops[x])
+    for index, output in enumerate(list(model.graph.outputs)):
+        if names.is_detached_output(index, output):
+            name, output.name = str(output.name), f"{output.name}/attached"
+            stops[output] = _stopped(output)
+            stops[output].name = name
+            model.graph.outputs[index] = stops[output]
+    stopped += stops.values()
+    _check_lost(names, merged, stopped)
+    return [str(x.name) for x in stopped]
+
+
+def _stopped(x: ir.Value) -> ir.Value:
+    """Return a value without a gradient."""
+    node = ir.node("Identity", [x], name=f"{x.name}/detach")
+    output = node.outputs[0]
+    output.name, output.type, output.shape = f"{x.name}/detached", x.type, x.shape
+    STOP_GRADIENT.set(node)
+    producer = x.producer()
+    home = x.graph if producer is None else producer.graph
+    assert home is not None
+    if producer is not None:
+        home.insert_after(producer, [node])
+    elif len(home):
+        home.insert_before(home[0], [node])
+    else:
+        home.append(node)
+    return output
+
+
+class _Names:
+    """Map values of a file to their names in the exported program."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        text = note_of(model.graph, SIGNATURE) or ""
+        inputs, _, outputs = text.partition("# outputs")
+        self.placeholders = {
+            target: name for name, target in re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
+        }
+        self.parameters = set(re.findall(r"^\w+: PARAMETER target='([^']*)'", inputs, re.MULTILINE))
+        users = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
+        self.inputs = dict(zip((str(x.name) for x in model.graph.inputs), users, strict=False))
+        self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
+        self.present = {*self.placeholders.values(), *users}
+        for node in model.graph.all_nodes():
+            for y in node.outputs:
+                self.present.add(self.of(y))
+
+    def of(self, x: ir.Value) -> str:
+        """Return the name of a value in the exported program, or its own."""
+        name, node = str(x.name), x.producer()
+        if node is None:
+            return self.inputs.get(name) or self.placeholders.get(name, name)
+        call = Call.of(node)
+        return call.name if call is not None and x.is_graph_output() and len(node.outputs) == 1 else name
+
+    def texts(self) -> Iterator[str]:
+        """Yield the records that name what the program computed."""
+        for node in self.model.graph.all_nodes():
+            yield note_of(node, EXPORTED_CALL) or ""
+        for graph in self.model.graphs():
+            for x in graph.initializers.values():
+                yield note_of(x, FOLDED_FROM) or ""
+
+    def lost_lines(self, stopped: Sequence[ir.Value]) -> list[str]:
+        """Return the lines of the program that detach a value and from which no gradient is stopped."""
+        found = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
+        found += [producer for node in found for x in node.inputs if x and (producer := x.producer())]
+        covered = {line for node in found for line in _lines(node)}
+        lines = (line for node in self.model.graph.all_nodes() for line in _lines(node))
+        return [line for line in dict.fromkeys(lines) if line not in covered]
+
+    def traced_apart(self) -> list[str]:
+        """Return the values that code in `torch.no_grad()` or `torch.autocast` may have computed from weights."""
+        traces = {node: note_of(node, _STACK_TRACE) or "" for node in self.model.graph}
+        inside = {node for node, trace in traces.items() if trace.startswith(_APART)}
+        if not any(trace and node not in inside for node, trace in traces.items()):
+            return []
+        ends = [y for node in traces if node in inside for y in node.outputs if self._leaves(y, inside)]
+        return [str(y.name) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
+
+    def _leaves(self, y: ir.Value, nodes: Collection[ir.Node]) -> bool:
+        """Return whether nodes outside of a set read a value."""
+        return y.is_graph_output() or any(user not in nodes and Call.of(user) for user in y.consumers())
+
+    def depends_on_weights(self, x: ir.Value) -> bool:
+        """Return whether a parameter may affect a value."""
+        inputs = (y for node in ancestors([x]) for y in node.inputs)
+        return any(y is not None and is_weight(y) and self._is_parameter(y) for y in inputs)
+
+    def _is_parameter(self, x: ir.Value) -> bool:
+        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), str(x.name)]
+        return any(name in self.parameters for name in named)
+
+    def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
+        """Yield each call with the edges by which its nodes read values of other calls."""
+        groups: dict[tuple[int, str], list[ir.Node]] = defaultdict(list)
+        for node in self.model.graph.all_nodes():
+            if text := note_of(node, EXPORTED_CALL):
+                groups[id(node.graph), text].append(node)
+        for nodes in groups.values():
+            call = Call.of(nodes[0])
+            if call is not None and not call.detaches:
+                own = {y for node in nodes for y in node.outputs}
+                edges = [
+                    (node, i, x)
+                    for node in nodes
+                    for i, x in enumerate(node.inputs)
+                    if x is not None and x not in own and not self._is_literal(x)
+                ]
+                yield call, edges
+
+    def detached(self, call: Call, edges: Sequence[Edge], merged: dict[str, ir.Value]) -> list[Edge]:
+        """Return the edges of a call that read a detached value, and collect values merged with others."""
+        pairs = self._in_order(call, edges) or self._by_name(call, edges)
+        for name, (_, _, x) in pairs:
+            producer = Call.of(x.producer())
+            if producer and name not in self.present and _stem(name) == _stem(producer.name):
+                merged[name] = x
+        found = [edge for name, edge in pairs if self._is_gone(name)]
+        gone = [name for name in call.arguments if self._is_gone(name)]
+        if gone and not found and len({x for _, _, x in edges}) < len(edges):
+            raise _lost(f"{gone[0]!r}, which {call.name!r} reads")
+        return [edge for edge in found if _may_carry(edge[2])]
+
+    def is_detached_output(self, index: int, output: ir.Value) -> bool:
+        """Return whether the program detaches an output."""
+        name = self.outputs[index] if index < len(self.outputs) else ""
+        node = output.producer()
+        call = Call.of(node)
+        is_stop = node is not None and STOP_GRADIENT.is_set(node)
+        return bool(_DETACH.fullmatch(name)) and not is_stop and (call is None or call.name != name)
+
+    def _in_order(self, call: Call, edges: Sequence[Edge]) -> list[tuple[str, Edge]]:
+        """Pair the arguments of a call with its edges in order, if all names agree that are known."""
+        pairs = list(zip(call.arguments, edges, strict=False))
+        if len(call.arguments) != len(edges):
+            return []
+        agree = all(name == self.of(edge[2]) or name not in self.present for name, edge in pairs)
+        return pairs if agree else []
+
+    def _by_name(self, call: Call, edges: Sequence[Edge]) -> list[tuple[str, Edge]]:
+        """Pair edges with unknown arguments: those that no known argument explains."""
+        unknown = list(dict.fromkeys(name for name in call.arguments if name not in self.present))
+        left = [edge for edge in edges if self.of(edge[2]) not in call.arguments]
+        values = list(dict.fromkeys(edge[2] for edge in left))
+        if unknown and all(map(self._is_gone, unknown)):
+            return [(unknown[0], edge) for edge in left]
+        if len(unknown) != len(values):
+            return []
+        names = dict(zip(values, unknown, strict=True))
+        return [(names[edge[2]], edge) for edge in left]
+
+    def _is_gone(self, name: str) -> bool:
+        return bool(_DETACH.fullmatch(name)) and name not in self.present
+
+    def _is_literal(self, x: ir.Value) -> bool:
+        """Return whether a value is a constant inside of a call, which the call's arguments do not name."""
+        node = x.producer()
+        if node is not None:
+            return node.op_type == "Constant"
+        return x.is_initializer() and bool(_INNER.fullmatch(str(x.name))) and not x.is_graph_input()
+
+
+def _lines(node: ir.Node) -> list[str]:
+    """Return the lines of the program, in a node's stack trace, that detach a value."""
+    trace = note_of(node, _STACK_TRACE) or ""
+    return [line.strip() for line in trace.splitlines() if re.search(r"\.detach_?\(\)", line)]
+
+
+def _may_carry(x: ir.Value) -> bool:
+    return x.dtype is None or x.dtype.is_floating_point()
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _lost(what: str) -> GraphoptError:
+    return GraphoptError(
+        f"expected a file that says where gradients stop, found that PyTorch's exporter merged or dropped {what}: "
+        f"{EXPORT_ANEW}"
+    )
+
+
+def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir.Value]) -> None:
+    """Refuse or report values whose `detach` the exporter may have dropped or merged with others."""
+    stops = {node for x in stopped if (node := x.producer()) is not None and names.depends_on_weights(x)}
+    mentioned = {int(found[1] or 0) for text in names.texts() for found in re.finditer(_MENTIONED, text)}
+    missing = sorted(set(range(max(mentioned, default=0))) - mentioned)
+    dropped = [f"detach_{number}" if number else "detach" for number in missing]
+    lines = names.lost_lines(stopped)
+    for name, x in merged.items():
+        if stops & ancestors([x]) or ((dropped or lines) and names.depends_on_weights(x)):
+            raise _lost(f"{name!r} with {x.name!r}, which may differ in what is detached")
+    if dropped or lines:
+        where = f" in {lines[0]!r}" if lines else ""
+        warnings.warn(
+            f"PyTorch's exporter kept no record of a detach(){where}, so a gradient flows there: {EXPORT_ANEW}, except "
+            f"of detach_(), or name the value in StopGradient",
+            stacklevel=2,
+        )
+    if apart := names.traced_apart():
+        warnings.warn(
+            f"the file does not say whether gradients stop at {', '.join(map(repr, apart[:4]))}: PyTorch's exporter "
+            f"marks code in torch.no_grad() and in torch.autocast alike. A gradient flows there: for torch.no_grad(), "
+            f"set gradient=[passes.StopGradient({apart[:4]}), passes.Gradient()]",
+            stacklevel=2,
+        )

@@ -1,0 +1,220 @@
+"""Train weights that a file stores in few bits by their *masters*: float32 state, which the graph rounds.
+
+Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740: an update that is small beside a weight of 16 bits would be
+rounded away. Jacob et al. 2018, https://arxiv.org/abs/1712.05877: the forward pass computes with what the integers of a
+quantized weight stand for, and the gradient passes to the master.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph import metadata, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import in_inference
+from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
+from graphopt.graph.roles import Role, set_role, stop_gradient_at
+from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
+from graphopt.graph.values import like
+
+WIDE = ir.DataType.FLOAT
+INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
+
+
+def is_narrow(value: ir.Value) -> bool:
+    """Return whether a value has floating-point numbers of fewer bits than float32."""
+    return value.dtype is not None and value.dtype.is_floating_point() and value.dtype.itemsize < 4
+
+
+def promote(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
+    """Turn an initializer into state, of float32 if it has fewer bits; inside a pass only."""
+    if not is_narrow(weight):
+        return state.promote(model, weight, role)
+    assert weight.const_value is not None and weight.dtype is not None
+    master = _declare(model, weight, weight.const_value.numpy().astype(np.float32), role)
+    with Emitter(model) as op:
+        rounded = STORED.mark(op.Cast(master, to=weight.dtype))
+        ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
+    return master
+
+
+def promote_statistic(model: ir.Model, statistic: ir.Value) -> ir.Value:
+    """Turn a running statistic into state, of float32 if it has fewer bits; inside a pass only."""
+    if not is_narrow(statistic):
+        return state.promote(model, statistic, Role.STATISTIC)
+    assert statistic.const_value is not None and statistic.dtype is not None
+    wide = _declare(model, statistic, statistic.const_value.numpy().astype(np.float32), Role.STATISTIC)
+    STORED_TYPE.write(wide, statistic.dtype.name)
+    ir.convenience.replace_all_uses_with(statistic, wide)
+    return wide
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Hold the integers of a weight and how a DequantizeLinear reads them.
+
+    Args:
+        integers: the integers.
+        node: one of the nodes that read them, all of which are alike.
+        numbers: what the integers stand for.
+    """
+
+    integers: ir.TensorProtocol
+    node: ir.Node
+    numbers: np.ndarray
+
+
+class QuantizedWeights:
+    """Show quantized weights as floating-point initializers while it is decided which of them train."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._model = model
+        self._found: dict[str, Quantized] = {}
+        for integers, nodes in _quantized(model.graph).items():
+            self._show(integers, nodes)
+
+    def _show(self, integers: ir.Value, nodes: Sequence[ir.Node]) -> None:
+        numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
+        assert numbers is not None and integers.const_value is not None and y.dtype is not None
+        name = str(integers.name)
+        self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
+        tensor = ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
+        shown = ir.Value(name=name, type=ir.TensorType(y.dtype), shape=integers.shape, const_value=tensor)
+        metadata.copy(integers, shown)
+        QUANTIZED.write(shown, name)
+        del self._model.graph.initializers[name]
+        self._model.graph.register_initializer(shown)
+        for node in nodes:
+            ir.convenience.replace_all_uses_with(node.outputs[0], shown, replace_graph_outputs=True)
+            self._model.graph.remove(node)
+        for node in nodes[1:]:
+            _detach(node)
+
+    def promote(self, weight: ir.Value) -> ir.Value:
+        """Turn an initializer into state, which the graph rounds as the file does."""
+        quantized = self._of(weight)
+        if quantized is None:
+            return promote(self._model, weight, Role.PARAMETER)
+        master = _declare(self._model, weight, quantized.numbers, Role.PARAMETER)
+        with Emitter(self._model) as op:
+            rounded = _rounded(op, master, quantized)
+            ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
+        return master
+
+    def restore(self) -> None:
+        """Write the integers of the weights that do not train back."""
+        for weight in list(self._model.graph.initializers.values()):
+            quantized = self._of(weight)
+            if quantized is not None:
+                with Emitter(self._model) as op:
+                    self._restore(op, weight, quantized)
+        for quantized in self._found.values():
+            _detach(quantized.node)
+
+    def _restore(self, op: Emitter, weight: ir.Value, quantized: Quantized) -> None:
+        name = str(weight.name)
+        del self._model.graph.initializers[name]
+        tensor = quantized.integers
+        integers = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=weight.shape, const_value=tensor
+        )
+        metadata.copy(weight, integers)
+        self._model.graph.register_initializer(integers)
+        restored = _dequantize(op, integers, quantized.node)
+        ir.convenience.replace_all_uses_with(weight, like(restored, weight), replace_graph_outputs=True)
+
+    def _of(self, weight: ir.Value) -> Quantized | None:
+        name = QUANTIZED.read(weight)
+        QUANTIZED.remove(weight)
+        return None if name is None else self._found[name]
+
+
+def _detach(node: ir.Node) -> None:
+    """Let a removed node read nothing."""
+    for i in range(len(node.inputs)):
+        node.replace_input_with(i, None)
+
+
+def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
+    """Return the integer initializers that DequantizeLinear nodes read in one way, with these nodes."""
+    found: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        x = node.inputs[0] if node.op_type == DEQUANTIZE and node.domain == "" else None
+        if x is not None and x.is_initializer() and not x.is_graph_input() and not x.is_graph_output():
+            found[x].append(node)
+    return {x: nodes for x, nodes in found.items() if _is_weight(x, nodes)}
+
+
+def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
+    first = nodes[0]
+    scale = ir.convenience.get_const_tensor(first.inputs[1]) if first.inputs[1] is not None else None
+    if scale is None or dequantized(first) is None or FROZEN.is_set(x):
+        return False
+    alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
+    steps = scale.numpy().astype(np.float32)
+    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
+
+
+def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
+    """Declare state with the name and the notes of an initializer, which it replaces."""
+    name = str(weight.name)
+    del model.graph.initializers[name]
+    weight.const_value = None  # renaming a value renames its tensor, which may belong to the caller
+    weight.name = f"{name}/stored"
+    master = state.declare(model, name, numbers, role)
+    metadata.copy(weight, master)
+    return set_role(master, role)
+
+
+def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
+    """Emit the numbers that the integers nearest to a master stand for; the gradient passes to the master."""
+    node, dtype = quantized.node, quantized.integers.dtype
+    if dtype.itemsize < 4:
+        return _dequantize(op, STORED.mark(_quantize(op, master, node, dtype)), node)
+    scale = ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
+    assert scale is not None
+    steps = op.constant(spread(node, scale.numpy().astype(np.float32), quantized.numbers.shape))
+    whole = op.Clip(op.Round(master / steps), *INT32_RANGE)
+    rounded = _dequantize(op, STORED.mark(_like_shape(op.Cast(whole, to=dtype), master)), node)
+    passed = master - stop_gradient_at(op.Identity(master))
+    y: ir.Value = rounded + op.CastLike(passed, rounded)
+    producer = y.producer()
+    assert producer is not None
+    in_inference(producer, same_as=0)
+    return y
+
+
+def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) -> ir.Value:
+    scale = node.inputs[1]
+    assert scale is not None
+    wide = scale if scale.dtype == WIDE else op.Cast(scale, to=WIDE)
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    given = {} if zero is not None else {"output_dtype": dtype}
+    return _like_shape(op.QuantizeLinear(master, wide, zero, **given, **_layout(node)), master)
+
+
+def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
+    """Emit a DequantizeLinear like another."""
+    y: ir.Value = op.DequantizeLinear(integers, *node.inputs[1:], **_layout(node))
+    producer = y.producer()
+    assert producer is not None
+    producer.name = node.name
+    return y
+
+
+def _layout(node: ir.Node) -> dict[str, int]:
+    return {
+        "axis": node.attributes.get_int("axis", 1),
+        "block_size": node.attributes.get_int("block_size", 0),
+    }
+
+
+def _like_shape(value: ir.Value, model: ir.Value) -> ir.Value:
+    """Declare that `value` has the shape of `model`, where inference cannot see it."""
+    value.shape = model.shape
+    return value

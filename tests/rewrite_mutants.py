@@ -1,0 +1,266 @@
+"""Wrong rewritings: each a line changed of what fuses, simplifies, lowers or splits a graph, or chooses what trains.
+
+`python tests/rewrite_mutants.py [NUMBER ...]` tries them, prints what each is noticed by, and those that are not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mutants import Mutant, unnoticed
+
+FAST = "not exhaustive and not slow"
+
+
+def of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
+    """Return mutants of a file: for each, which tests of a file notice it, and the change."""
+    return [Mutant(file, "", old, new, f"test_{tests}.py", chosen, FAST, Path()) for chosen, old, new in rows]
+
+
+FUSIONS = [
+    *of(
+        "passes/fusion/__init__.py",
+        "fusion",
+        ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
+    ),
+    *of(
+        "passes/fusion/scaled_gradients.py",
+        "training_matrix",
+        (
+            "plain_descent",
+            "scale = rate * -float(constant.numpy())",
+            "scale = rate * float(constant.numpy())",
+        ),
+    ),
+    *of(
+        "passes/fusion/scaled_gradients.py",
+        "fusion",
+        ("scaled_gradients", "JOINTLY_LINEAR and all(scaled)", "JOINTLY_LINEAR and any(scaled)"),
+        ("scaled_gradients", "len(rates) != 1", "len(rates) < 1"),
+        ("scaled_gradients", "return ends if whole else []", "return ends"),
+    ),
+    *of(
+        "passes/fusion/convolution.py",
+        "fusion",
+        ("other_forms or model_is_one_again", "np.eye(math.prod(taps))[::-1]", "np.eye(math.prod(taps))"),
+        ("other_forms", "strides=[*strides, 1],", "strides=[*dilations, 1],"),
+        ("gradients_of_any_window", "        strides=dilations,", "        strides=strides,"),
+        ("gradients_of_any_window", "range(0, places * strides[0], strides[0])", "range(places)"),
+    ),
+    *of(
+        "passes/fusion/pooling.py",
+        "fusion",
+        ("masked_after_pooling", "like(op.HardSigmoid(p,", "like(op.HardSigmoid(share,"),
+    ),
+    *of(
+        "passes/fusion/pooling.py",
+        "training_matrix",
+        ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
+    ),
+    *of(
+        "passes/fusion/gemm_updates.py",
+        "fusion",
+        (
+            "gemm_can_do",
+            '1 - flags["transB"], transB=1 - flags["transA"]',
+            '1 - flags["transA"], transB=1 - flags["transB"]',
+        ),
+        ("unfused_graph or plain_descent", "minus = like(op.Neg(scalar), scalar)", "minus = scalar"),
+        ("unfused_graph", "beta=float(tensor.numpy())", "beta=1.0 - float(tensor.numpy())"),
+        ("looks_like", 'gemm.attributes.get_float("alpha", 1.0) != 1.0', "False"),
+    ),
+    *of(
+        "passes/fusion/arithmetic.py",
+        "fusion",
+        ("plain_descent or scaled_gradients", "op.Mul(like(op.Mul(s, t), s), x)", "op.Mul(s, x)"),
+        ("looks_like", "tensor.numpy() != 2", "tensor.numpy() < 2"),
+    ),
+    *of(
+        "passes/fusion/shared_gelu.py",
+        "fusion",
+        ("gelu", "stand_in(node, [op.Mul(x, share)])", "stand_in(node, [op.Mul(share, share)])"),
+    ),
+    *of(
+        "passes/fusion/column_sums.py",
+        "fusion",
+        ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
+    ),
+    *of(
+        "passes/fusion/scan.py",
+        "scan_fusion",
+        ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
+        ("parted", "rows[a].direction == rows[b].direction", "True"),
+        ("parted", "axis if axis < 0 else axis + 1", "axis"),
+        ("parted", "len(directions) != 1", "len(directions) < 1"),
+    ),
+]
+
+SIMPLIFYING = [
+    *of(
+        "passes/simplify.py",
+        "regularizers_and_clipping",
+        ("global_norm", "tensor.numpy().item() != 1", "False"),
+    ),
+    *of(
+        "graphopt/graph/rewriting.py",
+        "optimizers",
+        ("takes_pytorchs_steps", "            with detached(model):", "            if True:"),
+    ),
+    *of(
+        "graphopt/graph/rewriting.py",
+        "unroll",
+        ("names_differ", "                NameFixPass()(model)\n", ""),
+    ),
+    *of(
+        "graphopt/graph/folding.py",
+        "folding",
+        ("weights_are_not_folded", "not weights.isdisjoint(node.inputs)", "False"),
+    ),
+]
+
+NATIVE = [
+    *of(
+        "graphopt/native/products.py",
+        "native_products",
+        ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
+        ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
+        ("is_the_runtimes", "b, _turned(axes_b), a, _turned(axes_a)", "b, axes_b, a, axes_a"),
+        ("scaled_products", 'attributes.get("alpha", 1.0) != 1.0 or', "False or"),
+    ),
+    *of(
+        "graphopt/native/operators.py",
+        "native_kernels",
+        ("extremes", '"maximum": ("-INFINITY",', '"maximum": ("0",'),
+        ("test_random_clusters", '"Where": "{0} ? {1} : {2}"', '"Where": "{0} ? {2} : {1}"'),
+        ("extremes", '"rint{F}({0})"', '"round{F}({0})"'),
+        ("test_random_clusters", '"{0} / ({C})AT_LEAST_1({N})"', '"{0} / ({C})(AT_LEAST_1({N}) + 1)"'),
+    ),
+    *of(
+        "graphopt/native/convolutions.py",
+        "native_convolutions",
+        ("random_convolutions_are", "        pads[: len(space)],", "        pads[len(space) :],"),
+        ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
+        ("transposed_operands", "[pad - n for pad, n in", "[pad for pad, n in"),
+    ),
+    *of(
+        "graphopt/native/scans.py",
+        "native_scans",
+        ("is_the_runtimes", "attributes.get('scan_input_directions') or", ""),
+        ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
+    ),
+    *of(
+        "graphopt/native/in_place.py",
+        "native_in_place",
+        ("wait", "        if values:", "        if False:"),
+        (
+            "something_else_returns",
+            "return None if x.is_graph_output() else found",
+            "return found",
+        ),
+    ),
+]
+
+SPLITTING = [
+    *of(
+        "graphopt/graph/unroll.py",
+        "unroll",
+        (
+            "single_steps",
+            "carried = [x for x in graph.inputs if x.name in following]",
+            "carried = [x for x in graph.inputs if x.name in following][:-1]",
+        ),
+        ("random_numbers", " or node.op_type in RANDOM", ""),
+    ),
+    *of(
+        "passes/halves.py",
+        "halves",
+        ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
+    ),
+    *of(
+        "passes/halves.py",
+        "batch_statistics",
+        (
+            "unequal_rows",
+            "weight = op.Squeeze(op.Shape(data, start=0, end=1), [0])",
+            "weight = op.Squeeze(op.Shape(data, start=1, end=2), [0])",
+        ),
+    ),
+    *of(
+        "passes/portable.py",
+        "portable_forms",
+        (
+            "same_values",
+            "op.ReduceMean(op.Mul(centered, centered), axes)",
+            "op.ReduceSum(op.Mul(centered, centered), axes)",
+        ),
+        (
+            "same_values",
+            "itertools.accumulate(sizes, initial=0)",
+            "itertools.accumulate(sizes[::-1], initial=0)",
+        ),
+    ),
+    *of(
+        "passes/mixed_precision.py",
+        "mixed_precision",
+        ("range", "return bool(largest <= self._dtype.max)", "return True"),
+        ("not_finite", "like(op.Where(finite, y, x), x)", "y"),
+        ("stays_wide", "bool(read) and self._made.issuperset(read)", "bool(read)"),
+    ),
+    *of(
+        "passes/recompute.py",
+        "recompute",
+        ("drawn_once", "node.op_type not in RANDOM and", ""),
+        ("agrees", "op.Less(op.Abs(whole), 0.0)", "op.Less(whole, 0.0)"),
+    ),
+    *of(
+        "passes/accumulate.py",
+        "accumulate",
+        ("sum_of_gradients", "total / op.Cast(done, to=total.dtype) if self.mean else total", "total"),
+    ),
+    *of(
+        "passes/lowering/contrib.py",
+        "lowering",
+        ("computes_what", "return x * op.Sigmoid(alpha * x)", "return x * op.Sigmoid(x)"),
+        ("computes_what", "y if alpha == 1 else alpha * y", "y"),
+    ),
+]
+
+CHOOSING = [
+    *of(
+        "passes/parameters.py",
+        "weights",
+        ("says_otherwise", "        if matches(value.name, self.freeze):\n            return False\n", ""),
+        (
+            "says_otherwise",
+            "matches(value.name, self.unfreeze) or matches(value.name, self.pattern):",
+            "matches(value.name, self.pattern):",
+        ),
+        ("tied", "for group in ties.groups(chosen):", "for group in []:"),
+        ("equal_fresh", "or not ties.tells(weight)", ""),
+    ),
+    *of(
+        "passes/parameters.py",
+        "weights",
+        ("statistics", "index in (3, 4)", "index in (3,)"),
+    ),
+    *of(
+        "passes/weights/ties.py",
+        "weights",
+        ("untie", "list(weight.uses())[1:]", "list(weight.uses())[2:]"),
+        ("tied or transposes", "a.ndim == b.ndim and a.ndim <= 5", "False"),
+    ),
+    *of(
+        "passes/weights/evidence.py",
+        "weights",
+        ("constants_are_told", "low <= _MASKING and", "low < -1e30 and"),
+        ("constants_are_told", "if not _is_wave(_numbers(x)):", "if True:"),
+    ),
+]
+
+MUTANTS = [*FUSIONS, *SIMPLIFYING, *NATIVE, *SPLITTING, *CHOOSING]
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTANTS))
+    left = unnoticed([MUTANTS[number] for number in numbers])
+    print(f"{len(numbers) - len(left)} of {len(numbers)} noticed")

