@@ -6,7 +6,6 @@ import pytest
 import run as zoo
 
 TOOLS = ("onnxslim", "onnxsim", "onnxoptimizer")  # which the tests do without
-REFUSED = {"GAT": "torchscript"}  # files whose gradients the exporter's If blocks, or that it writes wrongly
 
 
 @pytest.mark.parametrize(

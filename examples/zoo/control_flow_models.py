@@ -164,17 +164,20 @@ def scripted_collection(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack(found, 1)
 
 
-class Scripted(nn.Module):
-    """Call a function of TorchScript whose control flow the tracing exporter keeps."""
+FUNCTIONS = {"loop": scripted_loop, "branch": scripted_branch, "collection": scripted_collection}
 
-    def __init__(self, function: Callable[..., torch.Tensor], parameters: int) -> None:
+
+class Scripted(nn.Module):
+    """Call a function of TorchScript, by its name, whose control flow the tracing exporter keeps."""
+
+    def __init__(self, function: str, parameters: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(5, 5) / 2), nn.Parameter(torch.randn(5) / 2)
         self.enter, self.head, self.function = nn.Linear(5, 5), nn.Linear(5, 3), function
         self.count = parameters
 
     def forward(self, x):
-        return self.head(self.function(self.enter(x), *(self.weight, self.bias)[: self.count]))
+        return self.head(FUNCTIONS[self.function](self.enter(x), *(self.weight, self.bias)[: self.count]))
 
 
 class Module(nn.Module):
@@ -255,10 +258,10 @@ CASES = {
     "scan": case(lambda: Scanned(False), rows(4, 5), **NEWER),
     "scan, leaky": case(lambda: Scanned(True), rows(4, 5), **NEWER),
     "scan, any length": case(lambda: Scanned(False), steps, **ANY, **NEWER),
-    "scripted loop": case(lambda: Scripted(scripted_loop, 2), rows(4, 5), **OLDER),
-    "scripted loop, any length": case(lambda: Scripted(scripted_loop, 2), steps, **ANY, **OLDER),
-    "scripted loop that collects": case(lambda: Scripted(scripted_collection, 1), rows(4, 5), **OLDER),
-    "scripted branch": case(lambda: Scripted(scripted_branch, 2), rows(5), **OLDER),
-    "ScriptModule, loop and branch": case(lambda: torch.jit.script(Module()), steps, **ANY, **OLDER),
-    "ScriptModule, list of layers": case(lambda: torch.jit.script(Layers()), rows(5), **OLDER),
+    "scripted loop": case(lambda: Scripted("loop", 2), rows(4, 5), **OLDER),
+    "scripted loop, any length": case(lambda: Scripted("loop", 2), steps, **ANY, **OLDER),
+    "scripted loop that collects": case(lambda: Scripted("collection", 1), rows(4, 5), **OLDER),
+    "scripted branch": case(lambda: Scripted("branch", 2), rows(5), **OLDER),
+    "ScriptModule, loop and branch": case(Module, steps, script=True, **ANY, **OLDER),
+    "ScriptModule, list of layers": case(Layers, rows(5), script=True, **OLDER),
 }  # fmt: skip

@@ -31,13 +31,12 @@ class Mixed(nn.Module):
 class Autocast(nn.Module):
     """Cast products of float32 weights to 16 bits, as torch.autocast does."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.dtype = nn.Linear(6, 8), nn.Linear(8, 3), dtype
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def product(self, layer, x):
-        weight, bias = layer.weight.to(self.dtype), layer.bias.to(self.dtype)
-        return nn.functional.linear(x.to(self.dtype), weight, bias)
+        return nn.functional.linear(x.half(), layer.weight.half(), layer.bias.half())
 
     def forward(self, x):
         h = torch.relu(self.product(self.one, x)).to(x.dtype)
@@ -70,6 +69,5 @@ CASES = {
     "float16 convolutions": case(convolutions, halves(2, 6, 6), loss=passes.CrossEntropy()),
     "float16 GPT, tied head": case(lambda: Gpt(True).half(), words(6), loss=passes.CrossEntropy(axis=-1)),
     "float16 among float32": case(Mixed, floats(6)),
-    "products in float16": case(lambda: Autocast(torch.float16), floats(6)),
-    "products in bfloat16": case(lambda: Autocast(torch.bfloat16), floats(6), ways=BOTH[:2]),
+    "products in float16": case(Autocast, floats(6)),
 }

@@ -41,6 +41,7 @@ class TorchCase(Case):
             disable the default folding of constants, and last the tool that rewrites the file.
         lengths: the lengths of sequences, in turn, for inputs with a second dynamic dimension: the function that draws
             inputs takes one as its second argument.
+        script: compile the module by torch.jit.script before the export.
         fresh: keep the initial weights, of which exporters merge equal ones.
         batch: the number of rows.
     """
@@ -51,6 +52,7 @@ class TorchCase(Case):
     fresh: bool = field(default=False, kw_only=True)
     batch: int = field(default=BATCH, kw_only=True)
     lengths: Sequence[int] = field(default=(), kw_only=True)
+    script: bool = field(default=False, kw_only=True)
 
     @property
     def exporters(self) -> Sequence[str]:
@@ -164,14 +166,18 @@ class TorchModel(Model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             axes = {0: "batch", **({1: "length"} if self.case.lengths else {})} if self.dynamic else {}
-            proto = export(copy.deepcopy(self.module), inputs, self.exporter, axes)
+            module = copy.deepcopy(self.module)
+            module = torch.jit.script(module) if self.case.script else module
+            proto = export(module, inputs, self.exporter, axes)
             proto = TOOLS.get(self.exporter.rpartition(", ")[2], lambda proto: proto)(proto)
         self._check(proto)
         return proto
 
     def _check(self, proto: onnx.ModelProto) -> None:
         """Raise NotExported if the file computes other predictions than the module, on batches of two sizes."""
-        session = onnxruntime.InferenceSession(proto.SerializeToString())
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
         for batch in self.batches(2):
             with torch.no_grad():
                 expected = copy.deepcopy(self.module)(*tensors(batch, double=False)[0]).double().numpy()

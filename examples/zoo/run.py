@@ -58,10 +58,10 @@ FAMILIES = {
 SAMPLE = {
     "torch_own": ("group normalization", "GPT, tied head", "translation, LSTM", "siamese"),
     "stopped_gradients": ("SimSiam, BatchNormalization", "VAE", "VQ-VAE", "spikes, straight through"),
-    "structured_models": ("GAT", "DLRM", "two towers", "siamese, BatchNormalization"),
-    "control_flow_models": ("GRU, any length", "torch.cond", "scan", "scripted branch"),
+    "structured_models": ("RealNVP", "DLRM", "two towers", "siamese, BatchNormalization"),
+    "control_flow_models": ("GRU, any length", "torch.cond", "scan"),
     "half_models": ("float16 perceptron",),
-    "processed_models": ("GPT, tied head",),
+    "processed_models": ("cnn",),
     "scikit_learn_models": ("MLPRegressor, tanh, Adam", "MLPClassifier, three classes", "SGDRegressor"),
 }
 PACKAGES = (

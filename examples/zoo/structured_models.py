@@ -448,7 +448,7 @@ class FeatureTokens(nn.Module):
 
     def forward(self, x):
         token = self.token.view(1, -1, 8)
-        token = token.repeat(len(x), 1, 1) if self.repeated else token.expand(len(x), -1, -1)
+        token = token.repeat(x.shape[0], 1, 1) if self.repeated else token.expand(x.shape[0], -1, -1)
         return self.head(self.layer(torch.cat([token, x[..., None] * self.weight + self.bias], 1))[:, 0])
 
 
@@ -461,7 +461,7 @@ class ObjectQueries(nn.Module):
         self.decoder = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
 
     def forward(self, x):
-        return self.head(self.decoder(self.queries.weight[None].repeat(len(x), 1, 1), x))
+        return self.head(self.decoder(self.queries.weight[None].repeat(x.shape[0], 1, 1), x))
 
 
 class MaskToken(nn.Module):
