@@ -29,72 +29,43 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 
 class Case(NamedTuple):
-    """A package, the end of the file's path in its wheel, a loss, sizes of symbolic dimensions, and what is frozen.
+    """A package, the end of the file's path in its wheel, a loss, and what is frozen.
 
     Args:
-        frozen: beginnings or ends of names of initializers that must not train.
+        sizes: the sizes of symbolic dimensions, 2 by default.
+        frozen: parts of names of initializers that must not train.
         unsure: whether a warning must say that a rule decides.
         largest: the bounds of integer inputs, by their names.
+        freeze: patterns that a user has to give: numbers that nothing in the file tells from weights.
     """
 
     package: str
     file: str
     loss: Loss
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = {}
     frozen: tuple[str, ...] = ()
     unsure: bool = False
     largest: Mapping[str, int] = {}
+    freeze: tuple[str, ...] = ()
 
 
 MEAN = passes.MeanSquaredError
+ATOMS = {"num_atoms": 12, "num_edges": 20, "num_residues": 3}
 CASES = [
-    Case(
-        "basic-pitch",
-        "nmp.onnx",
-        MEAN(output="StatefulPartitionedCall:1"),
-        {},
-        ("const_fold_opt__734",),
-        True,
-    ),
-    Case("vietcombank-captcha", "captcha.onnx", MEAN(output="digit_2"), {}),
-    Case(
-        "arabic-name-romanizer",
-        "resources/encoder.onnx",
-        MEAN(output="memory_out"),
-        {"src_len": 5},
-        (),
-        False,
-        {"src": 9},
-    ),
-    Case(
-        "arabic-name-romanizer",
-        "resources/decoder.onnx",
-        MEAN(output="logprobs"),
-        {"src_len": 5, "tgt_len": 4},
-        (),
-        False,
-        {"prefix": 9},
-    ),
-    Case(
-        "caustic-nmr",
-        "best_v2_carbons.onnx",
-        MEAN(output="pred_mean"),
-        {"num_atoms": 12, "num_edges": 20, "num_residues": 3},
-        ("_aa_means",),
-        True,
-        {"edge_index": 12, "target_indices": 12},
-    ),
-    Case("occular-deskew", "orinet_fp32.onnx", MEAN(), {}, (), True),
+    Case("basic-pitch", "nmp.onnx", MEAN(output="StatefulPartitionedCall:1"), frozen=("const_fold_opt__734",),
+         unsure=True, freeze=("*cq_t2010*", "const_fold_opt__6*")),
+    Case("vietcombank-captcha", "captcha.onnx", MEAN(output="digit_2")),
+    Case("arabic-name-romanizer", "resources/encoder.onnx", MEAN(output="memory_out"), {"src_len": 5},
+         largest={"src": 9}),
+    Case("arabic-name-romanizer", "resources/decoder.onnx", MEAN(output="logprobs"), {"src_len": 5, "tgt_len": 4},
+         largest={"prefix": 9}),
+    Case("caustic-nmr", "best_v2_carbons.onnx", MEAN(output="pred_mean"), ATOMS, frozen=("_aa_means",), unsure=True,
+         largest={"edge_index": 12, "target_indices": 12}),
+    Case("occular-deskew", "orinet_fp32.onnx", MEAN(), unsure=True),
     Case("brainmaze-eeg-models", "modelA_paper.onnx", MEAN(output="logits"), {"time": 9}),
-    Case(
-        "brainmaze-eeg-models",
-        "spindle-detector-eeg.onnx",
-        MEAN(output="detection"),
-        {},
-        ("running_mean", "running_var"),
-        True,
-    ),
-]
+    Case("brainmaze-eeg-models", "spindle-detector-eeg.onnx", MEAN(output="detection"),
+         frozen=("running_mean", "running_var"), unsure=True),
+]  # fmt: skip
 # The others of the trial have no ONNX file in their wheel: openwakeword, attacut, deepcut, mtcnn.
 
 
@@ -171,10 +142,9 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
     target = start + np.random.default_rng(1).normal(scale=0.1, size=start.shape).astype(np.float32)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = graphopt.compile(
-            proto, loss=wanted.loss, optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0)
-        )
-        gradients = graphopt.compile(proto, loss=wanted.loss)
+        steps = {"parameters": passes.Parameters(freeze=wanted.freeze), "loss": wanted.loss}
+        step = graphopt.compile(proto, optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0), **steps)
+        gradients = graphopt.compile(proto, **steps)
     assert wanted.unsure == any("does not say whether" in str(warning.message) for warning in said)
     executor = graphopt.Executor(step, threads=1)
     assert not [name for name in executor.parameters for part in wanted.frozen if part in name]
@@ -183,7 +153,7 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
     stored = {tensor.name for tensor in proto.graph.initializer}
     direction = {name: found[f"{name}.grad"] for name in executor.parameters if name in stored}
     norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in direction.values()))
-    distance = 2e-3
+    distance = 1e-4
     unit = {name: gradient / norm for name, gradient in direction.items()}
     ends = [
         float(

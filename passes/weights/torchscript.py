@@ -44,7 +44,9 @@ _BUFFERS = {
     ),
     *(
         "mean",
+        "means",
         "std",
+        "stds",
         "ema",
         "embed_avg",
         "cluster_size",
