@@ -71,14 +71,16 @@ def cnn() -> onnx.ModelProto:
 
 
 def sum_of_two() -> onnx.ModelProto:
-    """Return a model with two BatchNormalizations whose running statistics are the same initializers."""
+    """Return a model with two BatchNormalizations whose initial statistics are the same initializers, as exporters merge
+    them, but whose scales differ: they are two modules."""
     return model(
         """g (float[N,3] x) => (float[N,3] y) {
             a = BatchNormalization(x, scale, shift, mean, variance)
             b = Relu(a)
-            y = BatchNormalization(b, scale, shift, mean, variance)
+            y = BatchNormalization(b, other, shift, mean, variance)
         }""",
         scale=np.ones(3),
+        other=np.full(3, 2.0),
         shift=np.zeros(3),
         mean=np.zeros(3),
         variance=np.ones(3),
