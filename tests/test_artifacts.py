@@ -71,8 +71,7 @@ def cnn() -> onnx.ModelProto:
 
 
 def sum_of_two() -> onnx.ModelProto:
-    """Return a model with two BatchNormalizations whose initial statistics are the same initializers, as exporters merge
-    them, but whose scales differ: they are two modules."""
+    """Return a model of two BatchNormalizations with other scales, whose initial statistics an exporter merged."""
     return model(
         """g (float[N,3] x) => (float[N,3] y) {
             a = BatchNormalization(x, scale, shift, mean, variance)
