@@ -221,11 +221,11 @@ MUTANTS = [
     ),
     *of(
         "quantization.py",
-        ("", "float(y.dtype.min) - 0.5, float(y.dtype.max) + 0.5", "float(y.dtype.min), float(y.dtype.max)"),
+        ("", "low, high = float(y.dtype.min), float(y.dtype.max)", "low, high = -1e9, 1e9"),
         (
             "",
-            "steps = steps + stretched(op, zero, x, axis, block_size)",
-            "steps = steps - stretched(op, zero, x, axis, block_size)",
+            "rounded = rounded + stretched(op, zero, x, axis, block_size)",
+            "rounded = rounded - stretched(op, zero, x, axis, block_size)",
         ),
         tests="test_quantization.py",
     ),

@@ -476,7 +476,7 @@ REFUSED = {
     "expected attributes or inputs num_heads, found none": Case("Attention", {"x": X, "w": W, "b": BIAS}),
     "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
     "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
-    "attribute bits=2": n_bits(2),
+    "attribute bits=3": n_bits(3),
     "to be an initializer": Case(
         "MatMulNBits",
         {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)},

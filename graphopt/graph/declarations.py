@@ -59,12 +59,20 @@ def _clear(graph: ir.Graph) -> Declared:
 
 def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
     for node in graph:
-        if onnx.defs.has(node.op_type, node.domain):
+        if onnx.defs.has(node.op_type, node.domain) and not _is_inferred_wrongly(node):
             yield from (y for y in node.outputs if y.name)
         for body in subgraphs(node):
             if node.op_type in ("Loop", "Scan"):
                 yield from body.inputs[2 if node.op_type == "Loop" else 0 :]
             yield from _inferable(body)
+
+
+def _is_inferred_wrongly(node: ir.Node) -> bool:
+    """Return whether ONNX's inference ignores attributes of a node that decide its shape (onnx 1.23)."""
+    if node.op_type == "ConvTranspose":
+        return "output_shape" in node.attributes
+    policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
+    return node.op_type == "Resize" and policy != "stretch"
 
 
 def _infer(model: ir.Model, propagate: bool) -> None:
@@ -92,7 +100,8 @@ def _take(graph: ir.Graph, typed: ir.Graph) -> None:
 def _pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
     """Yield each inferable value with that of the same name in a typed copy."""
     named = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
-    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+    right = (node for node in graph if not _is_inferred_wrongly(node))
+    for value in [*graph.inputs, *(y for node in right for y in node.outputs)]:
         if value.name in named:
             yield value, named[value.name]
     for node, twin in zip(graph, typed, strict=True):
@@ -159,7 +168,11 @@ def _resolved(
     for start in TRIED if given else ():
         sizes = {name: start + 6 * i + i * i for i, name in enumerate(given)}
         once: dict[str, int] = {}
-        for value, sized in _pairs(model.graph, _typed(_with_sizes(proto, sizes), propagate)):
+        typed = _typed(_with_sizes(proto, sizes), propagate)
+        known = set(_known(typed))
+        for value, sized in _pairs(model.graph, typed):
+            if sized not in known:
+                continue
             for dim, size in zip(shapes_now.get(value) or (), sized.shape or (), strict=False):
                 if isinstance(size, int) and _name(dim):
                     once.setdefault(_name(dim), size)
@@ -170,6 +183,26 @@ def _resolved(
         if len(tries) > 1 and (meaning := _meaning(tries)) is not None:
             found[name] = meaning
     return found
+
+
+def _known(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield the values whose static shapes follow from static shapes alone.
+
+    ONNX takes the number for the result of broadcasting a number and an unknown size, which may be larger.
+    """
+    known = {
+        x
+        for x in [*graph.inputs, *graph.initializers.values()]
+        if x.shape is not None and x.shape.is_static()
+    }
+    yield from known
+    for node in graph:
+        for body in subgraphs(node):
+            yield from _known(body)
+        if all(x is None or x in known or x.graph is not graph for x in node.inputs):
+            found = [y for y in node.outputs if y.shape is not None and y.shape.is_static()]
+            known.update(found)
+            yield from found
 
 
 def _meaning(tries: Sequence[tuple[int, Mapping[str, int]]]) -> int | str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import onnxscript.optimizer
 
+from graphopt.errors import GraphoptError, cause
 from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import protect
@@ -53,8 +54,15 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         return _is_small(y) if node.op_type in GROWING else None
 
-    with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
-        onnxscript.optimizer.fold_constants(model, onnx_shape_inference=infer_shapes, should_fold=should_fold)
+    try:
+        with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
+            onnxscript.optimizer.fold_constants(
+                model, onnx_shape_inference=infer_shapes, should_fold=should_fold
+            )
+    except RuntimeError as error:  # of a node whose constants it cannot compute with
+        raise GraphoptError(
+            f"expected constants that can be computed, found others: {cause(error)}"
+        ) from error
 
 
 def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:

@@ -253,7 +253,7 @@ def _counted(values: Sequence[ir.Value]) -> str:
 
 
 def _elements(value: ir.Value) -> int:
-    return 0 if value.shape is None else math.prod(value.shape.numpy())
+    return math.prod(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else 0
 
 
 def _shape(value: ir.Value) -> str:
