@@ -230,11 +230,11 @@ CHOOSING = [
     *of(
         "passes/parameters.py",
         "weights",
-        ("says_otherwise", "        if matches(value.name, self.freeze):\n            return False\n", ""),
+        ("says_otherwise", "        if selects(self.freeze, value):\n            return False\n", ""),
         (
             "says_otherwise",
-            "matches(value.name, self.unfreeze) or matches(value.name, self.pattern):",
-            "matches(value.name, self.pattern):",
+            "selects(self.unfreeze, value) or selects(self.pattern, value):",
+            "selects(self.pattern, value):",
         ),
         ("tied", "for group in ties.groups(chosen):", "for group in []:"),
         ("equal_fresh", "or not ties.tells(weight)", ""),
@@ -248,12 +248,16 @@ CHOOSING = [
         "passes/weights/ties.py",
         "weights",
         ("untie", "list(weight.uses())[1:]", "list(weight.uses())[2:]"),
-        ("tied or transposes", "a.ndim == b.ndim and a.ndim <= 5", "False"),
+        (
+            "tied or transposes",
+            '        return "Identity", []\n    if a.ndim == b.ndim and a.ndim <= 5:',
+            '        return "Identity", []\n    if False:',
+        ),
     ),
     *of(
         "passes/weights/evidence.py",
         "weights",
-        ("constants_are_told", "low <= _MASKING and", "low < -1e30 and"),
+        ("constants_are_told", "and low <= _MASKING\n", "and low < -1e30\n"),
         ("constants_are_told", "if not _is_wave(_numbers(x)):", "if True:"),
     ),
 ]

@@ -26,6 +26,7 @@ Pairs = Iterator[tuple[ir.Value, ir.Value]]
 ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
 # The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
 TRIED = (61, 7, 94)
+FEW = (2, 3, 5)  # sizes that all inputs have at once, because a Slice such as [-3:3] depends on them alone
 
 
 def forget(model: ir.Model) -> None:
@@ -165,8 +166,8 @@ def _resolved(
     with _without(values):
         proto = shapes.without_weights(model)
     seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
-    for start in TRIED if given else ():
-        sizes = {name: start + 6 * i + i * i for i, name in enumerate(given)}
+    distinct = [{name: start + 6 * i + i * i for i, name in enumerate(given)} for start in TRIED]
+    for sizes in [*distinct, *(dict.fromkeys(given, size) for size in FEW)] if given else ():
         once: dict[str, int] = {}
         typed = _typed(_with_sizes(proto, sizes), propagate)
         known = set(_known(typed))
