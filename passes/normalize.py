@@ -214,12 +214,6 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
 def _set_givens_aside(model: ir.Model) -> None:
     """Remove outputs that are inputs or weights themselves; the trained model has them again."""
     givens = [y for y in model.graph.outputs if y.producer() is None]
-    for y in givens:
-        if not y.uses():
-            raise GraphoptError(
-                f"output {y.name!r}: expected a value that a node computes, or an input or weight that one reads, "
-                f"found one that none reads: remove the output"
-            )
     if givens:
         set_aside(model, givens, lambda value: True)
 
