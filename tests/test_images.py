@@ -177,7 +177,7 @@ def broken(folder: Path, content: bytes) -> None:
         (lambda f: save(f / "cat" / "9.png", GRAY), {}, r"9\.png: expected 6 x 5 pixels as 1\.png, found 9 x 7: set"),
         (lambda f: [shutil.rmtree(x) for x in list(f.iterdir())], {}, "expected a folder for each class, found none"),
         (lambda f: None, {"channels": 2}, "data.channels: expected 1 or 3, found 2"),
-        (lambda f: None, {"size": [5]}, r"data.size: expected a height and a width, such as \[224,224\], found \[5\]"),
+        (lambda f: None, {"size": [5]}, r"data.size: expected a height and a width, such as .* found \[5\]"),
         (lambda f: None, {"size": [5, 0]}, r"data.size: .* found \[5, 0\]"),
         (lambda f: None, {"labels": ["cat", "cat"]}, "expected one label 'cat', found 2"),
         (lambda f: save(f / "cat" / "9.tiff", GRAY.astype(np.float32)), {"size": [6, 5]}, "9.tiff: expected 8 or 16"),

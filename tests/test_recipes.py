@@ -91,6 +91,9 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         node = node.get("precision", node)  # float16 is about more than its group
         assert node["dtype"] == path.stem
         check({**node, "dtype": "float16"})
+    elif path.stem == "exported":
+        assert options(path)["as_exported"] is True
+        check({**options(path), "as_exported": False})
     else:
         check(options(path), FROM_ELSEWHERE.get(path.parent.name, set()))
 

@@ -44,7 +44,9 @@ def check_proto(proto: onnx.ModelProto) -> None:
 
 
 def check_domains(model: ir.Model) -> None:
-    """Raise an error if a model names the domain of compiled kernels: in a node at any depth, a function or an opset.
+    """Raise an error if a node at any depth or a function of a model has the domain of compiled kernels.
+
+    An opset of the domain is removed.
 
     Raises:
         GraphoptError: names what uses the domain.
@@ -56,8 +58,9 @@ def check_domains(model: ir.Model) -> None:
         if found is not None:
             names = [found.name, *(y.name for y in found.outputs)]
             raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
-        if KERNELS in whole.opset_imports:
-            raise _reserved("the opsets")
+        whole.opset_imports.pop(
+            KERNELS, None
+        )  # ONNX Runtime writes all domains that it has met in the process
     if any(function.domain == KERNELS for function in model.functions.values()):
         raise _reserved("a function")
 

@@ -181,7 +181,8 @@ def _resolved(
             seen.setdefault(name, []).append((size, sizes))
     found: dict[str, int | str] = {}
     for name, tries in seen.items():
-        if len(tries) > 1 and (meaning := _meaning(tries)) is not None:
+        told_apart = sum(sizes in distinct for _, sizes in tries)
+        if told_apart > 1 and (meaning := _meaning(tries)) is not None:
             found[name] = meaning
     return found
 

@@ -10,7 +10,9 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import plain
+from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass, keep_interface
+from graphopt.graph.roles import STATE, with_role
 from passes.fusion.arithmetic import CombineScalarFactors, SquareAsProduct
 from passes.fusion.column_sums import column_sums_as_product
 from passes.fusion.convolution import transposed_convolution_as_convolution, widen_convolution_products
@@ -85,6 +87,10 @@ class Fuse(Pass):
                 for name, fusion in FUSIONS.items()
                 if name not in self.leave_out
             ]
+        if not with_role(model, *STATE):  # nothing trains, so that there is no inference model to restore
+            for node in model.graph.all_nodes():
+                for y in node.outputs:
+                    InferenceForm.remove(y)
         if any(changed):
             Simplify().rewrite(model)
             plain.remember(model, unfused)
