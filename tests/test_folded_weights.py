@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
+import onnxoptimizer
 import onnxruntime
+import onnxsim
+import onnxslim
 import pytest
 import torch
 from torch import nn
@@ -125,9 +128,9 @@ def optimized(proto: onnx.ModelProto, level: str, folder) -> onnx.ModelProto:
 TOOLS = {
     "no metadata": lambda proto, folder: stripped(proto),
     "no value_info": lambda proto, folder: without_value_info(proto),
-    "onnxslim": lambda proto, folder: pytest.importorskip("onnxslim").slim(proto),
-    "onnxsim": lambda proto, folder: pytest.importorskip("onnxsim").simplify(proto)[0],
-    "onnxoptimizer": lambda proto, folder: pytest.importorskip("onnxoptimizer").optimize(proto),
+    "onnxslim": lambda proto, folder: onnxslim.slim(proto),
+    "onnxsim": lambda proto, folder: onnxsim.simplify(proto)[0],
+    "onnxoptimizer": lambda proto, folder: onnxoptimizer.optimize(proto),
     "basic": lambda proto, folder: optimized(proto, "ORT_ENABLE_BASIC", folder),
     "extended": lambda proto, folder: optimized(proto, "ORT_ENABLE_EXTENDED", folder),
 }

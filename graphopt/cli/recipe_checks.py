@@ -35,6 +35,7 @@ FILES = ("path",)  # names of fields whose values are files
 HOST = (
     "executor.provider_options",
     "executor.session_options",
+    "executor.custom_ops",
 )  # these may name libraries to load and files to write
 NAMES: dict[type, str] = {str: "a name", bool: "true or false"}
 MOST = {  # of numbers that take memory, however small the data is

@@ -107,7 +107,7 @@ def infer(model: ir.Model) -> None:
             operator = f"{untyped.domain}::{untyped.op_type}" if untyped.domain else untyped.op_type
             raise GraphoptError(
                 f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
-                f"expected an operator of ONNX or a function in the model"
+                f"expected an operator of ONNX, a function in the model, or its type and shape in value_info"
             )
         _infer_all(model, propagate)
         untyped = next(_untyped(model), None)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
@@ -61,6 +62,8 @@ class DeviceOptions:
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
+        custom_ops: libraries of custom operators that the graph calls, which its sessions load. Libraries are code:
+            a recipe cannot name them.
     """
 
     threads: int | None = None
@@ -74,6 +77,7 @@ class DeviceOptions:
     native_without: Sequence[str] = ()
     verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
+    custom_ops: Sequence[str | Path] | None = None
 
 
 @dataclass(eq=False)
@@ -169,7 +173,8 @@ class Device(DeviceOptions):
         """Return options for one session.
 
         Raises:
-            GraphoptError: an option in `session_options` is unknown or has the wrong type.
+            GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
+                operators cannot be loaded.
         """
         options = self.ort.SessionOptions()
         options.log_severity_level = 4  # errors are raised, not logged
@@ -189,6 +194,14 @@ class Device(DeviceOptions):
                 raise GraphoptError(
                     unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
                 )
+        for library in [self.custom_ops] if isinstance(self.custom_ops, str | Path) else self.custom_ops or ():
+            try:
+                options.register_custom_ops_library(str(Path(library).resolve()))
+            except Exception as error:
+                raise GraphoptError(
+                    f"custom_ops: expected a library of custom operators of ONNX Runtime, found {str(library)!r}: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
         return options
 
     def not_started(self) -> GraphoptError:

@@ -151,6 +151,8 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> SessionRefuse
     reason = " ".join(str(error).split())
     if "NOT_IMPLEMENTED" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
+    if "is not a registered function/op" in reason:
+        reason += ": name the library of this custom operator with custom_ops"
     return SessionRefused(f"{by}onnxruntime {version} refuses the graph: {reason}")
 
 
