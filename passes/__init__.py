@@ -18,6 +18,7 @@ from passes.losses.combined import CustomLoss, Losses
 from passes.losses.loss import Loss
 from passes.losses.own import OwnLoss
 from passes.losses.regression import Elastic, Huber, MeanAbsoluteError, MeanSquaredError, Poisson, Quantile
+from passes.losses.sequence import CTC
 from passes.mixed_precision import DynamicLossScale, MixedPrecision
 from passes.normalize import Normalize
 from passes.optimizers.adaptive import Adagrad, Adam, AdamW, Lion, RMSprop
@@ -48,6 +49,7 @@ from passes.unroll_loops import UnrollLoops
 from passes.vector_jacobian import VectorJacobianProduct
 
 __all__ = [
+    "CTC",
     "Accumulate",
     "Adagrad",
     "Adam",

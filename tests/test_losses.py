@@ -280,6 +280,63 @@ def test_a_loss_of_ones_own(function):
     np.testing.assert_allclose(outputs["loss"], 2 * abs(P - T).mean())
 
 
+def contrast(op, left, right, alike):
+    """Take the loss of pairs by Hadsell, Chopra and LeCun (2006), with a margin of 1."""
+    distance = op.Sqrt(op.ReduceSum(op.Pow(left - right, 2), [1], keepdims=0) + 1e-6)
+    return alike * distance * distance + (1 - alike) * op.Pow(op.Max(1 - distance, 0), 2)
+
+
+def sharpness(op, prediction):
+    p = op.Softmax(prediction, axis=1)
+    return -op.ReduceSum(p * op.Log(p), [1], keepdims=0)
+
+
+def test_a_loss_of_pairs_names_its_outputs_and_targets():
+    pair = model(
+        "g (float[N,2] x, float[N,2] z) => (float[N,2] a, float[N,2] b) { a = MatMul(x, w) b = MatMul(z, w) }",
+        w=np.float32([[0.3, 0.1], [-0.2, 0.4]]),
+    )
+    loss = passes.CustomLoss(contrast, output="a", other_outputs=["b"], targets={"alike": "float32[N]"})
+    executor = graphopt.Executor(graphopt.compile(pair, loss=loss, optimizer=passes.SGD(0.5)))
+    x, z, alike = (RNG.random(shape, np.float32) for shape in ((5, 2), (5, 2), 5))
+    w = torch.tensor([[0.3, 0.1], [-0.2, 0.4]], requires_grad=True)
+    for _ in range(3):
+        distance = ((((torch.tensor(x) - torch.tensor(z)) @ w) ** 2).sum(1) + 1e-6).sqrt()
+        t = torch.tensor(alike)
+        expected = (t * distance**2 + (1 - t) * F.relu(1 - distance) ** 2).mean()
+        np.testing.assert_allclose(executor.step(x=x, z=z, alike=alike)["loss"], expected.item(), rtol=1e-5)
+        (gradient,) = torch.autograd.grad(expected, w)
+        w = (w - 0.5 * gradient).detach().requires_grad_()
+    np.testing.assert_allclose(executor.parameters["w"], w.detach().numpy(), rtol=1e-5)
+    assert set(evaluate(executor, {"x": x, "z": z, "alike": alike})) == {"loss"}
+    assert executor.predict(x=x, z=z).keys() == {"a", "b"}
+
+
+def test_a_loss_may_have_no_target():
+    step = graphopt.compile(
+        linear(4, 3), loss=passes.CustomLoss(sharpness, targets={}), optimizer=passes.SGD(0.5)
+    )
+    executor = graphopt.Executor(step)
+    losses = [executor.step(x=P.astype(np.float32))["loss"] for _ in range(9)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": {"t": "int64"}}, "'t': expected a type and a shape such as int64"),
+        ({"targets": {"t": "float[N]"}}, "'t': expected a type and a shape such as int64.* types: float32"),
+        ({"targets": {"t": "int64[N,]"}}, "'t': expected a type and a shape such as int64"),
+        ({"targets": {"x": "int64[N]"}}, "'x'"),
+        ({"other_outputs": ["b"]}, "CustomLoss: output 'b'"),
+    ],
+    ids=str,
+)
+def test_names_and_types_of_a_custom_loss_are_checked(options, message):
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.compile(linear(4, 3), loss=passes.CustomLoss(traced_loss, **options))
+
+
 TWO = """g (float[N,2] x) => (float[N,2] a, float[N,2] b, int64[N] c) {
     a = MatMul(x, w)
     b = Add(a, v)

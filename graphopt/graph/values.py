@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+
+TYPES = {
+    dtype.numpy().name: dtype
+    for dtype in map(
+        ir.DataType.__getitem__, ("FLOAT", "DOUBLE", "FLOAT16", "BOOL", "INT64", "INT32", "INT8", "UINT8")
+    )
+}
 
 
 def is_floating(value: ir.Value | None) -> bool:
@@ -31,3 +40,24 @@ def like(value: ir.Value, model: ir.Value) -> ir.Value:
     value.shape = model.shape
     value.type = model.type
     return value
+
+
+def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
+    """Return the element type and shape that a text such as `int64[N,3]` declares, with NumPy's names of types.
+
+    Args:
+        where: what the text belongs to, for errors.
+
+    Raises:
+        GraphoptError: the text declares no type.
+
+    >>> tensor_type("target", "int64[N,3]")
+    (DataType.INT64, Shape([SymbolicDim(N), 3]))
+    """
+    found = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text))
+    sizes = [size.strip() for size in found[2].split(",")] if found and found[2].strip() else []
+    if found is None or found[1] not in TYPES or not all(sizes):
+        raise GraphoptError(
+            f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(TYPES)}"
+        )
+    return TYPES[found[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])

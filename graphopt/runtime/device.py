@@ -194,7 +194,9 @@ class Device(DeviceOptions):
                 raise GraphoptError(
                     unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
                 )
-        for library in [self.custom_ops] if isinstance(self.custom_ops, str | Path) else self.custom_ops or ():
+        for library in (
+            [self.custom_ops] if isinstance(self.custom_ops, str | Path) else self.custom_ops or ()
+        ):
             try:
                 options.register_custom_ops_library(str(Path(library).resolve()))
             except Exception as error:

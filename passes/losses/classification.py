@@ -175,7 +175,7 @@ class CrossEntropy(Loss):
         return _classes(outputs[0], self.axis)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
+        log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
@@ -279,7 +279,7 @@ class KLDivergence(Loss):
     task = "classification"
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
+        log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
         divergence = target * (op.Log(positive(op, target)) - log_p)
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
 
@@ -349,7 +349,7 @@ def _logits(
     return node.inputs[0] if node is not None and activated else None
 
 
-def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
+def log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
     logits = _logits(prediction, "Softmax", from_logits, axis)
     return op.Log(positive(op, prediction)) if logits is None else op.LogSoftmax(logits, axis=axis)
 

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript import OnnxFunction
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, set_role
+from graphopt.graph.values import tensor_type
 from graphopt.intervals import within
-from passes.losses.loss import Loss, report_loss
+from passes.losses.loss import Loss, new_target, report_loss
 
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):
-    """Compute a function that you write, of a prediction and a target.
+    """Compute a function that you write, of a prediction and a target, or of any outputs and inputs that you name.
+
+    The function returns the loss of each element, or of each row.
 
     Args:
-        function: a traced function `f(op, prediction, target)`, an onnxscript function of two inputs, or the name
-            `package.module:function` of either.
-        integer_target: targets are int64, in the shape of the prediction without its last axis.
+        function: a traced function `f(op, prediction, *other_outputs, *targets)`, an onnxscript function of as many
+            inputs, or the name `package.module:function` of either.
+        other_outputs: names of outputs that the function takes after the prediction, such as the second one of a pair.
+        targets: the type and shape of each new input, by its name, such as `{"label": "int64[N]"}`. A size is a
+            number, or a name: that of a dimension of the model, or a new one. By default, one input `target` has the
+            type and shape of the prediction. Named targets have no metrics but the loss.
+
+    Raises:
+        GraphoptError: a type, a shape or the name of an output is wrong.
 
     >>> import numpy
     >>> from graphopt import models
@@ -37,17 +46,27 @@ class CustomLoss(Loss):
     """
 
     function: Callable[..., ir.Value] | OnnxFunction[..., Any] | str
-    integer_target: bool = False
+    other_outputs: Sequence[str] = ()
+    targets: Mapping[str, str] | None = None
 
-    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+    def compare(
+        self, op: Emitter, prediction: ir.Value, target: ir.Value | None = None, *operands: ir.Value
+    ) -> ir.Value:
         function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
-        return op.trace(function, prediction, target)
+        return op.trace(function, prediction, *([] if target is None else [target]), *operands)
 
-    def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
-        if not self.integer_target:
-            return super().target_type(prediction)
-        assert prediction.shape is not None
-        return ir.DataType.INT64, ir.Shape(list(prediction.shape)[:-1])
+    def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
+        outputs = {str(y.name): y for y in model.graph.outputs}
+        for name in self.other_outputs:
+            if name not in outputs:
+                raise GraphoptError(unknown("CustomLoss: output", name, outputs))
+        others = [outputs[name] for name in self.other_outputs]
+        if self.targets is None:
+            return others + super().operands(model, prediction, target_name)
+        kinds = {
+            name: tensor_type(f"CustomLoss(targets): {name!r}", text) for name, text in self.targets.items()
+        }
+        return others + [new_target(model, name, *kind) for name, kind in kinds.items()]
 
 
 @dataclass(frozen=True)

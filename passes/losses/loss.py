@@ -66,11 +66,11 @@ class Loss(Pass):
     def term(self, model: ir.Model, op: Emitter, target_name: str = "target") -> ir.Value:
         """Add the target's input and emit the reduced loss, a scalar or one number per row."""
         prediction = self._prediction(model)
-        target = self._target(model, op, prediction, target_name)
-        elements = self.compare(op, prediction, target)
-        weights = self.weight(op, prediction, target)
+        operands = self.operands(model, prediction, target_name)
+        elements = self.compare(op, prediction, *operands)
+        weights = self.weight(op, prediction, operands[0]) if operands else None
         if self.sample_weight:
-            rows = _along_rows(op, _sample_weight(model, prediction), elements)
+            rows = _along_rows(op, _sample_weight(model, prediction, self.row_axis), elements)
             elements = elements * rows
             weights = rows if weights is None else weights * rows
         if self.reduction == "none":
@@ -92,7 +92,17 @@ class Loss(Pass):
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        """Emit the loss of each element or of each row."""
+        """Emit the loss of each element or of each row.
+
+        A loss with other `operands` takes these in place of the target.
+        """
+
+    def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
+        """Return what the prediction is compared with, by default a new input for the target."""
+        dtype, shape = self.target_type(prediction)
+        target = new_target(model, target_name, dtype, shape)
+        TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
+        return [target]
 
     def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
         """Emit the weight of each element in the mean, in the shape of `compare`'s result; None means equal weights."""
@@ -102,6 +112,11 @@ class Loss(Pass):
         """Return the element type and shape of the target, by default those of the prediction."""
         assert prediction.dtype is not None and prediction.shape is not None
         return prediction.dtype, prediction.shape
+
+    @property
+    def row_axis(self) -> int:
+        """Return the axis of the rows in the prediction."""
+        return 0
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
         """Return what a metric needs to know about the target in addition to its task."""
@@ -129,13 +144,13 @@ class Loss(Pass):
             )
         return prediction
 
-    def _target(self, model: ir.Model, op: Emitter, prediction: ir.Value, name: str) -> ir.Value:
-        state.check_free(model, name)
-        dtype, shape = self.target_type(prediction)
-        target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-        TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
-        model.graph.inputs.append(set_role(target, Role.TARGET))
-        return target
+
+def new_target(model: ir.Model, name: str, dtype: ir.DataType, shape: ir.Shape) -> ir.Value:
+    """Add an input that training and evaluation read, and prediction does not."""
+    state.check_free(model, name)
+    target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+    model.graph.inputs.append(set_role(target, Role.TARGET))
+    return target
 
 
 def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
@@ -165,14 +180,14 @@ def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
     model.graph.outputs.insert(0, set_role(loss, Role.LOSS))
 
 
-def _sample_weight(model: ir.Model, prediction: ir.Value) -> ir.Value:
+def _sample_weight(model: ir.Model, prediction: ir.Value, row_axis: int) -> ir.Value:
     """Return the input `sample_weight`, with one weight per row, which all losses share."""
     found = with_role(model, Role.SAMPLE_WEIGHT)
     if found:
         return found[0]
     assert prediction.shape is not None
     state.check_free(model, "sample_weight")
-    value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[0]]))
+    value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[row_axis]]))
     model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
     return value
 
