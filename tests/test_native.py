@@ -395,6 +395,15 @@ def test_generated_code_has_no_name_of_the_model():
     assert not any(word in text for word in ("system", "secret", "passwd", "fc1", "bias"))
 
 
+def test_auto_leaves_numbers_of_16_bits_to_the_runtime(cache):
+    """Whether float16 overflows depends on which results are rounded, and must not depend on a measurement."""
+    steps = {"precision": passes.MixedPrecision(), "gradient": passes.Gradient(loss_scale=2.0**15)}
+    step = step_of(mlp((4, 200, 60, 3)), **steps, loss_scale=passes.DynamicLossScale())
+    executor = graphopt.Executor(step, native="auto", deterministic=True)
+    assert executor.step(batches(1)[0])["loss"] > 0
+    assert not cache.exists()
+
+
 def test_the_environment_sets_the_default(monkeypatch):
     step = step_of()
     for word, expected in (("true", True), ("FALSE", False), ("auto", "auto")):

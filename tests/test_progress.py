@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 import graphopt
 import passes
 from graphopt import cli
+from graphopt.native import toolchain
 from graphopt.training.callbacks import progress
 from graphopt.training.callbacks.progress import ProgressBar, Sparkline
 
@@ -95,3 +97,19 @@ def test_a_quiet_run_prints_nothing(
     assert Path("run/trained.onnx").exists()
     assert cli.main(["quiet=true", "folder=run"]) == 1
     assert capfd.readouterr().err.startswith("graphopt: error: ")
+
+
+@pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+def test_the_command_says_that_the_compiler_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "auto")
+    line = "kernels   compiling for this machine, once for this graph"
+    for run, quiet, said in (("first", False, True), ("second", False, False), ("third", True, False)):
+        if quiet:
+            shutil.rmtree(tmp_path / "graphopt")
+        assert cli.main(["fit.epochs=1", f"folder={run}", f"quiet={quiet}"]) == 0
+        assert (line in capfd.readouterr().out) == said
+    assert toolchain.logger.handlers == []

@@ -25,7 +25,7 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.comparison import Comparison
-from graphopt.cli.header import Header, counted, say
+from graphopt.cli.header import Header, compilations, counted, say
 from graphopt.cli.help import BASE, fields, page
 from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
 from graphopt.cli.processes import check_processes, installed_first
@@ -238,7 +238,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
     asked = recipe.fields.get("resume", False) or sweep  # a sweep that is run again continues its runs
     folder, resume = resumed(asked, folder, text, beside=not sweep and not recipe.names_folder)
-    with held(folder):
+    with held(folder), compilations(console):
         if sweep and (value := result(folder, text)) is not None:
             say(console, "complete", f"{title}: {folder}")
             return value

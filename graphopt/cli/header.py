@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 from rich.console import Console
 
+from graphopt.native import toolchain
 from graphopt.training.callbacks import Callback, Run
 
 
@@ -34,6 +39,24 @@ class Header(Callback):
         say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}{workers}")
         if run.resumed is not None:
             say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
+
+
+@contextlib.contextmanager
+def compilations(console: Console) -> Iterator[None]:
+    """Print a line whenever the compiler starts, which may take long."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(console, "kernels", record.getMessage())
+
+    handler, level = Lines(), toolchain.logger.level
+    toolchain.logger.addHandler(handler)
+    toolchain.logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        toolchain.logger.removeHandler(handler)
+        toolchain.logger.setLevel(level)
 
 
 def say(console: Console, what: str, text: str) -> None:

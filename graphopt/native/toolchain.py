@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,7 @@ from graphopt.errors import GraphoptError
 from graphopt.native.cache import cache_folder, keep, kept, read_regular
 from graphopt.native.limited import SECONDS, run
 
+logger = logging.getLogger(__name__)
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
@@ -61,6 +63,7 @@ def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[
     folder = cache_folder()
     if kept(name) is not None:
         return folder / name
+    logger.info("compiling for this machine, once for %s", "all graphs" if suffix == "o" else "this graph")
     with tempfile.TemporaryDirectory(dir=folder) as work:
         code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
         code.write_text(source)

@@ -31,6 +31,7 @@ from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
 
 
@@ -178,7 +179,9 @@ class Forms:
     def _lowered(self) -> Form | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
         device, native = self._device, self._device.native
-        if not device.on_cpu or not native or (native == "auto" and not self._is_large):
+        if not device.on_cpu or not native:
+            return None
+        if native == "auto" and (not self._is_large or has_halves(self._model)):
             return None
         try:
             found = lower(self._model, device.native_without, device.threads, in_place=self._in_place)
@@ -210,6 +213,14 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
     shapes = {x.name: x.shape for model in models for x in with_role(model, Role.PARAMETER)}
     known = [shape.numpy() for shape in shapes.values() if shape is not None and shape.is_static()]
     return sum(map(math.prod, known)) >= WORTH_COMPILING
+
+
+def has_halves(model: ir.Model) -> bool:
+    """Return whether a graph computes in 16 bits.
+
+    Kernels round each result, ONNX Runtime rounds some: in one form numbers may overflow that do not in the other.
+    """
+    return any(y.dtype in HALVES for node in model.graph.all_nodes() for y in node.outputs)
 
 
 def remembered(key: Sequence[object]) -> int | None:
