@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -183,9 +184,20 @@ def emptied(path):
     path.mkdir()
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """Return a cache folder with what lowering a step writes."""
+    base = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(base))
+        lower(load(step_of()))
+    return base / "graphopt" / "native"
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, piped, linked, emptied])
 @pytest.mark.parametrize("suffix", ["onnx", "json", "so", "o", "so.sum", "json.sum"])
-def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, suffix, damage):
+def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, filled, suffix, damage):
+    shutil.copytree(filled, cache)
     model = load(step_of())
     first = lower(model)
     (damaged,) = cache.glob(f"*.{suffix}")
