@@ -26,6 +26,7 @@ class Default(enum.Enum):
 
 
 DEFAULT: Final = Default.PASS
+FIRST_SCALE = 2.0**15  # of the loss
 Steps = Step | Sequence[Step] | None
 
 
@@ -63,7 +64,9 @@ def standard(
         "parameters": passes.Parameters,
         "sort": passes.SortInitializers,
         "training": partial(passes.TrainingMode, as_exported=True),
-        "gradient": passes.Gradient,
+        "gradient": passes.Gradient
+        if loss_scale is None
+        else partial(passes.Gradient, loss_scale=FIRST_SCALE),
         "simplify": passes.Simplify,
         "fuse": passes.Fuse,
     }
@@ -126,8 +129,9 @@ def compile(
         optimizer: updates the parameters, for example `passes.AdamW(learning_rate=1e-3)`; `passes.Group` sets another
             rate or weight decay for some of them.
         schedule: sets the learning rate of each step, for example `passes.Cosine(steps=1000, warmup=100)`.
-        loss_scale: scales the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which skips a step
-            whose gradients overflow and reduces the scale.
+        loss_scale: adapts the scale of the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which
+            skips a step whose gradients overflow and reduces the scale. The default gradient then starts from a scale
+            of 32,768.
         accumulate: accumulates the gradients of several batches before each update, for example
             `passes.Accumulate(4)`.
         simplify: folds constants and merges equal nodes; `passes.Simplify()` by default.

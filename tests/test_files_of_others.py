@@ -120,9 +120,11 @@ def test_what_the_file_says_comes_back():
     graph.doc_string, graph.node[0].doc_string, graph.initializer[0].doc_string = "of g", "of node", "of w"
     graph.input[0].type.denotation = "IMAGE"
     graph.input[0].type.tensor_type.shape.dim[0].denotation = "DATA_BATCH"
+    graph.initializer.append(numpy_helper.from_array(np.arange(3), "unread"))
     for holder in (graph, graph.node[0], proto):
         holder.metadata_props.add(key="k", value="v")
     trained = opened(proto).trained()
+    np.testing.assert_array_equal(numpy_helper.to_array(trained.graph.initializer[1]), np.arange(3))
     for weight in (graph.initializer[0], trained.graph.initializer[0]):
         weight.ClearField("raw_data")
     del trained.graph.value_info[:]
@@ -238,6 +240,7 @@ def bomb() -> str:
     [
         *("", "?", "eJw=", 5, base64.b64encode(b"{}").decode()),
         *(Notes.pack(x).packed for x in ([], {"graph": []}, {"weights": [[]]}, {"denotations": {"x": [1]}})),
+        *(Notes.pack({"unread": x}).packed for x in ([], {"u": 1}, {"u": "?"}, {"u": "AAAA"}, {"u": "CAE="})),
         *(Notes.pack({"nodes": {"y": each}}).packed for each in (3, ["MatMul", 1, {}], ["MatMul", "", []])),
         pytest.param(None, id="bomb"),
     ],

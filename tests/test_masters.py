@@ -110,6 +110,7 @@ def test_weights_of_16_bits_train_as_pytorchs_with_float32_masters(kind, optimiz
     [
         {"precision": passes.MixedPrecision("float16")},
         {"gradient": passes.Gradient(loss_scale=64.0), "loss_scale": passes.DynamicLossScale()},
+        {"loss_scale": passes.DynamicLossScale()},
         {"accumulate": passes.Accumulate(2)},
         {"regularizer": passes.L2(1e-3), "clip": passes.ClipGlobalNorm(1.0)},
     ],

@@ -359,7 +359,10 @@ def test_bfloat16_has_products_alone_that_the_opset_defines() -> None:
             {"precision": passes.MixedPrecision(keep="fc*")},
             "keep='fc\\*' matches no node; the model has: node, node_2",
         ),
-        ({"loss_scale": passes.DynamicLossScale()}, "found no scale: set gradient.loss_scale"),
+        (
+            {"gradient": passes.Gradient(), "loss_scale": passes.DynamicLossScale()},
+            "found no scale: set gradient.loss_scale",
+        ),
         (
             {
                 "gradient": passes.Gradient(loss_scale=2.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import PREFIX, Notes
 
+MOST_UNREAD = 2**20  # bytes
 Denoted = tuple[str, list[str]]  # a denotation of a type, and one of each dimension
 
 
@@ -21,6 +23,7 @@ def remember(model: ir.Model) -> None:
     found = {
         "graph": _own(graph.metadata_props),
         "weights": list(graph.initializers),
+        "unread": _unread(graph),
         "docs": {str(x.name): doc for x in graph.initializers.values() if (doc := _doc(x))},
         "denotations": {
             str(x.name): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
@@ -41,13 +44,18 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     found = notes.unpacked()
     graph = proto.graph
     _write(graph.metadata_props, _texts(found.get("graph")))
+    taken = {x.name for x in [*graph.initializer, *graph.input]} | {
+        y for node in graph.node for y in node.output
+    }
+    graph.initializer.extend(x for name, x in found.get("unread", {}).items() if name not in taken)
     order = {name: i for i, name in enumerate(found.get("weights", ()))}
     weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
     del graph.initializer[:]
     graph.initializer.extend(weights)
     docs = _texts(found.get("docs"))
     for weight in graph.initializer:
-        weight.doc_string = docs.get(weight.name, weight.doc_string)
+        if weight.name in docs:
+            weight.doc_string = docs[weight.name]
     denotations = found.get("denotations", {})
     for value in [*graph.input, *graph.output]:
         _denote(value, *denotations.get(value.name, ("", ())))
@@ -57,6 +65,16 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
         if op_type == node.op_type:
             node.doc_string = str(doc)
             _write(node.metadata_props, _texts(props))
+
+
+def _unread(graph: ir.Graph) -> dict[str, str]:
+    """Return the weights that no node reads, which passes remove, unless they are large."""
+    outputs = set(graph.outputs)
+    unread = [x for x in graph.initializers.values() if x not in outputs and not x.uses()]
+    if sum(x.const_value.nbytes for x in unread if x.const_value is not None) > MOST_UNREAD:
+        return {}
+    tensors = {str(x.name): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
+    return {name: base64.b64encode(tensor.SerializeToString()).decode() for name, tensor in tensors.items()}
 
 
 def _said(node: ir.Node) -> tuple[str, str, dict[str, str]]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
 
@@ -463,7 +464,19 @@ class Notes(Note):
         _check(*(isinstance(each, dict) for each in mappings))
         _check(*(_fits(each, str, list) for each in found.get("denotations", {}).values()))
         _check(*(_fits(each, str, str, dict) for each in found.get("nodes", {}).values()))
-        return dict(found)
+        unread = found.get("unread", {})
+        _check(isinstance(unread, dict), *(isinstance(each, str) for each in unread.values()))
+        return found | {"unread": {name: _tensor(name, text) for name, text in unread.items()}}
+
+
+def _tensor(name: str, text: str) -> onnx.TensorProto:
+    """Return a tensor that carries its own numbers."""
+    try:
+        tensor = onnx.TensorProto.FromString(base64.b64decode(text, validate=True))
+    except DecodeError as error:
+        raise ValueError from error
+    _check(tensor.name == name, not tensor.external_data)
+    return tensor
 
 
 def note_of(holder: Holder, key: str) -> str | None:
