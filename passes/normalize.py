@@ -23,7 +23,7 @@ from graphopt.graph.declarations import forget
 from graphopt.graph.file_notes import remember
 from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import LeftOut, Origin
+from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_name
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
@@ -38,6 +38,8 @@ from passes.lowering.gelu_pattern import GELU
 from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
 from passes.weights import exporters
+
+NAMES_OF_THE_RUNTIME = ("gemm_input_shape", "gemm_output_shape")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Normalize(Pass):
         note_versions(model)
         remember(model)
         _set_givens_aside(model)
+        _rename_what_the_runtime_names(model)
         with keep_interface(model):
             self._prepare(model)
             infer(model)
@@ -209,6 +212,17 @@ def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
         set_aside(model, labels, is_floating, role)
+
+
+def _rename_what_the_runtime_names(model: ir.Model) -> None:
+    """Rename constants with names that ONNX Runtime gives to its own, although the graph may have them.
+
+    A file that it has written has them, too, and it then refuses the training graph (MatMulAddFusion, version 1.32).
+    """
+    for value in list(model.graph.initializers.values()):
+        if str(value.name).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
+            ORIGINAL_NAME.write(value, original_name(value))
+            value.name = f"from_file/{value.name}"
 
 
 def _set_givens_aside(model: ir.Model) -> None:

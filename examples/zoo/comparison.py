@@ -52,7 +52,8 @@ class Training:
     """Hold the results of ten steps: the losses, the weights by name, and the predictions for a last batch.
 
     `trained` counts the numbers that train by the names of weights, tied ones once. For graphopt, `said` contains the
-    lines of the report about weights that the exporter changed, and `initial` the initial parameters.
+    lines of the report about weights that the exporter changed, `initial` the initial parameters, and `computed` the
+    names of those that the exporter computed.
     """
 
     losses: Sequence[float]
@@ -61,6 +62,8 @@ class Training:
     trained: Mapping[str, int]
     said: Mapping[str, str] = field(default_factory=dict)
     initial: Arrays = field(default_factory=dict)
+    computed: Sequence[str] = ()
+    warned: str = ""  # that another tool has removed the exporter's records
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ class Case(ABC):
         optimizers: the passes for the framework's optimizers, each of which is a row of the table.
         training: the pass that enables the training behaviour; None for a model without one.
         freeze: the parameters that the framework freezes, which no ONNX file records.
-        unrecorded: the words of exporters that drop what stops gradients: detach(), or the row of an embedding that
-            pads, which does not train.
+        unrecorded: the words of exporters or tools that drop what stops gradients: detach(), or the row of an embedding
+            that pads, which does not train; or that merge weights with equal numbers.
         tolerance: the largest relative difference of an agreement.
     """
 
@@ -198,8 +201,11 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     ):
         row.verdict, row.cause = (
             "not recorded",
-            "the exporter drops what stops a gradient; the framework without it trains the same",
+            "the file does not say what stops a gradient, or which weights are merged; the framework without it trains "
+            "the same",
         )
+    elif ours.warned:
+        row.verdict, row.cause = "reported", f"{row.cause}. The warning: {ours.warned}"
     else:
         row.verdict = "differs"
 
@@ -221,19 +227,23 @@ def follows(export: Export, case: Case, optimizer: Any, ours: Training, pairs: P
 def apart(
     ours: Training, theirs: Training, initial: Arrays, pairs: Pairs
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the parameters that train only in graphopt and only in the framework, by their values, with counts."""
+    """Return the parameters that train only in graphopt and only in the framework, by their values, with counts.
+
+    What the exporter computed from parameters trains only in graphopt, even if some of its numbers are theirs. A
+    parameter of which the file has no number is not missing if something was computed by the exporter.
+    """
     found = {other for other, _ in pairs.values()}
     numbers_there = np.concatenate([x.ravel() for x in initial.values()])
     numbers_here = np.concatenate([x.ravel() for x in ours.initial.values()])
     extra = {
         name: count
         for name, count in ours.trained.items()
-        if name not in found and not is_part(ours.initial[name], numbers_there)
+        if name not in found and (name in ours.computed or not is_part(ours.initial[name], numbers_there))
     }
     missing = {
         name: count
         for name, count in in_export(theirs, pairs).items()
-        if (name not in pairs or pairs[name][0] not in ours.trained)
+        if (pairs[name][0] not in ours.trained if name in pairs else not ours.computed)
         and not is_part(initial[name], numbers_here)
     }
     return extra, missing
@@ -274,8 +284,8 @@ def listed(counts: Mapping[str, int]) -> str:
 def train_here(proto: onnx.ModelProto, case: Case, optimizer: Any, batches: Sequence[Batch]) -> Training:
     """Compile an export, train it on all batches except the last, and predict the last one with the trained model."""
     steps = {"loss": case.loss, "optimizer": optimizer, "training": case.training}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
     weights = with_role(step, Role.PARAMETER)
     numbers = {str(value.name): math.prod(value.shape) for value in weights}
@@ -285,7 +295,10 @@ def train_here(proto: onnx.ModelProto, case: Case, optimizer: Any, batches: Sequ
     trained = executor.trained()
     predicted = graphopt.run(trained, batches[-1].inputs)
     prediction = next(array for array in predicted.values() if np.issubdtype(array.dtype, np.floating))
-    return Training(losses, dict(constants(trained)), prediction, numbers, said(step, weights), initial)
+    computed = [str(value.name) for value in weights if Origin.read(value).kind is Kind.COMPUTED]
+    warned = next((text for one in caught if "removed the records" in (text := str(one.message))), "")
+    names = said(step, weights)
+    return Training(losses, dict(constants(trained)), prediction, numbers, names, initial, computed, warned)
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
@@ -294,7 +307,7 @@ def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
     for value in weights:
         origin = Origin.read(value)
         if not origin.certain or origin.kind is Kind.COMPUTED:
-            found[value.name] = f"{value.name}: {origin.reason}"
+            found[value.name] = f"{value.name}: {origin.reason} {' '.join(origin.sources)}".strip()
     for value in step.graph.initializers.values():
         origin = Origin.read(value)
         if origin is not None and origin.trains:

@@ -261,7 +261,7 @@ CASES = {
     "scripted loop": case(lambda: Scripted("loop", 2), rows(4, 5), **OLDER),
     "scripted loop, any length": case(lambda: Scripted("loop", 2), steps, **ANY, **OLDER),
     "scripted loop that collects": case(lambda: Scripted("collection", 1), rows(4, 5), **OLDER),
-    "scripted branch": case(lambda: Scripted("branch", 2), rows(5), **OLDER),
-    "ScriptModule, loop and branch": case(Module, steps, script=True, **ANY, **OLDER),
+    "scripted branch": case(lambda: Scripted("branch", 2), rows(5), branches=True, **OLDER),
+    "ScriptModule, loop and branch": case(Module, steps, script=True, branches=True, **ANY, **OLDER),
     "ScriptModule, list of layers": case(Layers, rows(5), script=True, **OLDER),
 }  # fmt: skip

@@ -44,6 +44,8 @@ class TorchCase(Case):
         script: compile the module by torch.jit.script before the export.
         fresh: keep the initial weights, of which exporters merge equal ones.
         batch: the number of rows.
+        branches: give weights of a branch that a step does not take a gradient of 0, as a graph does; PyTorch gives
+            them none, and its optimizers do not touch them.
     """
 
     build: Callable[[], nn.Module]
@@ -53,6 +55,7 @@ class TorchCase(Case):
     batch: int = field(default=BATCH, kw_only=True)
     lengths: Sequence[int] = field(default=(), kw_only=True)
     script: bool = field(default=False, kw_only=True)
+    branches: bool = field(default=False, kw_only=True)
 
     @property
     def exporters(self) -> Sequence[str]:
@@ -91,6 +94,14 @@ def perturb(module: nn.Module) -> None:
             part.dropout = 0.0
         if isinstance(getattr(part, "drop_prob", None), float):
             part.drop_prob = 0.0
+
+
+def merge_equal(module: nn.Module) -> None:
+    """Share one parameter among all with the same numbers, as tools do that rewrite files."""
+    first: dict[Any, nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, name, first.setdefault((weight.shape, weight.detach().numpy().tobytes()), weight))
 
 
 NORMALIZATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -134,6 +145,7 @@ class TorchModel(Model):
         for part in module.modules():
             if isinstance(part, nn.Embedding):
                 part.padding_idx = None
+        merge_equal(module)
         with mock.patch.object(torch.Tensor, "detach", lambda self: self):
             return replace(self, module=module).train(optimizer, batches, double=False)
 
@@ -147,7 +159,8 @@ class TorchModel(Model):
         losses = []
         for batch in batches[:-1]:
             inputs, target = tensors(batch, double)
-            updates.zero_grad()
+            for p in masters.weights.values():
+                p.grad = torch.zeros_like(p) if self.case.branches else None
             loss = torch_loss(self.case.loss, masters(*inputs), target)
             loss.backward()
             updates.step()

@@ -25,7 +25,7 @@ from keras import layers
 import passes
 
 BATCH = 4
-OPTIMIZERS = passes.SGD(0.01), passes.AdamW(1e-3, epsilon=1e-7)  # Keras adds a large epsilon elsewhere
+OPTIMIZERS = passes.SGD(0.01), passes.AdamW(1e-3, epsilon=1e-9)  # Keras adds a larger epsilon elsewhere
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propag
     found = _resolved(model, [x for x in values if x not in kept], sorted(given), propagate)
     found = {name: size for name, size in found.items() if name in made_up}
     if not given:  # nothing is dynamic but what depends on data
-        found |= _numbers_declared(declared, made_up - found.keys())
+        found |= _numbers_declared(model, declared, made_up - found.keys())
     found |= _names_of_outputs(model, declared, made_up - found.keys(), _symbols(declared.values()) | given)
     for value in values:
         if value.shape is not None:
@@ -237,11 +237,23 @@ def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelP
     return sized
 
 
-def _numbers_declared(declared: Declared, names: set[str]) -> dict[str, int]:
-    dims = (
-        (_name(d), e) for x, shape in declared.items() for d, e in zip(x.shape or (), shape, strict=False)
-    )
-    return {name: size for name, size in dims if name in names and isinstance(size, int) and size > 0}
+def _numbers_declared(model: ir.Model, declared: Declared, names: set[str]) -> dict[str, int]:
+    """Return the declared numbers for names made up.
+
+    Inference makes up one name for all parts of a split sequence. If they have several sizes, each value gets its own,
+    and what is computed from them is left to the next inference.
+    """
+    numbers: dict[str, set[int]] = {}
+    for x, shape in declared.items():
+        for dim, size in zip(x.shape or (), shape, strict=False):
+            if _name(dim) in names and isinstance(size, int) and size > 0:
+                numbers.setdefault(_name(dim), set()).add(size)
+    several = {name for name, sizes in numbers.items() if len(sizes) > 1}
+    for x in _inferable(model.graph):
+        if x.shape is not None and any(_name(dim) in several for dim in x.shape):
+            own = declared.get(x)
+            x.shape = own if own is not None and len(own) == len(x.shape) else None
+    return {name: sizes.pop() for name, sizes in numbers.items() if name not in several}
 
 
 def _names_of_outputs(

@@ -13,12 +13,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
 from graphopt.graph.traversal import ancestors
-from passes.weights.initializers import is_weight
+from passes.weights.initializers import is_weight, register
 
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
@@ -26,6 +28,7 @@ _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
 _INNER = re.compile(r"val_\d+")  # a value inside of a call
+_PADDING = re.compile(r"target=torch\.ops\.aten\.embedding\.\w+\]\(args = \(%\w+, %\w+, (\d+)[,)]")
 _APART = 'File "<eval_with_key>'  # the first line of the trace of code that the exporter traced apart
 
 DETACHING = {"detach", "detach_"}
@@ -87,6 +90,32 @@ def stop(model: ir.Model) -> list[str]:
     stopped += stops.values()
     _check_lost(names, merged, stopped)
     return [str(x.name) for x in stopped]
+
+
+def stop_at_padding(model: ir.Model) -> None:
+    """Stop gradients at the elements of an embedding whose index is its `padding_idx`, in training only.
+
+    The exported program has it as the third argument of `aten.embedding`; -1, the default, is none.
+    """
+    for node in [node for node in model.graph if node.op_type == "Gather" and node.domain == ""]:
+        padding = _PADDING.search(note_of(node, EXPORTED_CALL) or "")
+        indices, y = node.inputs[1], node.outputs[0]
+        if padding is None or indices is None or y.is_graph_output():
+            continue
+        users = list(y.uses())
+        number = np.array(int(padding[1]), (indices.dtype or ir.DataType.INT64).numpy())
+        pads = ir.node("Equal", [indices, register(model, f"{y.name}/padding", number)])
+        last = register(model, f"{y.name}/last", np.array([-1]))
+        column = ir.node("Unsqueeze", [pads.outputs[0], last])
+        chosen = ir.node("Where", [column.outputs[0], _stopped(y), y])
+        for i, added in enumerate((pads, column, chosen)):
+            added.outputs[0].name = added.name = f"{y.name}/unpadded.{i}"
+        in_inference(chosen, same_as=2)
+        stop = chosen.inputs[1].producer()  # type: ignore[union-attr]
+        assert stop is not None
+        model.graph.insert_after(stop, [pads, column, chosen])
+        for user, index in users:
+            user.replace_input_with(index, chosen.outputs[0])
 
 
 def _stopped(x: ir.Value) -> ir.Value:

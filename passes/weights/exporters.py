@@ -22,6 +22,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
     signature = exported_program.signature(model)
     if signature:
         detached.stop(model)
+        detached.stop_at_padding(model)
         exported_program.restore_records(model, signature)
         restored: dict[str, Origin] = {}
         for undo in (

@@ -163,7 +163,8 @@ def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Colle
 def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str]) -> Origin:
     """Return the kind of a value that the exporter computed."""
     of = next(map(_of, readers), "")
-    if array(value).size == 1 and all(reader.op_type in _BESIDE_LITERALS for reader in readers):
+    beside_literals = all(reader.op_type in _BESIDE_LITERALS for reader in readers)
+    if array(value).size == 1 and beside_literals and not _is_bias(value, readers):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
     if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.repeats(array(value)):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
@@ -173,6 +174,20 @@ def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str])
         return Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     why = f"computed by the exporter from parameters{of}, as of a weight norm or BatchNormalization, in whose place"
     return Origin(Kind.COMPUTED, f"{why} it trains", certain=False, by_exporter=True)
+
+
+def _is_bias(value: ir.Value, readers: Sequence[ir.Node]) -> bool:
+    """Return whether a value of rank 1 is added to nothing but products of matrices. Literals have rank 0."""
+    others = [x for reader in readers for x in reader.inputs if x is not None and x is not value]
+    adds = all(reader.op_type == "Add" for reader in readers)
+    return array(value).ndim == 1 and adds and all(map(_is_product, others))
+
+
+def _is_product(x: ir.Value) -> bool:
+    node = x.producer()
+    while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node is not None and node.op_type == "MatMul"
 
 
 def _is_linear(product: ir.Node, known: Collection[str]) -> bool:

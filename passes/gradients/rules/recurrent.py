@@ -91,6 +91,7 @@ def lstm(
 # operator in training and saves its gates for the gradient. With fewer units, the operator runs the forward pass.
 LARGE = 32
 
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
@@ -109,12 +110,15 @@ def expanded(
     node: Node,
     direction: str,
     layout: int = 0,
+    hidden_size: int | None = None,
     **attributes: Any,
 ) -> list[Value]:
     """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
     if direction not in DIRECTIONS:
         raise GraphoptError(f"expected a direction of {', '.join(DIRECTIONS)}, found {direction!r}")
     ways = DIRECTIONS[direction]
+    if hidden_size and not isinstance(dims_of(r)[-1], int):
+        r.shape = ir.Shape([len(ways), GATES[node.op_type] * hidden_size, hidden_size])
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
     weights = zip(*(parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
@@ -308,7 +312,7 @@ def width(x: Value) -> int:
     size = dims_of(x)[-1]
     if not isinstance(size, int):
         raise GraphoptError(
-            f"expected a known hidden size, the last dimension of its recurrent weight, found shape {x.shape}: declare "
-            f"the weight's shape"
+            f"expected a known hidden size, the last dimension of its recurrent weight, found shape {x.shape}: set the "
+            f"attribute hidden_size"
         )
     return size
