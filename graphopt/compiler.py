@@ -114,8 +114,8 @@ def compile(
         training: makes BatchNormalization use batch statistics and enables Dropout in training, but not in evaluation
             and export, for example `passes.TrainingMode()`; `passes.TrainingMode(as_exported=True)` by default, which
             does so in the nodes that the file has in training mode.
-        loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs,
-            `passes.OwnLoss` for a model that computes its own loss.
+        loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs, `passes.CTC`
+            for sequences of labels without times, `passes.OwnLoss` for a model that computes its own loss.
         regularizer: adds a penalty on parameters chosen by name, for example `passes.L2(1e-4)`; a list adds several.
         precision: computes matrix products, convolutions and the operators between them in 16 bits, for example
             `passes.MixedPrecision()`; parameters, their updates and the trained model stay float32.
