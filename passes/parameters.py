@@ -21,7 +21,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
-from passes.weights import evidence, ties
+from passes.weights import evidence, exporters, ties
 from passes.weights.initializers import duplicate
 from passes.weights.masters import QuantizedWeights
 
@@ -246,6 +246,10 @@ def _origin(value: ir.Value) -> Origin:
     found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
     if found is not None:
         return replace(found, named=written is not None and written.named)
+    if written is None and str(value.name).startswith(exporters.FOLDED_BY_TF2ONNX):
+        return Origin(
+            Kind.PARAMETER, "folded by tf2onnx, of a variable or of numbers of the program", certain=False
+        )
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
     # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.

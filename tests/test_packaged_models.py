@@ -23,6 +23,8 @@ import pytest
 
 import graphopt
 import passes
+from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
 from passes.losses.loss import Loss
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
@@ -146,6 +148,10 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
         step = graphopt.compile(proto, optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0), **steps)
         gradients = graphopt.compile(proto, **steps)
     assert wanted.unsure == any("does not say whether" in str(warning.message) for warning in said)
+    reported = report(proto, graphopt.standard(optimizer=passes.SGD(1e-3), **steps)).summary()
+    assert (
+        "by nothing" in reported and f"trains     {len(with_role(step, Role.PARAMETER))} tensors" in reported
+    )
     executor = graphopt.Executor(step, threads=1)
     assert not [name for name in executor.parameters for part in wanted.frozen if part in name]
 

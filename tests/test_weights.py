@@ -523,3 +523,14 @@ def test_a_loss_that_reaches_no_weight_is_refused() -> None:
         GraphoptError, match="the loss does not depend on 'w': freeze them, or compare another output"
     ):
         graphopt.compile(model(text, w=np.ones((4, 3))), loss=passes.MeanSquaredError(output="a"))
+
+
+def test_what_tf2onnx_folded_trains_and_is_not_certain():
+    text = "g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, const_fold_opt__1) y = Add(h, b) }"
+    proto = model(
+        text, const_fold_opt__1=np.random.default_rng(0).random((4, 3)), b=np.array([0.3, -0.2, 0.5])
+    )
+    proto.producer_name = "tf2onnx"
+    loaded, said = decided(proto)
+    assert {x.name for x in with_role(loaded, Role.PARAMETER)} == {"const_fold_opt__1", "b"}
+    assert any("'const_fold_opt__1' (folded by tf2onnx" in text for text in said)

@@ -11,6 +11,8 @@ from graphopt.graph.metadata import Kind, Origin
 from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import floating
 
+FOLDED_BY_TF2ONNX = "const_fold_opt__"  # with a number: the names of constants that tf2onnx computes
+
 
 def read(model: ir.Model) -> dict[str, Origin]:
     """Reverse the exporter's changes to parameters where possible, and return the kinds of its initializers by name.
