@@ -152,6 +152,7 @@ def test_a_file_that_the_runtime_has_written_may_have_names_of_its_constants(tmp
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(str(tmp_path / "x.onnx"), options, providers=["CPUExecutionProvider"])
     proto = onnx.load(tmp_path / "optimized.onnx")
-    assert any(x.name.startswith("gemm_input_shape") for x in proto.graph.initializer)
+    if not graphopt.Device("cpu").trains:  # onnxruntime-training 1.19.2 does not do so yet
+        assert any(x.name.startswith("gemm_input_shape") for x in proto.graph.initializer)
     trained = check(module, proto, words).trained()
     assert {x.name for x in trained.graph.initializer} == {x.name for x in proto.graph.initializer}
