@@ -126,10 +126,7 @@ class Translation:
         limit = (30 if self._unit > 1e-6 else 1000) * self._unit
         errors = self._errors(expected, found, state, state)
         if max(errors.values(), default=0.0) > limit:
-            rounding = self._rounding(expected, state, feeds)
-            errors = {
-                name: error for name, error in errors.items() if error > 10 * (limit + 2 * rounding[name])
-            }
+            errors = self._beyond_rounding(errors, limit, expected, state, feeds)
             host = {name: x for name, x in feeds.items() if isinstance(x, np.ndarray)}
             return dict(sorted(errors.items(), key=lambda item: -item[1])), {**state, **host}
         return {}, {}
@@ -179,16 +176,28 @@ class Translation:
         self._reference.execute(binding)
         return {name: np.array(y.numpy()) for name, y in zip(names, binding.get_outputs(), strict=True)}
 
-    def _rounding(self, expected: Arrays, state: Arrays, feeds: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return how much noise of some roundings in state and data changes each output."""
+    def _beyond_rounding(
+        self,
+        errors: dict[str, float],
+        limit: float,
+        expected: Arrays,
+        state: Arrays,
+        feeds: Mapping[str, Tensor],
+    ) -> dict[str, float]:
+        """Return the errors that noise of some roundings in state and data does not explain, in a few trials."""
         rng, data = np.random.default_rng(0), {x.name for x in with_role(self._plain, Role.DATA)}
-        worst: dict[str, float] = dict.fromkeys(expected, 0.0)
         for _ in range(TRIALS):
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
             fed = {name: self._noisy(x, rng) if name in data else x for name, x in feeds.items()}
-            errors = self._errors(expected, self._stepped(noisy, fed), state, noisy)
-            worst = {name: max(error, errors.get(name, 0.0)) for name, error in worst.items()}
-        return worst
+            noise = self._errors(expected, self._stepped(noisy, fed), state, noisy)
+            errors = {
+                name: error
+                for name, error in errors.items()
+                if error > 10 * (limit + 2 * noise.get(name, 0.0))
+            }
+            if not errors:
+                break
+        return errors
 
     def _noisy(self, x: Any, rng: np.random.Generator) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
