@@ -71,10 +71,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
             if packages := lacking(page.stem):
                 pytest.skip(f"expects {', '.join(packages)}")
             folder = tmp_path_factory.mktemp(page.stem)
-            (folder / "page.py").write_text("\n".join(blocks(page, "python")))
+            program = (
+                tmp_path_factory.mktemp("program") / "page.py"
+            )  # not beside what the page's commands read
+            program.write_text("\n".join(blocks(page, "python")))
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             done = subprocess.run(
-                [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True
+                [sys.executable, str(program)], cwd=folder, env=environment, capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr
             (folder / "printed.txt").write_text(done.stdout)
