@@ -475,6 +475,24 @@ def test_no_transpose_that_a_gemm_can_do():
         assert second == pytest.approx(first, rel=1e-6)
 
 
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_transpose_that_a_gemm_can_do_turns_both_operands(first, second):
+    x = RNG.standard_normal((4, 5)[:: 1 - 2 * first]).astype(np.float32)
+    w = RNG.standard_normal((5, 3)[:: 1 - 2 * second]).astype(np.float32)
+    dims = ",".join(map(str, x.shape))
+    proto = model(
+        f"""g (float[{dims}] x) => (float[3,4] y) {{
+            p = Gemm<transA = {first}, transB = {second}>(x, w)
+            y = Transpose<perm = [1, 0]>(p)
+        }}""",
+        w=w,
+    )
+    fused = graphopt.Pipeline(normalize=passes.Normalize(), fuse=passes.Fuse())(proto)
+    assert [node.op_type for node in fused.graph] == ["Gemm"]
+    expected = ((x.T if first else x) @ (w.T if second else w)).T
+    np.testing.assert_allclose(graphopt.run(fused, {"x": x})["y"], expected, rtol=1e-5, atol=1e-6)
+
+
 LOOKALIKES = {  # a graph of x, w and v, which looks like what a fusion replaces, and PyTorch's function
     "a Gemm with a factor": (
         "p = Gemm<alpha = 0.5>(x, w)  s = Add(x, p)  y = MatMul(s, v)",
