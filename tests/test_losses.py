@@ -326,6 +326,8 @@ def test_a_loss_may_have_no_target():
     [
         ({"targets": {"t": "int64"}}, "'t': expected a type and a shape such as int64"),
         ({"targets": {"t": "float[N]"}}, "'t': expected a type and a shape such as int64.* types: float32"),
+        ({"targets": {"t": "int64[" + "9" * 50 + "]"}}, "'t': expected a type and a shape such as int64"),
+        ({"targets": {"t": "int64[\N{SUPERSCRIPT TWO}]"}}, "'t': expected a type and a shape such as int64"),
         ({"targets": {"t": "int64[N,]"}}, "'t': expected a type and a shape such as int64"),
         ({"targets": {"x": "int64[N]"}}, "'x'"),
         ({"other_outputs": ["b"]}, "CustomLoss: output 'b'"),

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 
+SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 TYPES = {
     dtype.numpy().name: dtype
     for dtype in map(
@@ -54,9 +55,9 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
     >>> tensor_type("target", "int64[N,3]")
     (DataType.INT64, Shape([SymbolicDim(N), 3]))
     """
-    found = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text))
+    found = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
     sizes = [size.strip() for size in found[2].split(",")] if found and found[2].strip() else []
-    if found is None or found[1] not in TYPES or not all(sizes):
+    if found is None or found[1] not in TYPES or not all(map(SIZE.fullmatch, sizes)):
         raise GraphoptError(
             f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(TYPES)}"
         )

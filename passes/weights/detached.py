@@ -28,7 +28,7 @@ _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
 _INNER = re.compile(r"val_\d+")  # a value inside of a call
-_PADDING = re.compile(r"target=torch\.ops\.aten\.embedding\.\w+\]\(args = \(%\w+, %\w+, (\d+)[,)]")
+_PADDING = re.compile(r"target=torch\.ops\.aten\.embedding\.\w+\]\(args = \(%\w+, %\w+, (\d{1,9})[,)]")
 _APART = 'File "<eval_with_key>'  # the first line of the trace of code that the exporter traced apart
 
 DETACHING = {"detach", "detach_"}
