@@ -16,7 +16,7 @@ from graphopt.graph.listing import listing
 from graphopt.graph.loading import load, save
 from graphopt.hosts.export import export_hosts
 from graphopt.inspection.plot import dot, mermaid, plot
-from graphopt.layer import ForwardBackward
+from graphopt.layer.layer import ForwardBackward
 from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device

@@ -248,9 +248,9 @@ def split_step(
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
-    from passes.batch_statistics import stages_of_batch
-    from passes.halves import cut
-    from passes.stages import early_gradients
+    from passes.parts.batch_statistics import stages_of_batch
+    from passes.parts.halves import cut
+    from passes.parts.stages import early_gradients
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
@@ -289,7 +289,7 @@ def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
     ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.outer_step import outer_step as outer
+    from passes.parts.outer_step import outer_step as outer
 
     return outer(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
 
@@ -304,7 +304,7 @@ class LayerGraphs:
 
     def with_yield(self) -> ir.Model:
         """Return the joint graph with a YieldOp between forward and backward, in the form for a TrainingAgent."""
-        from passes.vector_jacobian import yielding
+        from passes.parts.vector_jacobian import yielding
 
         return yielding(self.joint)
 
@@ -329,7 +329,7 @@ def compile_layer(
         GraphoptError: the model cannot be read, or a pass rejects it.
     """
     import passes
-    from passes.vector_jacobian import split
+    from passes.parts.vector_jacobian import split
 
     pipeline = standard(
         normalize=normalize,

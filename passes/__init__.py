@@ -4,12 +4,14 @@ Each file contains one family. The base class of a family does everything except
 docstrings assume `import graphopt, passes`.
 """
 
+from graphopt.graph.simplify import Simplify
 from graphopt.graph.unroll import Unroll
+from graphopt.targets.onnxruntime import Fuse
+from graphopt.targets.portable import Portable
 from passes.accumulate import Accumulate
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
 from passes.diagnostics import GradientNorm, ReportGradients
 from passes.differentiate import Differentiate
-from passes.fusion import Fuse
 from passes.gradient_stops import StopGradient, stop_gradient
 from passes.gradients import Gradient, GradientSource
 from passes.gradients.registry import gradient
@@ -26,7 +28,7 @@ from passes.optimizers.descent import SGD
 from passes.optimizers.optimizer import Group, Optimizer
 from passes.ort_gradient import OrtGradient
 from passes.parameters import Parameters, Untie
-from passes.portable import Portable
+from passes.parts.vector_jacobian import VectorJacobianProduct
 from passes.recompute import Recompute
 from passes.regularizers import L1, L2, ElasticPenalty, Regularizer
 from passes.schedules import (
@@ -41,12 +43,10 @@ from passes.schedules import (
     Schedule,
     StepDecay,
 )
-from passes.simplify import Simplify
 from passes.sort_initializers import SortInitializers
 from passes.standardize import Standardize
 from passes.training_mode import TrainingMode
 from passes.unroll_loops import UnrollLoops
-from passes.vector_jacobian import VectorJacobianProduct
 
 __all__ = [
     "CTC",

@@ -16,10 +16,10 @@ from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
 from graphopt.graph.values import is_floating, like
 from graphopt.intervals import within
-from passes.simplify import simplify
 
 ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
 CAPS = 24  # the number of segment sizes to try, each a fifth smaller than the previous one

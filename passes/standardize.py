@@ -18,7 +18,7 @@ from graphopt.graph.rewriting import Pass, Pattern, Read, matches
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating
-from graphopt.statistics import Moments
+from graphopt.moments import Moments
 
 Numbers = float | Sequence[float]
 

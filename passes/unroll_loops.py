@@ -13,10 +13,10 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.limits import limits_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, like
 from passes.gradients.loop_bodies import padded
-from passes.simplify import Simplify
 
 LOOPS = ("Loop", "Scan")
 

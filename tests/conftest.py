@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.graph.rewriting import Pass
-from passes.fusion import FUSIONS
+from graphopt.targets.onnxruntime import FUSIONS
 
 os.environ.setdefault("GRAPHOPT_NATIVE", "false")  # kernels are compiled where a test asks for them
 

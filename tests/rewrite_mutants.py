@@ -20,12 +20,12 @@ def of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
 
 FUSIONS = [
     *of(
-        "passes/fusion/__init__.py",
+        "graphopt/targets/onnxruntime/__init__.py",
         "fusion",
         ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
     ),
     *of(
-        "passes/fusion/scaled_gradients.py",
+        "graphopt/targets/onnxruntime/scaled_gradients.py",
         "training_matrix",
         (
             "plain_descent",
@@ -34,14 +34,14 @@ FUSIONS = [
         ),
     ),
     *of(
-        "passes/fusion/scaled_gradients.py",
+        "graphopt/targets/onnxruntime/scaled_gradients.py",
         "fusion",
         ("scaled_gradients", "JOINTLY_LINEAR and all(scaled)", "JOINTLY_LINEAR and any(scaled)"),
         ("scaled_gradients", "len(rates) != 1", "len(rates) < 1"),
         ("scaled_gradients", "return ends if whole else []", "return ends"),
     ),
     *of(
-        "passes/fusion/convolution.py",
+        "graphopt/targets/onnxruntime/convolution.py",
         "fusion",
         ("other_forms or model_is_one_again", "np.eye(math.prod(taps))[::-1]", "np.eye(math.prod(taps))"),
         ("other_forms", "strides=[*strides, 1],", "strides=[*dilations, 1],"),
@@ -49,17 +49,17 @@ FUSIONS = [
         ("gradients_of_any_window", "range(0, places * strides[0], strides[0])", "range(places)"),
     ),
     *of(
-        "passes/fusion/pooling.py",
+        "graphopt/targets/onnxruntime/pooling.py",
         "fusion",
         ("masked_after_pooling", "like(op.HardSigmoid(p,", "like(op.HardSigmoid(share,"),
     ),
     *of(
-        "passes/fusion/pooling.py",
+        "graphopt/targets/onnxruntime/pooling.py",
         "training_matrix",
         ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
     ),
     *of(
-        "passes/fusion/gemm_updates.py",
+        "graphopt/targets/onnxruntime/gemm_updates.py",
         "fusion",
         (
             "gemm_can_do",
@@ -71,23 +71,23 @@ FUSIONS = [
         ("looks_like", 'gemm.attributes.get_float("alpha", 1.0) != 1.0', "False"),
     ),
     *of(
-        "passes/fusion/arithmetic.py",
+        "graphopt/targets/onnxruntime/arithmetic.py",
         "fusion",
         ("plain_descent or scaled_gradients", "op.Mul(like(op.Mul(s, t), s), x)", "op.Mul(s, x)"),
         ("looks_like", "tensor.numpy() != 2", "tensor.numpy() < 2"),
     ),
     *of(
-        "passes/fusion/shared_gelu.py",
+        "graphopt/targets/onnxruntime/shared_gelu.py",
         "fusion",
         ("gelu", "stand_in(node, [op.Mul(x, share)])", "stand_in(node, [op.Mul(share, share)])"),
     ),
     *of(
-        "passes/fusion/column_sums.py",
+        "graphopt/targets/onnxruntime/column_sums.py",
         "fusion",
         ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
     *of(
-        "passes/fusion/scan.py",
+        "graphopt/targets/onnxruntime/scan.py",
         "scan_fusion",
         ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
         ("parted", "rows[a].direction == rows[b].direction", "True"),
@@ -98,7 +98,7 @@ FUSIONS = [
 
 SIMPLIFYING = [
     *of(
-        "passes/simplify.py",
+        "graphopt/graph/simplify.py",
         "regularizers_and_clipping",
         ("global_norm", "tensor.numpy().item() != 1", "False"),
     ),
@@ -121,7 +121,7 @@ SIMPLIFYING = [
 
 NATIVE = [
     *of(
-        "graphopt/native/products.py",
+        "graphopt/targets/native/products.py",
         "native_products",
         ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
         ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
@@ -129,7 +129,7 @@ NATIVE = [
         ("scaled_products", 'attributes.get("alpha", 1.0) != 1.0 or', "False or"),
     ),
     *of(
-        "graphopt/native/operators.py",
+        "graphopt/targets/native/operators.py",
         "native_kernels",
         ("extremes", '"maximum": ("-INFINITY",', '"maximum": ("0",'),
         ("test_random_clusters", '"Where": "{0} ? {1} : {2}"', '"Where": "{0} ? {2} : {1}"'),
@@ -137,20 +137,20 @@ NATIVE = [
         ("test_random_clusters", '"{0} / ({C})AT_LEAST_1({N})"', '"{0} / ({C})(AT_LEAST_1({N}) + 1)"'),
     ),
     *of(
-        "graphopt/native/convolutions.py",
+        "graphopt/targets/native/convolutions.py",
         "native_convolutions",
         ("random_convolutions_are", "        pads[: len(space)],", "        pads[len(space) :],"),
         ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
         ("transposed_operands", "[pad - n for pad, n in", "[pad for pad, n in"),
     ),
     *of(
-        "graphopt/native/scans.py",
+        "graphopt/targets/native/scans.py",
         "native_scans",
         ("is_the_runtimes", "attributes.get('scan_input_directions') or", ""),
         ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
     ),
     *of(
-        "graphopt/native/in_place.py",
+        "graphopt/targets/native/in_place.py",
         "native_in_place",
         ("wait", "        if values:", "        if False:"),
         (
@@ -173,12 +173,12 @@ SPLITTING = [
         ("random_numbers", " or node.op_type in RANDOM", ""),
     ),
     *of(
-        "passes/halves.py",
+        "passes/parts/halves.py",
         "halves",
         ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
     ),
     *of(
-        "passes/halves.py",
+        "passes/parts/halves.py",
         "batch_statistics",
         (
             "unequal_rows",
@@ -187,7 +187,7 @@ SPLITTING = [
         ),
     ),
     *of(
-        "passes/portable.py",
+        "graphopt/targets/portable.py",
         "portable_forms",
         (
             "same_values",

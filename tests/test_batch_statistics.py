@@ -14,8 +14,8 @@ from workers import FLAT, NORMALIZED
 
 import graphopt
 import passes
+from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import Communicator
 
 RNG = np.random.default_rng(0)
 IMAGES = (RNG.standard_normal((24, 2, 6, 6)) + np.arange(24).reshape(24, 1, 1, 1) / 8).astype(np.float32)

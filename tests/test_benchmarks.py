@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 
 FOLDER = Path(__file__).parents[1] / "examples/benchmarks"
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 import graphopt
 from graphopt import cli
 from graphopt.cli.comparison import SweepTable
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 from passes.gradients.registry import RULES
 
 RNG = np.random.default_rng(0)

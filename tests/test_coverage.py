@@ -6,9 +6,7 @@ import functools
 
 import onnxruntime
 import pytest
-from torch_oracle import pytorch
-
-from graphopt.testing.coverage import (
+from onnx_node_tests import (
     Case,
     Tally,
     attempt,
@@ -18,6 +16,8 @@ from graphopt.testing.coverage import (
     report,
     runtime_refusal,
 )
+from torch_oracle import pytorch
+
 from graphopt.testing.gradients import DIFFERENCES, Proof
 
 TOTAL, PASSED, IN_RUNTIME = 896, 895, 852

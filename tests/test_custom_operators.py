@@ -12,7 +12,7 @@ import pytest
 import graphopt
 import passes
 from graphopt import cli
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 
 LIBRARY = onnxruntime_extensions.get_library_path()
 DECLARED = ", float[N,3] inverse"

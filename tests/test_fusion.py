@@ -15,7 +15,7 @@ from builders import linear, model, run
 import graphopt
 import passes
 from graphopt import models
-from passes.fusion import FUSIONS
+from graphopt.targets.onnxruntime import FUSIONS
 
 RNG = np.random.default_rng(0)
 

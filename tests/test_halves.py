@@ -13,9 +13,9 @@ from builders import model
 import graphopt
 import passes
 from graphopt import models
+from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.step_runner import StepRunner
 
 RNG = np.random.default_rng(0)

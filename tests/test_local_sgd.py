@@ -22,8 +22,8 @@ from builders import linear, mlp
 
 import graphopt
 import passes
+from graphopt.communicator import Communicator
 from graphopt.compiler import outer_step
-from graphopt.runtime.communicator import Communicator
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((96, 3)).astype(np.float32)

@@ -20,12 +20,12 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.native import limited, lowering, toolchain
-from graphopt.native.cache import SUM, cache_folder, keep, kept
-from graphopt.native.library import source
-from graphopt.native.lowering import LOWERINGS, lower, plan
 from graphopt.runtime.native_forms import measured, remembered
 from graphopt.runtime.session import Session
+from graphopt.targets.native import limited, lowering, toolchain
+from graphopt.targets.native.cache import SUM, cache_folder, keep, kept
+from graphopt.targets.native.library import source
+from graphopt.targets.native.lowering import LOWERINGS, lower, plan
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -297,7 +297,7 @@ def test_a_compiler_does_not_outlive_a_killed_process(tmp_path):
     inner = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     program = f"""import sys, pathlib
-from graphopt.native.limited import run
+from graphopt.targets.native.limited import run
 run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
     process = subprocess.Popen([sys.executable, "-c", program])
     while not mark.exists():
@@ -319,7 +319,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
 
     monkeypatch.setattr("graphopt.runtime.native_forms.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
-    monkeypatch.setattr("graphopt.native.lowering.keep", fail)
+    monkeypatch.setattr("graphopt.targets.native.lowering.keep", fail)
     for path in cache.glob("*.onnx"):
         path.unlink()
     with pytest.warns(UserWarning, match="expected a cache folder to write to, found none: No space left"):

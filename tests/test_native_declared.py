@@ -23,9 +23,9 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.errors import GraphoptError
-from graphopt.native import toolchain
-from graphopt.native.lowering import lower, plan
 from graphopt.runtime.session import Session
+from graphopt.targets.native import toolchain
+from graphopt.targets.native.lowering import lower, plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 FLOAT = onnx.TensorProto.FLOAT

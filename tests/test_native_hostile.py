@@ -18,10 +18,10 @@ from graphopt import models
 from graphopt.errors import GraphoptError
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.loading import load
-from graphopt.native import operators, toolchain
-from graphopt.native.library import source
-from graphopt.native.lowering import lower, plan
 from graphopt.runtime.session import Session
+from graphopt.targets.native import operators, toolchain
+from graphopt.targets.native.library import source
+from graphopt.targets.native.lowering import lower, plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 SQUARES = passes.MeanSquaredError()

@@ -11,9 +11,9 @@ import graphopt
 import passes
 from graphopt.graph.loading import load
 from graphopt.graph.names import next_of
-from graphopt.native import toolchain
-from graphopt.native.in_place import write_in_place
-from graphopt.native.lowering import plan
+from graphopt.targets.native import toolchain
+from graphopt.targets.native.in_place import write_in_place
+from graphopt.targets.native.lowering import plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 

@@ -33,10 +33,18 @@ from random_clusters import SPECIAL, Graph, Part, grown
 
 import graphopt
 import passes
-from graphopt.native.lowering import lower, plan
-from graphopt.native.operators import FOLDED, OF_ANY, OF_FLOATING, REDUCING, ROWS, VARIADIC, WITH_ATTRIBUTES
-from graphopt.native.toolchain import compiler
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.operators import (
+    FOLDED,
+    OF_ANY,
+    OF_FLOATING,
+    REDUCING,
+    ROWS,
+    VARIADIC,
+    WITH_ATTRIBUTES,
+)
+from graphopt.targets.native.toolchain import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 OPSET = 21 if onnxruntime.__version__.startswith("1.19.") else 24

@@ -12,10 +12,10 @@ from builders import model
 
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.loading import load
-from graphopt.native import toolchain
-from graphopt.native.lowering import lower, plan
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.targets.native import toolchain
+from graphopt.targets.native.lowering import lower, plan
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")

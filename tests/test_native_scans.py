@@ -12,11 +12,11 @@ from builders import model
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.native import lowering, toolchain
-from graphopt.native.bodies import ROWS, bodies, note_rows
-from graphopt.native.lowering import lower, plan
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.targets.native import lowering, toolchain
+from graphopt.targets.native.bodies import ROWS, bodies, note_rows
+from graphopt.targets.native.lowering import lower, plan
 from graphopt.testing import gradients
 
 RNG = np.random.default_rng(0)

@@ -15,6 +15,7 @@ import torch_models
 from builders import attention, linear, mlp, model
 from gradient_cases import CASES
 from gradient_cases import Case as RuleCase
+from onnx_node_tests import SOURCE_TOLERANCE, Case, cases, source_refusal
 from test_gradient import model_of, proved, seeded
 
 import graphopt
@@ -26,7 +27,6 @@ from graphopt.graph.roles import TRAINING_RUNTIME, Role
 from graphopt.inspection.report import report
 from graphopt.runtime.executor import run as execute
 from graphopt.testing import coverage
-from graphopt.testing.coverage import SOURCE_TOLERANCE, Case, cases, source_refusal
 from graphopt.testing.gradients import FATAL, distance, finite, gradient_model
 from passes.ort_gradient import limits as forms
 
@@ -153,7 +153,7 @@ def test_the_command_prints_who_refuses_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
-        "graphopt.testing.coverage",
+        "onnx_node_tests",
         "--gradient",
         "onnxruntime",
         "Tanh",

@@ -13,8 +13,8 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph.shapes import infer
+from graphopt.targets.portable import TARGETS
 from graphopt.testing.reference import evaluator
-from passes.portable import TARGETS
 
 RNG = np.random.default_rng(0)
 

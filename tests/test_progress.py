@@ -18,7 +18,7 @@ from rich.console import Console
 import graphopt
 import passes
 from graphopt import cli
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import progress
 from graphopt.training.callbacks.progress import ProgressBar, Sparkline
 

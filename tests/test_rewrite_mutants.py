@@ -9,7 +9,7 @@ import pytest
 from mutants import unnoticed
 from rewrite_mutants import CHOOSING, FUSIONS, MUTANTS, SIMPLIFYING, SPLITTING
 
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 
 LEAST = 40
 

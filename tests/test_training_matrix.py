@@ -12,7 +12,7 @@ import random
 import pytest
 from training_matrix import FACTORS, NETWORKS, Training, differences, expected, pairs, trained
 
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 
 OF_LOSSES, OF_MOVES = 1e-5, 2e-4  # the largest relative errors; float32 reaches 5e-7 and 6e-5
 PRODUCT = ("network", "optimizer", "exporter", "fuse", "native")

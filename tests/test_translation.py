@@ -15,11 +15,11 @@ import graphopt
 import passes
 from graphopt.graph import unroll
 from graphopt.graph.plain import plain_of
-from graphopt.native import operators, toolchain
 from graphopt.runtime import native_forms
 from graphopt.runtime.bound_session import BoundSession
+from graphopt.targets.native import operators, toolchain
+from graphopt.targets.onnxruntime import scaled_gradients
 from passes import fusion
-from passes.fusion import scaled_gradients
 
 RNG = np.random.default_rng(0)
 needs_compiler = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")

@@ -1,6 +1,6 @@
 """PyTorch's autograd as an oracle of gradients: ONNX's operators as PyTorch computes them, in float64.
 
-`python tests/torch_oracle.py [OPERATOR ...]` is `python -m graphopt.testing.coverage` with PyTorch as the first oracle.
+`python tests/torch_oracle.py [OPERATOR ...]` is `python tests/onnx_node_tests.py` with PyTorch as the first oracle.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnx_node_tests
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from graphopt.graph.schemas import defaults
-from graphopt.testing import coverage
 from graphopt.testing.gradients import NoOracle
 
 Arrays = dict[str, np.ndarray]
@@ -1280,4 +1280,4 @@ def step(kind, x, h, c, w, r, wb, rb, peep, functions, linear_before_reset, inpu
 
 
 if __name__ == "__main__":
-    coverage.main(pytorch)
+    onnx_node_tests.main(pytorch)

@@ -22,9 +22,9 @@ import onnx_ir as ir
 
 import graphopt
 import passes
-from graphopt.native.lowering import lower
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.targets.native.lowering import lower
 
 
 class Shape(NamedTuple):

@@ -21,9 +21,9 @@ import numpy as np
 import graphopt
 import graphopt.models
 import passes
+from graphopt.communicator import Communicator
 from graphopt.data import digits, text
 from graphopt.data.samples import CHARACTERS
-from graphopt.runtime.communicator import Communicator
 
 TASKS = {"digits": (100, 0.5), "text": (25, 0.2)}  # epochs, and the share of rows to hold out
 BATCH = 32

@@ -23,7 +23,7 @@ import numpy as np
 
 import graphopt
 import passes
-from graphopt.native.lowering import plan
+from graphopt.targets.native.lowering import plan
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 import workloads

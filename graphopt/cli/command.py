@@ -42,6 +42,7 @@ from graphopt.cli.run_folder import (
 )
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.workers import NOT_FINITE, follow, leave_to_first, together
+from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, cause, shortened, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -51,7 +52,6 @@ from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
 from graphopt.inspection.step_times import saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from graphopt.native import toolchain
+from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import Callback, Run
 
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.cli.hydra_config import CommandLine
 from graphopt.cli.recipe_checks import check_new_logs, check_recipe
 from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
+from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
 from graphopt.data.foreign import as_dataset
@@ -31,7 +32,6 @@ from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.training.adaptation import adapt

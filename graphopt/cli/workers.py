@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graphopt.cli.recipe import Recipe
-from graphopt.runtime.communicator import Communicator
+from graphopt.communicator import Communicator
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.fit import fit
 

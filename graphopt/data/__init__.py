@@ -9,7 +9,7 @@ from graphopt.data.loader import Loader
 from graphopt.data.prefetch import prefetched
 from graphopt.data.samples import diabetes, digits, text
 from graphopt.data.training_rows import hold_out
-from graphopt.statistics import balanced_class_weights, mean_and_scale
+from graphopt.moments import balanced_class_weights, mean_and_scale
 
 __all__ = [
     "Batches",

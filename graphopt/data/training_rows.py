@@ -12,7 +12,7 @@ from graphopt.data.batches import Batches, Rows
 from graphopt.data.dataset import Dataset
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError
-from graphopt.statistics import pieces
+from graphopt.moments import pieces
 
 
 def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0) -> tuple[Rows, Rows]:

@@ -10,9 +10,9 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import SINGLE, Communicator, digest
 from graphopt.compiler import StepHalves
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import SINGLE, Communicator, digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.split_runner import SplitRunner
 from graphopt.runtime.state_buffers import StateBuffers

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from graphopt.communicator import SINGLE, Communicator
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.intervals import check_intervals, within
-from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.training.signals import ENDING
 
 # Variables that mpiexec and srun set in the processes that they start.

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import SINGLE, Communicator, Survivors
 from graphopt.compiler import outer_step
 from graphopt.distributed.round_buffers import RoundBuffers
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source
 from graphopt.pipeline import Step
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.communicator import SINGLE, Communicator, Survivors
 from graphopt.runtime.executor import Executor, NonFiniteLoss
 from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.several_steps import Batch

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.communicator import Communicator, WorkerLost
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import Communicator, WorkerLost
 
 LATE = 124  # the exit code after the time limit, as that of `timeout`
 # Open MPI 5.0 sends and receives at the same time only if it has two connections, and then sums take half the time. A

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.communicator import Communicator
 from graphopt.distributed.launchers import Launcher, Run, handled
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
-from graphopt.runtime.communicator import Communicator
 
 IN_WORKER = (
     "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor where they meet

@@ -174,11 +174,13 @@ class Emitter(TapeBuilder):
         """Return a constant from an array or numbers, in the element type of `like` if given."""
         return self._promote_constant(value, None if like is None else like.dtype)
 
-    def shape_of(self, x: ir.Value) -> ir.Value:
-        """Return the shape of `x` as an int64 vector, which is a constant if the shape is static."""
-        if x.shape is not None and x.shape.is_static():
-            return self.constant(np.array(x.shape.numpy(), np.int64))
-        shape: ir.Value = self.Shape(x)
+    def shape_of(self, x: ir.Value, start: int = 0, end: int | None = None) -> ir.Value:
+        """Return the sizes of some axes of `x` (all by default) as an int64 vector, which is constant if they are."""
+        sizes = None if x.shape is None else list(x.shape)[start:end]
+        if sizes is not None and all(isinstance(size, int) for size in sizes):
+            return self.constant(np.array(sizes, np.int64))
+        bounds = {"start": start} if start else {}
+        shape: ir.Value = self.Shape(x, **bounds, **({} if end is None else {"end": end}))
         return shape
 
     def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:

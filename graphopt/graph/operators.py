@@ -1,7 +1,6 @@
 """State facts about ONNX's operators, true whoever asks; what a pass does with an operator stands in the pass.
 
-A set promises something of the operators that it names, and nothing of others. Elementwise operators with a gradient
-are `ELEMENTWISE` in `passes/gradients/registry.py`, from the rows of their local derivatives.
+A set promises something of the operators that it names, and nothing of others.
 """
 
 from __future__ import annotations
@@ -36,6 +35,56 @@ ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow",
 # Predicates: compare numbers or combine truth values; the output is Boolean.
 PREDICATES = frozenset(
     {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+)
+
+# Elementwise: each element of the only output depends on the elements of the inputs in the same place, as they
+# broadcast against each other.
+ELEMENTWISE = (
+    ARITHMETIC
+    | PREDICATES
+    | {
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atanh",
+        "Cos",
+        "Cosh",
+        "Erf",
+        "Exp",
+        "Log",
+        "Sin",
+        "Sinh",
+    }
+    | {
+        "BitwiseAnd",
+        "BitwiseNot",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Cast",
+        "Ceil",
+        "Clip",
+        "Floor",
+        "Identity",
+        "Neg",
+    }
+    | {
+        "Celu",
+        "Elu",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "LeakyRelu",
+        "Mish",
+        "PRelu",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+    }
+    | {"Reciprocal", "Round", "Shrink", "Sign", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh"}
+    | {"ThresholdedRelu", "Where"}
 )
 
 # --- Products ---

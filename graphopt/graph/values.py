@@ -30,6 +30,11 @@ def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     return tuple(x.shape)
 
 
+def rank(x: ir.Value) -> int:
+    """Return the number of axes of `x`."""
+    return len(dims_of(x))
+
+
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """Return the array of a constant value, or None if the value is not constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

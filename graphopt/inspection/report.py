@@ -20,8 +20,8 @@ from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, 
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
-from graphopt.native.lowering import plan
 from graphopt.pipeline import Pipeline
+from graphopt.targets.native.lowering import plan
 
 MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
 

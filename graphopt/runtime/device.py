@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.native.lowering import LOWERINGS
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.targets.native.lowering import LOWERINGS
 
 if TYPE_CHECKING:
     import onnxruntime

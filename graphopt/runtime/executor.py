@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
@@ -19,7 +20,6 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.executor_options import check_steps_per_call

@@ -20,8 +20,6 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.plain import plain_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.native.cache import cache_folder, read_regular
-from graphopt.native.lowering import Lowered, lower
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import SessionRefused
@@ -29,6 +27,8 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
+from graphopt.targets.native.cache import cache_folder, read_regular
+from graphopt.targets.native.lowering import Lowered, lower
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

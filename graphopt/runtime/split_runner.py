@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.memory import bytes_of
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
 from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers, reporting
 from graphopt.runtime.session import Session

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import Communicator
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.device import Device
 from graphopt.runtime.native_forms import is_large_enough
 from graphopt.runtime.reported_outputs import reporting

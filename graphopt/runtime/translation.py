@@ -20,12 +20,12 @@ from graphopt.files import write, write_folder
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.native.cache import cache_folder
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, bind, buffer
+from graphopt.targets.native.cache import cache_folder
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import SINGLE, Communicator
 from graphopt.data import Batches
 from graphopt.data.batches import Rows
 from graphopt.data.streams import Stream
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.communicator import SINGLE, Communicator
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.metrics import Wanted

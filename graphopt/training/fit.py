@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.communicator import digest
 from graphopt.data.batches import Rows, fixed_batch
 from graphopt.data.loader import Shuffle
 from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn, Stream
 from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import Callback, Record, Run

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.communicator import Communicator
 from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
 from graphopt.data.loader import Shuffle, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
-from graphopt.runtime.communicator import Communicator
 from graphopt.runtime.executor import Executor
 
 Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from graphopt.runtime.communicator import Communicator
+from graphopt.communicator import Communicator
 from graphopt.training.callbacks.callback import Control
 from graphopt.training.checkpoints import Checkpoint
 from graphopt.training.signals import Signals

@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
 NO_GRADIENT: set[tuple[str, str]] = set()
-ELEMENTWISE: set[tuple[str, str]] = set()
+WITH_LOCAL_DERIVATIVES: set[tuple[str, str]] = set()
 UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements
 REFUSED: dict[tuple[str, str], str] = {}
 
@@ -98,7 +98,7 @@ def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> Non
     """Register a gradient rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
         RULES[domain, op_type] = _chain(locals_)
-        ELEMENTWISE.add((domain, op_type))
+        WITH_LOCAL_DERIVATIVES.add((domain, op_type))
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:

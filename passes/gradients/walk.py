@@ -13,12 +13,12 @@ from graphopt.graph.schemas import attributes_of
 from graphopt.graph.traversal import ancestors, captured
 from graphopt.graph.values import dims_of, is_floating, like
 from passes.gradients.registry import (
-    ELEMENTWISE,
     NO_GRADIENT,
     QUANTIZING,
     REFUSED,
     RULES,
     UNIFORM,
+    WITH_LOCAL_DERIVATIVES,
     Gradients,
     accepted,
     names,
@@ -76,7 +76,7 @@ def _takes_uniform(node: ir.Node) -> bool:
     if (node.domain, node.op_type) in UNIFORM:
         return True
     shape = node.outputs[0].shape
-    return (node.domain, node.op_type) in ELEMENTWISE and all(
+    return (node.domain, node.op_type) in WITH_LOCAL_DERIVATIVES and all(
         x is None or x.shape == shape for x in node.inputs
     )
 

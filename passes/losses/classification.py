@@ -14,7 +14,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Read
 from graphopt.graph.values import is_floating
 from graphopt.intervals import within
-from graphopt.statistics import weights_of
+from graphopt.moments import weights_of
 from passes.losses.loss import Loss, epsilon, positive
 
 MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them

@@ -13,7 +13,8 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from passes.lowering.contrib import DOMAIN, plus, rank
+from graphopt.graph.values import rank
+from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
 
 MASKED = -10000.0

@@ -17,9 +17,8 @@ from onnxscript.rewriter.pattern import RewriteRule
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, rank
 from passes.gradients.registry import no_gradient
-from passes.lowering.contrib import rank
 from passes.lowering.registry import freeze, frozen, lowers, weight
 
 DOMAIN = "ai.onnx.ml"

@@ -14,14 +14,10 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import rank
 from passes.lowering.registry import lowers
 
 DOMAIN = "com.microsoft"
-
-
-def rank(x: Value) -> int:
-    assert x.shape is not None
-    return len(x.shape)
 
 
 def plus(x: Value, bias: Value | None) -> Value:

@@ -14,9 +14,9 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, reshape_like
 
 Dims = Sequence[int | ir.SymbolicDim]
 
@@ -111,7 +111,7 @@ def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group
         group=group,
     )
     axes = list(range(2, rank(x)))
-    return dx if exact else op.Slice(dx, [0] * len(axes), sizes_of(op, x, 2), axes)
+    return dx if exact else op.Slice(dx, [0] * len(axes), op.shape_of(x, 2), axes)
 
 
 def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, group: int = 1) -> Value:
@@ -128,10 +128,10 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
     if group == 1:
         data = op.Transpose(x, perm=swap)
     else:
-        channels = sizes_of(op, w, 1, 2)
-        split = op.Reshape(x, op.Concat([0, group], channels, sizes_of(op, x, 2), axis=0))
+        channels = op.shape_of(w, 1, 2)
+        split = op.Reshape(x, op.Concat([0, group], channels, op.shape_of(x, 2), axis=0))
         moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
-        data = op.Reshape(moved, op.Concat(channels, [-1], sizes_of(op, x, 2), axis=0))
+        data = op.Reshape(moved, op.Concat(channels, [-1], op.shape_of(x, 2), axis=0))
     end, exact = list(window.end), True
     reached = {}  # the part of an axis that windows reach, if it is not the whole axis
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
@@ -210,7 +210,7 @@ def conv_transpose(
         group=group,
     )
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
-        dx = op.Slice(dx, [0] * len(more), sizes_of(op, x, 2), list(range(2, rank(x))))
+        dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
     return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy, bias)]
 
 
@@ -254,7 +254,7 @@ def col2im(
     places = counted(*taps)
     counted(places, places)
     kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
-    planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
+    planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
     geometry = {"pads": pads, "strides": strides, "dilations": dilations}
     blocks = op.Conv(planes, kernel, **{name: value for name, value in geometry.items() if value})
     return [like(op.Reshape(blocks, op.shape_of(x)), x)]

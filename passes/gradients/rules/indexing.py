@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import pads_of_all_axes, rank, reshape_like, spread_pads, wide
+from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads, wide
 from passes.gradients.walk import further_output, zeros
 
 

@@ -11,9 +11,9 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like
+from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, reshape_like
 
 
 @rule("MatMul")
@@ -93,7 +93,7 @@ def distinct(term: str, taken: str) -> tuple[str, list[str]]:
 def identity(op: Emitter, x: Value, axis: int) -> Value:
     """Return the identity matrix of the size of an axis."""
     assert x.dtype is not None
-    size = sizes_of(op, x, axis, axis + 1) if axis + 1 else op.Shape(x, start=axis)
+    size = op.shape_of(x, axis, axis + 1) if axis + 1 else op.Shape(x, start=axis)
     square = op.ConstantOfShape(op.Concat(size, size, axis=0), value=ir.tensor([0], dtype=x.dtype))
     return op.EyeLike(square)
 
@@ -144,7 +144,7 @@ def det(op: Emitter, dy: Value, x: Value) -> Gradients:
     counted(n, n, n - 1, n - 1)
     others = np.array([[k for k in range(n) if k != i] for i in range(n)])
     rows, columns = others[:, None, :, None], others[None, :, None, :]
-    flat = op.Reshape(x, op.Concat(*([sizes_of(op, x, 0, -2)] * (rank(x) > 2)), [n * n], axis=0))
+    flat = op.Reshape(x, op.Concat(*([op.shape_of(x, 0, -2)] * (rank(x) > 2)), [n * n], axis=0))
     minors = op.Gather(flat, op.constant(rows * n + columns), axis=-1)
     signs = op.constant((-1.0) ** np.add.outer(np.arange(n), np.arange(n)), like=x)
     return [like(dy * signs * op.Det(minors), x)]

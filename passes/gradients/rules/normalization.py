@@ -9,10 +9,10 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_COUNT, BATCH_GRADIENT, OF_BATCH
-from graphopt.graph.values import dims_of
+from graphopt.graph.values import dims_of, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import nonzero
-from passes.gradients.rules.shape import rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import reshape_like
 from passes.gradients.walk import further_output, zeros
 
 
@@ -180,7 +180,7 @@ def lrn(
     before, after = (size - 1) // 2, size // 2
 
     def mean(value: Value, first: int, last: int) -> Value:
-        plane = op.Reshape(value, op.Concat([0, 1], sizes_of(op, x, 1, 2), [-1], axis=0))
+        plane = op.Reshape(value, op.Concat([0, 1], op.shape_of(x, 1, 2), [-1], axis=0))
         pool = {"kernel_shape": [size, 1], "pads": [first, 0, last, 0], "strides": [1, 1]}
         return reshape_like(op, op.AveragePool(plane, **pool, count_include_pad=1), x)
 

@@ -10,13 +10,13 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like
+from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.indexing import positions, scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
-from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, reshape_like
 from passes.gradients.walk import further_output
 
 
@@ -94,7 +94,7 @@ def average_pool(
 
 def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     """Add each element of `dy` to all elements of `x` in its window."""
-    planes = op.Reshape(dy, op.Concat([-1, 1], sizes_of(op, dy, 2), axis=0))
+    planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
     planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
     counted(*window.kernel)
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
@@ -148,7 +148,7 @@ def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Valu
             f"AveragePool with ceil_mode needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare "
             f"its shape"
         )
-    ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], sizes_of(op, x, 2), axis=0))
+    ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
     return average(op, window, ones)
 
 

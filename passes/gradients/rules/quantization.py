@@ -13,10 +13,9 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like
+from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.rules.shape import rank, sizes_of
 
 
 @expansion("QuantizeLinear")
@@ -101,6 +100,6 @@ def by_scale(op: Emitter, terms: Value, x: Value, scale: Value, axis: int, block
         )
     split = op.constant(np.array([blocks, block_size], np.int64))
     shape = (
-        [sizes_of(op, x, 0, axis)] * (axis > 0) + [split] + [sizes_of(op, x, axis + 1)] * (axis + 1 < rank(x))
+        [op.shape_of(x, 0, axis)] * (axis > 0) + [split] + [op.shape_of(x, axis + 1)] * (axis + 1 < rank(x))
     )
     return like(op.ReduceSum(op.Reshape(terms, op.Concat(*shape, axis=0)), [axis + 1], keepdims=0), scale)

@@ -9,10 +9,9 @@ import numpy as np
 from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, like
+from graphopt.graph.values import constant_of, like, rank
 from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
 from passes.gradients.rules.elementwise import mask, nonzero
-from passes.gradients.rules.shape import rank
 from passes.gradients.walk import is_uniform
 
 

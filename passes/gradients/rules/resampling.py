@@ -10,10 +10,9 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.linear import identity, transpose
-from passes.gradients.rules.shape import rank, sizes_of
 
 
 @rule("Resize")
@@ -45,7 +44,7 @@ def resize(
             matrix = _in_proportion(op, square, x, sizes, i, axes, **attributes | policy)
         else:
             part = roi and op.Gather(roi, [i, i + len(axes)])
-            size = sizes_of(op, y, axis, axis + 1) if scales is None else None
+            size = op.shape_of(y, axis, axis + 1) if scales is None else None
             matrix = _along(
                 op, square, part, scales and _one(op, scales, i), size, _copies(op, x, y), **attributes
             )

@@ -15,11 +15,11 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like
+from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.rules.shape import counted, rank, reshape_like, sizes_of
+from passes.gradients.rules.shape import counted, reshape_like
 
 Number = Value | float
 
@@ -54,7 +54,7 @@ def sampled(
         padding: the value outside the image: `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
     """
     axes = [0, *range(2, rank(x)), 1]
-    rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], sizes_of(op, x, 1, 2), axis=0))
+    rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], op.shape_of(x, 1, 2), axis=0))
     if mode not in TAPS:
         raise GraphoptError(unknown("mode", mode, TAPS))
     first, coefficients = TAPS[mode]
@@ -71,7 +71,7 @@ def sampled(
             share = inside if share is None else share * inside
         elif padding == "reflection":
             pixel = reflected(op, pixel, *borders[i])
-        size = sizes_of(op, x, 2 + i, 3 + i)
+        size = op.shape_of(x, 2 + i, 3 + i)
         index = op.Max(op.Min(op.Cast(pixel, to=ir.DataType.INT64), size - 1), 0)
         row = row * size + index
         weight = share if weight is None or share is None else weight * share
@@ -115,7 +115,7 @@ def numbers(op: Emitter, count: Value, *, axes: int) -> Value:
 
 def one_size(op: Emitter, x: Value, axis: int) -> Value:
     """Return the size of an axis as a scalar."""
-    return op.Squeeze(sizes_of(op, x, axis, axis + 1))
+    return op.Squeeze(op.shape_of(x, axis, axis + 1))
 
 
 @expansion("GridSample")
@@ -147,7 +147,7 @@ def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corn
     identity = op.constant(np.eye(count, count + 1)[None], like=theta)
     one = op.Concat([1], op.Slice(size, [1], [2 + count]), axis=0)
     grid = op.Reshape(op.AffineGrid(identity, one, align_corners=align_corners), [-1, count])
-    rows = op.Reshape(dy, op.Concat(sizes_of(op, dy, 0, 1), [-1, count], axis=0))
+    rows = op.Reshape(dy, op.Concat(op.shape_of(dy, 0, 1), [-1, count], axis=0))
     shift = op.Unsqueeze(op.ReduceSum(rows, [1], keepdims=0), [2])
     turned = op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), grid)
     return [like(op.Concat(turned, shift, axis=2), theta)]
@@ -208,7 +208,7 @@ def roi_align(
         op.Shape(rois, start=0, end=1),
         [bins[0], -1, bins[1]],
         op.Shape(sample, start=2),
-        sizes_of(op, x, 1, 2),
+        op.shape_of(x, 1, 2),
         axis=0,
     )
     pixels = op.Reshape(reduce(terms, [0, 1], keepdims=0), split)
@@ -268,7 +268,7 @@ def deform_conv(
         raise GraphoptError(
             f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}: declare its shape"
         )
-    taps, out = math.prod(kernel), sizes_of(op, offset, 2)
+    taps, out = math.prod(kernel), op.shape_of(offset, 2)
     counted(count, taps)
     steps = np.indices(kernel).reshape(count, taps, *[1] * count)
     parts = op.Split(
@@ -287,7 +287,7 @@ def deform_conv(
         window = stride * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
         start = window + op.constant(steps[i] * dilation - pad)
         at.append(op.Squeeze(part, [2]) + op.Cast(start, to=offset.dtype))
-    channels = op.Concat([-1], sizes_of(op, x, 1, 2) / offset_group, sizes_of(op, x, 2), axis=0)
+    channels = op.Concat([-1], op.shape_of(x, 1, 2) / offset_group, op.shape_of(x, 2), axis=0)
     groups = op.Reshape(x, channels)
     batch = numbers(op, one_size(op, groups, 0), axes=1 + count)
     pixels = op.ReduceSum(sampled(op, groups, batch, at, padding="zeros"), [*range(count)], keepdims=0)
@@ -295,8 +295,8 @@ def deform_conv(
         pixels = pixels * op.Reshape(weights, op.Concat([-1, taps], out, [1], axis=0))
     columns = op.Reshape(
         op.Transpose(pixels, perm=[0, count + 2, *range(1, count + 2)]),
-        op.Concat(sizes_of(op, x, 0, 1), [group], sizes_of(op, w, 1, 2) * taps, [-1], axis=0),
+        op.Concat(op.shape_of(x, 0, 1), [group], op.shape_of(w, 1, 2) * taps, [-1], axis=0),
     )
-    rows = op.Reshape(w, op.Concat([group, -1], sizes_of(op, w, 1, 2) * taps, axis=0))
+    rows = op.Reshape(w, op.Concat([group, -1], op.shape_of(w, 1, 2) * taps, axis=0))
     total = reshape_like(op, op.MatMul(rows, columns), y)
     return [total if bias is None else total + op.Unsqueeze(bias, [*range(1, 1 + count)])]

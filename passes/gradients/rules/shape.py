@@ -10,7 +10,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 
 MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
@@ -27,11 +27,6 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
     return like(op.Reshape(value, op.shape_of(x), allowzero=1), x)
 
 
-def rank(x: Value) -> int:
-    """Return the number of axes of `x`."""
-    return len(dims_of(x))
-
-
 def counted(*sizes: int) -> int:
     """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large.
 
@@ -44,14 +39,6 @@ def counted(*sizes: int) -> int:
             f"it takes a constant of at most {MOST:,} elements, found {count:,}: freeze the parameters before it"
         )
     return count
-
-
-def sizes_of(op: Emitter, x: Value, start: int, end: int | None = None) -> Value:
-    """Return the sizes of some axes of `x` as an int64 vector, constant if they are static."""
-    sizes = [dim for dim in dims_of(x)[start:end] if isinstance(dim, int)]
-    if len(sizes) == len(dims_of(x)[start:end]):
-        return op.constant(np.array(sizes, np.int64))
-    return op.Shape(x, start=start) if end is None else op.Shape(x, start=start, end=end)
 
 
 def wide(op: Emitter, numbers: Value) -> Value:
@@ -98,7 +85,7 @@ def concat(op: Emitter, dy: Value, *inputs: Value, axis: int) -> Gradients:
     if len(inputs) == 1:
         return [dy]
     axis %= rank(dy)
-    sizes = op.Concat(*(sizes_of(op, x, axis, axis + 1) for x in inputs), axis=0)
+    sizes = op.Concat(*(op.shape_of(x, axis, axis + 1) for x in inputs), axis=0)
     parts = op.Split(dy, sizes, axis=axis, _outputs=len(inputs))
     return [like(part, x) for part, x in zip(parts, inputs, strict=True)]
 

@@ -6,10 +6,10 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.indexing import gather
-from passes.gradients.rules.shape import pads_of_all_axes, rank, sizes_of, wide
+from passes.gradients.rules.shape import pads_of_all_axes, wide
 
 
 @rule("DFT")
@@ -34,10 +34,10 @@ def dft(
             f"DFT of {x.name!r}: its gradient needs a known axis, found a computed one: make it an initializer"
         )
     at = rank(x) - 2 if at is None else at
-    size, halved = sizes_of(op, x, at, at + 1), inverse and onesided
+    size, halved = op.shape_of(x, at, at + 1), inverse and onesided
     n = size if length is None else op.Reshape(wide(op, length), [1])
     if halved:
-        n = sizes_of(op, dy, at, at + 1)
+        n = op.shape_of(dy, at, at + 1)
     back = op.DFT(dy, op.Squeeze(n), op.constant(at), inverse=1 - inverse, onesided=halved)
     count = op.Cast(op.Squeeze(n), to=x.dtype)
     back = back / count if inverse else back * count
@@ -49,7 +49,7 @@ def dft(
     if length is not None:
         back = op.Pad(back, pads_of_all_axes(op, x, op.Concat([0], size - n, axis=0), op.constant([at])))
     is_complex = dims_of(x)[-1] == 2
-    return [like(back if is_complex else op.Slice(back, [0], sizes_of(op, x, rank(x) - 1), [-1]), x)]
+    return [like(back if is_complex else op.Slice(back, [0], op.shape_of(x, rank(x) - 1), [-1]), x)]
 
 
 @rule("STFT")

@@ -1,0 +1,241 @@
+"""Run the forward and backward passes of a model separately, as a layer of a larger program that has the loss."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.compiler import DEFAULT, Default, LayerGraphs, Steps, compile_layer
+from graphopt.errors import GraphoptError
+from graphopt.graph import inference
+from graphopt.graph.loading import Source
+from graphopt.graph.names import seed_of, value_of
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import take_initial
+from graphopt.layer.engines import Agent, Engine, Graphs, names_of, refuses_agent
+from graphopt.layer.results import Forward, Values, by_name
+from graphopt.layer.state import LayerState, fitting
+from graphopt.runtime.device import Device, DeviceOptions
+from graphopt.runtime.session import Session
+from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
+from graphopt.runtime.tensors import Tensor
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class ForwardBackward:
+    """Compute a model's outputs, and the gradients with respect to its inputs and parameters, in two calls.
+
+    Parameters stay on the device. A forward pass in training saves the values that its backward pass reads. Any
+    number of forward passes may be open at the same time, and their backward passes may run in any order. New
+    parameters affect later forward passes only. NumPy arrays that the backward pass reads are copied. Other tensors
+    are read in place and must not change before the backward pass.
+
+    Threads may share a layer; its calls do not overlap. `ForwardBackward.backward` belongs to the latest forward pass
+    of any thread. To select a specific forward pass, call `backward` on its result.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which carries its own options.
+        threads: the number of threads per operator; by default, the runtime's choice.
+        engine: `graphs` runs `forward_model` and `backward_model` on any ONNX Runtime; `agent` runs one graph in two
+            parts on onnxruntime-training's TrainingAgent; `auto` chooses the agent if it is available.
+        normalize, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, or None to omit a
+            step; see `graphopt.compiler.compile_layer`.
+
+    Raises:
+        GraphoptError: a pass rejects the model, the device is not available, or the engine is unknown or not
+            available.
+
+    >>> import numpy
+    >>> from graphopt import models
+    >>> layer = graphopt.ForwardBackward(models.linear((2,), 1))
+    >>> forward = layer.forward(numpy.zeros((3, 2), numpy.float32))
+    >>> gradients = forward.backward(numpy.ones((3, 1), numpy.float32))
+    >>> gradients["layers.0.bias"].tolist()
+    [3.0]
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        *,
+        device: str | Device = "cpu",
+        threads: int | None = None,
+        engine: Literal["auto", "graphs", "agent"] = "auto",
+        normalize: Steps | Default = DEFAULT,
+        parameters: Steps | Default = DEFAULT,
+        sort: Steps | Default = DEFAULT,
+        training: Steps | Default = DEFAULT,
+        gradient: Steps | Default = DEFAULT,
+        simplify: Steps | Default = DEFAULT,
+        fuse: Steps | Default = DEFAULT,
+    ) -> None:
+        if engine not in ("auto", "graphs", "agent"):
+            raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
+        options = DeviceOptions(threads=threads)
+        if isinstance(device, str):
+            options.flush_denormals = False
+        self._device = Device.of(device, options)
+        graphs = compile_layer(
+            model,
+            normalize=normalize,
+            parameters=parameters,
+            sort=sort,
+            training=training,
+            gradient=gradient,
+            simplify=simplify,
+            fuse=fuse,
+        )
+        self._model, self.forward_model, self.backward_model = graphs.joint, graphs.forward, graphs.backward
+        self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
+        self._inputs = {str(v.name): InputSpec(v) for v in with_role(self._model, Role.DATA)}
+        self._outputs = {str(v.name): v for v in with_role(self._model, Role.PREDICTION)}
+        self._seeds = names_of(with_role(self._model, Role.SEED))
+        self._shared = shared_dimensions(with_role(self._model, Role.DATA))
+        self._read = set(names_of(self.backward_model.graph.inputs))
+        self._state = LayerState(self._device, self._model)
+        self.engine = engine
+        if engine == "auto":
+            self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
+        self._engine = self._start(graphs)
+        self._inference: tuple[Session, list[str]] | None = None
+        self._last: Forward | None = None
+        self._lock = threading.RLock()
+
+    def forward(self, *inputs: Tensor, training: bool = True, **named: Tensor) -> Forward:
+        """Return the model's outputs. In training, save values for `backward` and update the state.
+
+        Args:
+            inputs: one mapping by name, or tensors in the order of the model's inputs.
+            training: prepare for `backward`; otherwise, run the model in its inference form and save nothing.
+            named: inputs by name.
+
+        Raises:
+            GraphoptError: an input is missing, is unknown, or has the wrong type or shape. Nothing has run.
+        """
+        given = by_name(inputs, named, list(self._inputs), "input")
+        for name in self._inputs:
+            if given.get(name) is None:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(given) or 'nothing'}")
+        feeds = {
+            name: fitting(self._device, accepted, given[name], copied=training and name in self._read)
+            for name, accepted in self._inputs.items()
+        }
+        check_shared(self._shared, {name: value.shape() for name, value in feeds.items()})
+        with self._lock:
+            feeds |= self._state.values
+            if not training:
+                return Forward(self._infer(feeds))
+            results, saved = self._engine.forward(feeds)
+            self._state.advance(results)
+            outputs = {name: results[name] for name in self._outputs}
+            back = functools.partial(self._backward, outputs, saved)
+            self._last = Forward(outputs, self._read, back, self._lock)
+            return self._last
+
+    def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
+        """Return the gradients of the latest forward pass in training; see `Forward.backward`."""
+        if self._last is None:
+            raise GraphoptError(
+                "backward: expected a forward pass in training, found none: call forward first"
+            )
+        return self._last.backward(*gradients, **named)
+
+    def _backward(
+        self, outputs: Mapping[str, onnxruntime.OrtValue], saved: Any, gradients: Mapping[str, Tensor]
+    ) -> Values:
+        seeds = {}
+        for name, output in outputs.items():
+            gradient = gradients.get(name)
+            value = self._outputs[name]
+            shape = ir.Shape(output.shape())
+            if seed_of(name) in self._seeds:
+                accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
+                if gradient is None:
+                    gradient = np.zeros(output.shape(), accepted.dtype)
+                seeds[seed_of(name)] = fitting(self._device, accepted, gradient, copied=False)
+            elif gradient is not None:
+                raise GraphoptError(
+                    f"gradient of output {name!r}: expected none for type {value.dtype}, found one: leave it out"
+                )
+        found = self._engine.backward(saved, seeds)
+        return Values({value_of(name): value for name, value in found.items()})
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return copies of the parameters by name, in alphabetical order."""
+        with self._lock:
+            return self._state.arrays(self._parameters)
+
+    @parameters.setter
+    def parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        self.set_parameters(arrays)
+
+    def set_parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
+        """Replace some parameters by name, or all in alphabetical order. If one is invalid, nothing is replaced.
+
+        NumPy arrays are copied. Other tensors become the parameters in place.
+
+        Raises:
+            GraphoptError: a name is unknown, the number of tensors is wrong, or one has the wrong type or shape.
+        """
+        if not isinstance(arrays, Mapping):
+            if len(arrays) != len(self._parameters):
+                raise GraphoptError(
+                    f"parameters: expected {len(self._parameters)} in alphabetical order "
+                    f"({', '.join(self._parameters)}), found {len(arrays)}"
+                )
+            arrays = dict(zip(self._parameters, arrays, strict=True))
+        self._replace(arrays, self._parameters)
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """Return copies of all state by name: parameters, running statistics and the counter of training passes."""
+        with self._lock:
+            return self._state.arrays()
+
+    def update_state(self, arrays: Mapping[str, Tensor]) -> None:
+        """Replace part of the state by name, as `set_parameters` does."""
+        self._replace(arrays, list(self._state.values))
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the model's inputs by name."""
+        return {str(value.name): value for value in with_role(self._model, Role.DATA)}
+
+    @property
+    def outputs(self) -> dict[str, ir.Value]:
+        """Return the model's outputs by name."""
+        return dict(self._outputs)
+
+    def trained(self) -> onnx.ModelProto:
+        """Return the inference model with the current parameters, under the original names."""
+        return inference.trained(self._model, self.state)
+
+    def _replace(self, arrays: Mapping[str, Tensor], names: Collection[str]) -> None:
+        new = self._state.checked(arrays, names)
+        with self._lock:
+            self._state.values |= new
+
+    def _infer(self, feeds: Mapping[str, onnxruntime.OrtValue]) -> dict[str, onnxruntime.OrtValue]:
+        if self._inference is None:
+            model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
+            self._inference = Session(self._device, model), names_of(model.graph.inputs)
+        session, names = self._inference
+        return session.compute({name: feeds[name] for name in names}, list(self._outputs))
+
+    def _start(self, graphs: LayerGraphs) -> Engine:
+        if self.engine == "agent":
+            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+            return Agent(self._device, graphs.with_yield(), results, self._seeds)
+        forward = self.forward_model.clone()
+        take_initial(forward)
+        return Graphs(self._device, forward, self.backward_model)

@@ -1,0 +1,109 @@
+"""Let kernels write the new state over the old one, after everything else has read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from graphopt.graph.names import state_of
+from graphopt.graph.operators import VIEWS
+from graphopt.graph.roles import Role, with_role
+from graphopt.targets.native.kernels import Kernel
+from graphopt.targets.native.products import braced
+from graphopt.targets.native.reach import Reach
+
+
+def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[list[str], list[Kernel]]:
+    """Make kernels wait until all others have read the state that they replace.
+
+    A session that gets one buffer for a state and its next value then writes the one over the other. Only kernels that
+    replace element by element may do so.
+
+    Args:
+        calls: the nodes that call kernels.
+
+    Returns:
+        the names of the state that may share a buffer with its next value, and the kernels that the graph calls besides
+        the given ones.
+    """
+    inputs = {x.name: x for x in model.graph.inputs}
+    reach = Reach(model.graph)
+    shared: list[str] = []
+    waits: dict[ir.Node, dict[ir.Value, None]] = {}
+    for y in with_role(model, Role.NEXT):
+        x, node = inputs[state_of(y)], y.producer()
+        kernel = calls.get(node) if node is not None else None
+        readers = _readers(x, model.graph)
+        if node is None or kernel is None or readers is None or not _replaces(node, kernel, x, y):
+            continue
+        others = [reader for reader in model.graph if reader in readers and reader is not node]
+        if reach.leads(node, others):
+            continue
+        shared.append(str(x.name))
+        waits.setdefault(node, {}).update(
+            (reader.outputs[0], None) for reader in others if not reach.leads(reader, [node])
+        )
+        reach.connect(others, node)
+    variants: dict[str, Kernel] = {}
+    for node, values in waits.items():
+        if values:
+            variant = _waiting(calls[node], [*values])
+            variants[variant.name] = variant
+            _call(node, variant.name, [*values])
+    model.graph.sort()
+    return shared, list(variants.values())
+
+
+def _readers(x: ir.Value, graph: ir.Graph) -> set[ir.Node] | None:
+    """Return the nodes that read a value or a view of it; None if one is in a body or has no type to wait for."""
+    found: set[ir.Node] = set()
+    for use in x.uses():
+        node = use.node
+        if node.graph is not graph or node.outputs[0].dtype is None:
+            return None
+        found.add(node)
+        if node.op_type in VIEWS and node.domain == "":  # it may share its input's memory
+            further = _readers(node.outputs[0], graph)
+            if further is None or node.outputs[0].is_graph_output():
+                return None
+            found |= further
+    return None if x.is_graph_output() else found
+
+
+def _replaces(node: ir.Node, kernel: Kernel, x: ir.Value, y: ir.Value) -> bool:
+    """Return whether a kernel reads each element of a value before it writes the next one in its place."""
+    places = [i for i, value in enumerate(node.inputs) if _viewed(value) is x]
+    pairs = [(i, node.outputs.index(y)) for i in places]
+    return len(pairs) <= 1 and all(pair in kernel.aligned for pair in pairs)
+
+
+def _viewed(x: ir.Value | None) -> ir.Value | None:
+    """Return the value that a value is a view of, or itself."""
+    node = None if x is None else x.producer()
+    return _viewed(node.inputs[0]) if node is not None and node.op_type in VIEWS and node.domain == "" else x
+
+
+def _waiting(kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel:
+    """Return a kernel with further inputs, which it does not read."""
+    values = [*kernel.inputs, *waits, *kernel.outputs]
+    types = [x.dtype.value for x in values if x.dtype is not None]
+    code = f"""static const unsigned char types_@[] = {braced(types)};
+
+static OrtStatus *compute_@(Context *context) {{ return compute_{kernel.name}(context); }}
+"""
+    name = f"{kernel.name}_{hashlib.sha256(code.encode()).hexdigest()[:8]}"
+    return dataclasses.replace(
+        kernel, name=name, code=code.replace("@", name), inputs=(*kernel.inputs, *waits)
+    )
+
+
+def _call(node: ir.Node, name: str, waits: Sequence[ir.Value]) -> None:
+    """Call another kernel with further inputs."""
+    node.op_type = name
+    many = len(node.inputs)
+    node.resize_inputs(many + len(waits))
+    for i, x in enumerate(waits):
+        node.replace_input_with(many + i, x)

@@ -1,0 +1,180 @@
+"""Write a cluster as a kernel: the operator that a session calls, which computes its rows in parallel tasks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.targets.native.clusters import Cluster
+from graphopt.targets.native.forms import sizes_of
+from graphopt.targets.native.lanes import LaneLoops
+from graphopt.targets.native.loops import Loops, indented, stored_type
+from graphopt.targets.native.numbers import Numbers, Total
+from graphopt.targets.native.operators import REDUCTIONS
+from graphopt.targets.native.stages import scheduled
+
+GRAIN = 16384  # elements of a task
+MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A C function with the values that it reads and writes, in order.
+
+    Args:
+        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
+    """
+
+    name: str
+    code: str
+    inputs: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]
+    header: str = "functions.h"
+    aligned: tuple[tuple[int, int], ...] = ()
+
+
+class Writer:
+    """Write one cluster in C. In its lines, `@` stands for the kernel's name, which is a hash of them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.numbers = Numbers(cluster)
+        self.inputs, self.outputs = self.numbers.inputs, self.numbers.outputs
+        names = {x: f"in{i}" for i, x in enumerate(self.inputs)}
+        names |= {y: f"out{i}" for i, y in enumerate(self.outputs)}
+        stages = scheduled(self.numbers)
+        lanes = LaneLoops(self.numbers, stages, names)
+        self.loops = lanes if lanes.fits else Loops(self.numbers, stages, names)
+
+    def kernel(self) -> Kernel:
+        """Return the kernel."""
+        lines = [*self._arguments(), *self.loops.function(), *self._task(), *self._compute()]
+        code = "\n".join(lines) + "\n"
+        name = "k" + hashlib.sha256(code.encode()).hexdigest()[:16]
+        values = tuple(self.inputs), tuple(self.outputs)
+        return Kernel(name, code.replace("@", name), *values, aligned=tuple(self._aligned()))
+
+    def _aligned(self) -> Iterator[tuple[int, int]]:
+        """Yield the inputs and outputs whose elements are read and written once, in one loop over all dimensions."""
+        numbers = self.numbers
+        if self.loops.stages.count > 1 or not numbers.dimensions:
+            return
+        for x, axes in numbers.read:
+            for store in numbers.stores:
+                whole = list(axes) == list(store.axes) == numbers.dimensions
+                once = sum(other is x for other, _ in numbers.read) == 1
+                if whole and once and x.dtype == store.output.dtype:
+                    yield self.inputs.index(x), self.outputs.index(store.output)
+
+    def _arguments(self) -> list[str]:
+        """Return the structure that all tasks share."""
+        totals = self.numbers.totals
+        fields = [f"const {stored_type(x)} *in{i};" for i, x in enumerate(self.inputs)]
+        fields += [f"{stored_type(y)} *out{i};" for i, y in enumerate(self.outputs)]
+        fields += [f"{total.operand.ctype} *sum{i};" for i, total in enumerate(totals)]
+        whole = ["rows", "columns", "tasks"]
+        whole += [f"n{i}" for i in range(len(self.numbers.dimensions))]
+        whole += [f"length{i}" for i in range(len(totals))]
+        return ["typedef struct {", *indented([*fields, f"int64_t {', '.join(whole)};"]), "} args_@;", ""]
+
+    def _task(self) -> list[str]:
+        """Return the function that computes one task: some rows, or some columns where there are few rows."""
+        rows = "a->rows * task / a->tasks, a->rows * (task + 1) / a->tasks"
+        columns = "a->columns * task / a->tasks, a->columns * (task + 1) / a->tasks"
+        last = ", task" if self.numbers.totals else ""
+        lines = ["const args_@ *a = user;"]
+        if self.loops.splits_columns:
+            lines.append(f"if (a->rows < a->tasks) body_@(a, 0, a->rows, {columns}{last});")
+            lines.append(f"else body_@(a, {rows}, 0, a->columns{last});")
+        else:
+            lines.append(f"body_@(a, {rows}{last});")
+        return ["static void task_@(void *user, size_t task) {", *indented(lines), "}", ""]
+
+    # --- The operator ---
+
+    def _compute(self) -> list[str]:
+        """Return the function that ONNX Runtime calls: it checks shapes, makes outputs and starts tasks."""
+        types = ", ".join(str(x.dtype.value) for x in [*self.inputs, *self.outputs] if x.dtype is not None)
+        symbols: dict[str, str] = {}
+        lines = ["args_@ arguments, *a = &arguments;"]
+        for i, x in enumerate(self.inputs):
+            lines += _input(i, x, symbols)
+        lines += self._extents(symbols)
+        for i, y in enumerate(self.outputs):
+            sizes = ["1" if d is None else self.numbers.size(d) for d in self.numbers.cluster.axes[y]]
+            shape = f"(int64_t[]){{{', '.join(sizes)}}}" if sizes else "NULL"
+            lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
+        first = len(self.numbers.stores)
+        for i, total in enumerate(self.numbers.totals):
+            lines += _prepared(i, total, first + i, self._length(total))
+        lines.append("if (a->tasks == 1) task_@(a, 0);")
+        lines.append("else CHECK(in_parallel(context, task_@, a->tasks, a));")
+        for i, total in enumerate(self.numbers.totals):
+            lines += _merged(i, total, first + i)
+        return [
+            f"static const unsigned char types_@[] = {{{types}}};",
+            "",
+            "static OrtStatus *compute_@(Context *context) {",
+            *indented([*lines, "return NULL;"]),
+            "}",
+            "",
+        ]
+
+    def _extents(self, symbols: Mapping[str, str]) -> list[str]:
+        """Return the statements that set the numbers of rows, columns and tasks."""
+        numbers = self.numbers
+        lines = []
+        for i, size in enumerate(numbers.cluster.space.sizes.values()):
+            lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
+        lines.append(f"a->rows = {numbers.product(numbers.rows)};")
+        lines.append(f"a->columns = {numbers.product(numbers.columns)};")
+        lines.append(f"a->tasks = (a->rows * a->columns + {GRAIN - 1}) / {GRAIN};")
+        if not self.loops.splits_columns:
+            lines.append("if (a->tasks > a->rows) a->tasks = a->rows;")
+        if numbers.totals:
+            lines.append(f"if (a->tasks > {MOST_TASKS}) a->tasks = {MOST_TASKS};")
+        lines.append("if (a->tasks < 1) a->tasks = 1;")
+        return lines
+
+    def _length(self, total: Total) -> str:
+        return self.numbers.product([d for d in total.axes if d is not None])
+
+
+def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
+    """Return the statements that read an input and check its shape; note the names of sizes."""
+    sizes = sizes_of(x)
+    lines = [
+        f"int64_t d{i}[{max(len(sizes), 1)}];",
+        f"CHECK(input(context, {i}, &a->in{i}, d{i}, {len(sizes)}));",
+    ]
+    unlike = []
+    for p, size in enumerate(sizes):
+        found = f"d{i}[{p}]"
+        expected = str(size) if isinstance(size, int) else symbols.setdefault(size, found)
+        if expected != found:
+            unlike.append(f"{found} != {expected}")
+    return [*lines, f"if ({' || '.join(unlike)}) return unlike();"] if unlike else lines
+
+
+def _prepared(i: int, total: Total, output: int, length: str) -> list[str]:
+    """Return the statements that give each task memory for its part of a total; a single task has the output."""
+    ctype = total.operand.ctype
+    memory = f"allocate(sizeof({ctype}) * a->tasks * a->length{i})"
+    if stored_type(total.output) == ctype:
+        memory = f"a->tasks == 1 ? a->out{output} : {memory}"
+    return [f"a->length{i} = {length};", f"a->sum{i} = {memory};"]
+
+
+def _merged(i: int, total: Total, output: int) -> list[str]:
+    """Return the statements that put the tasks' parts of a total together."""
+    step = REDUCTIONS[total.how][1].format("x", f"a->sum{i}[t * a->length{i} + i]")
+    return [
+        f"for (int64_t i = 0; i < a->length{i}; i++) {{",
+        f"    {total.operand.ctype} x = a->sum{i}[i];",
+        f"    for (int64_t t = 1; t < a->tasks; t++) {{ {step} }}",
+        f"    a->out{output}[i] = {total.after.format('x')};",
+        "}",
+        f"if ((void *)a->sum{i} != (void *)a->out{output}) free(a->sum{i});",
+    ]

@@ -1,0 +1,259 @@
+"""Turn the nodes of a cluster into numbers: what is read, and expressions of other numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphopt.graph.operators import CHOOSING
+from graphopt.targets.native.clusters import Cluster
+from graphopt.targets.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
+from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
+from graphopt.targets.native.space import Axes
+
+ROUNDED = "(float)(_Float16){0}"  # to what 16 bits hold; too large a number becomes infinite
+
+ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
+
+
+@dataclass(eq=False)
+class Number:
+    """A number of each element, of each row, or one for all.
+
+    Args:
+        name: its variable in C, or a literal.
+        code: its expression, with operands in braces.
+        reduces: how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it.
+        source: the value that it is read from, and that value's dimensions.
+    """
+
+    name: str
+    ctype: str
+    extent: str
+    code: str = ""
+    operands: tuple[Number, ...] = ()
+    reduces: str | None = None
+    source: tuple[ir.Value, Axes] | None = None
+
+    @property
+    def expression(self) -> str:
+        return self.code.format(*(x.name for x in self.operands))
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the number is read or a literal, not computed."""
+        return not self.code and not self.reduces
+
+
+@dataclass(frozen=True)
+class Total:
+    """A reduction over all tasks.
+
+    Args:
+        how: the reduction, as `operators.REDUCTIONS` names it.
+        axes: the dimensions that the output varies over.
+        after: what becomes of the reduced number, with it in braces.
+    """
+
+    how: str
+    operand: Number
+    output: ir.Value
+    axes: Axes
+    after: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """A number that becomes an output."""
+
+    output: ir.Value
+    number: Number
+    axes: Axes
+
+
+@dataclass
+class Numbers:
+    """Hold the numbers of a cluster, in an order in which they can be computed."""
+
+    cluster: Cluster
+    all: list[Number] = field(default_factory=list)
+    read: dict[tuple[ir.Value, Axes], Number] = field(default_factory=dict)
+    totals: list[Total] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dimensions = self.cluster.space.dimensions
+        split = self.cluster.rows()
+        assert split is not None
+        self.rows, self.columns = self.dimensions[:split], self.dimensions[split:]
+        self._same: dict[tuple[str, str, tuple[Number, ...]], Number] = {}
+        self._of: dict[ir.Value, Number] = {}
+        for node, form in self.cluster.nodes.items():
+            self._compute(node, form)
+        self.stores = [
+            Store(y, number, tuple(d for d in self.cluster.axes[y] if d is not None))
+            for y, number in self._of.items()
+            if _leaves(y, self.cluster)
+        ]
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        return list(dict.fromkeys(x for x, _ in self.read))
+
+    @property
+    def outputs(self) -> list[ir.Value]:
+        return [store.output for store in self.stores] + [total.output for total in self.totals]
+
+    @property
+    def reduces_rows(self) -> bool:
+        """Return whether a number of a row needs all its columns."""
+        return any(x.reduces for x in self.all)
+
+    @property
+    def calls_functions(self) -> bool:
+        """Return whether a number is computed by a function of functions.h."""
+        return any("_float(" in x.code for x in self.all)
+
+    def size(self, dimension: int) -> str:
+        """Return the size of a dimension in C: a number, or a field of the kernel's arguments."""
+        size = self.cluster.space.sizes[dimension]
+        return str(size) if isinstance(size, int) else f"a->n{self.dimensions.index(dimension)}"
+
+    def product(self, dimensions: Sequence[int]) -> str:
+        return " * ".join(map(self.size, dimensions)) or "1"
+
+    # --- New numbers ---
+
+    def _add(self, number: Number) -> Number:
+        self.all.append(number)
+        return number
+
+    def _map(self, code: str, ctype: str, *operands: Number) -> Number:
+        """Return the number of an expression, the same one for the same expression."""
+        if code == "{0}" and operands[0].ctype == ctype:
+            return operands[0]
+        key = (code, ctype, operands)
+        if key not in self._same:
+            extents = {x.extent for x in operands}
+            extent = next((kind for kind in (ELEMENT, ROW) if kind in extents), ALL)
+            self._same[key] = self._add(Number(self._name(), ctype, extent, code, operands))
+        return self._same[key]
+
+    def _reduced(self, how: str, operand: Number) -> Number:
+        """Return the number that a row's elements reduce to."""
+        return self._add(Number(self._name(), operand.ctype, ROW, operands=(operand,), reduces=how))
+
+    def _literal(self, code: str, ctype: str) -> Number:
+        return self._same.setdefault((code, ctype, ()), Number(code, ctype, ALL))
+
+    def _name(self) -> str:
+        return f"v{len(self.all)}"
+
+    def _operand(self, node: ir.Node, index: int, x: ir.Value) -> Number:
+        if x in self._of:
+            return self._of[x]
+        ctype, constant = ctype_of(x), fixed(x)
+        if constant is not None and constant.size == 1:
+            return self._literal(literal(constant.item(), ctype), ctype)
+        axes = tuple(d for d in self.cluster.read[node, index] if d is not None)
+        if (x, axes) not in self.read:
+            columns = set(self.columns)
+            extent = ELEMENT if columns and columns <= set(axes) else ROW if axes else ALL
+            self.read[x, axes] = self._add(Number(self._name(), ctype, extent, source=(x, axes)))
+        return self.read[x, axes]
+
+    # --- Nodes ---
+
+    def _compute(self, node: ir.Node, form: Form) -> None:
+        """Add the numbers of a node's outputs."""
+        given = {i: self._operand(node, i, x) for i, x in operands_of(node, form).items()}
+        xs, y = list(given.values()), node.outputs[0]
+        if form.kind == "view":
+            self._of[y] = xs[0]
+        elif form.kind == "reduce":
+            self._reduce(node, form, xs[0])
+        elif form.kind == "rows":
+            results = self._softmax(node, xs) if len(xs) == 1 else self._normalization(node, form, xs)
+            self._of.update(zip(node.outputs, results, strict=False))
+        elif node.op_type == "Clip":
+            self._of[y] = self._clipped(given)
+        elif node.op_type in FOLDED:
+            code, ctype = self._expression(node, form, xs), ctype_of(y)
+            self._of[y] = functools.reduce(functools.partial(self._map, code, ctype), xs)
+        else:
+            code = self._expression(node, form, xs)
+            self._of[y] = self._map(code, ctype_of(y), *xs)
+        if (
+            y.dtype == ir.DataType.FLOAT16
+            and y in self._of
+            and node.op_type not in CHOOSING
+            and form.kind != "view"
+        ):
+            self._of[y] = self._map(ROUNDED, ctype_of(y), self._of[y])
+
+    def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
+        y = node.outputs[0]
+        ctype = ctype_of(y)
+        if node.op_type == "Cast":
+            assert y.dtype is not None
+            return cast(y.dtype, xs[0].ctype)
+        if node.op_type == "Pow":
+            return power(exponent_of(node), ctype)
+        code = expression(node.op_type, ctype, xs[0].ctype, form.attributes, len(xs))
+        assert code is not None
+        return code
+
+    def _clipped(self, given: dict[int, Number]) -> Number:
+        """Bound a number; a bound that is not given is the type's largest finite number, as in the runtime."""
+        ctype = given[0].ctype
+        largest = "FLT_MAX" if ctype == "float" else "DBL_MAX"
+        low = given.get(1, self._literal(f"-{largest}", ctype))
+        high = given.get(2, self._literal(largest, ctype))
+        bounded = self._map("{0} < {1} ? {1} : {0}", ctype, given[0], low)
+        return self._map("{0} > {1} ? {1} : {0}", ctype, bounded, high)
+
+    def _reduce(self, node: ir.Node, form: Form, x: Number) -> None:
+        y, axes = node.outputs[0], self.cluster.read[node, 0]
+        reduced = [d for p in form.reduced if (d := axes[p]) is not None]
+        before, how, after = (in_type(part, x.ctype) for part in REDUCING[node.op_type])
+        after = after.replace("{N}", self.product(reduced))
+        term = self._map(before, x.ctype, x)
+        if y in self.cluster.totals:
+            kept = tuple(d for d in self.cluster.axes[y] if d is not None)
+            self.totals.append(Total(how, term, y, kept, after))
+        else:
+            total = self._reduced(how, term) if reduced else term
+            self._of[y] = self._map(after, x.ctype, total)
+
+    # --- Operators that are computed row by row, in float32 ---
+
+    def _softmax(self, node: ir.Node, xs: Sequence[Number]) -> list[Number]:
+        shifted = self._map("{0} - {1}", "float", xs[0], self._reduced("largest number", xs[0]))
+        power = self._map("exp_negative_float({0})", "float", shifted)
+        total = self._reduced("sum", power)
+        if node.op_type == "LogSoftmax":
+            return [self._map("{0} - {1}", "float", shifted, self._map("log_float({0})", "float", total))]
+        return [self._map("{0} * {1}", "float", power, self._map("1 / {0}", "float", total))]
+
+    def _normalization(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> list[Number]:
+        """Return the normalized number, and of LayerNormalization the mean and the inverse deviation."""
+        mean_of = f"{{0}} / (float)({self.product(self.columns)})"
+        epsilon = literal(float(form.attributes["epsilon"]), "float")
+        centered, moments = xs[0], []
+        if node.op_type == "LayerNormalization":
+            moments = [self._map(mean_of, "float", self._reduced("sum", xs[0]))]
+            centered = self._map("{0} - {1}", "float", xs[0], moments[0])
+        squares = self._reduced("sum", self._map("{0} * {0}", "float", centered))
+        inverse = self._map(f"1 / sqrtf({mean_of} + {epsilon})", "float", squares)
+        normal = self._map("{0} * {1}", "float", centered, inverse)
+        y = self._map("{0} * {1}", "float", normal, xs[1])
+        if len(xs) > 2:
+            y = self._map("{0} + {1}", "float", y, xs[2])
+        return [y, *moments, inverse]
+
+
+def _leaves(y: ir.Value, cluster: Cluster) -> bool:
+    """Return whether something outside a cluster reads a value."""
+    return y.is_graph_output() or any(use.node not in cluster.nodes for use in y.uses())

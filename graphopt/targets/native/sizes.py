@@ -1,0 +1,120 @@
+"""Tell which names of sizes mean one size: ONNX's inference gives the same size new names after a Reshape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import onnx_ir as ir
+
+from graphopt.graph.operators import MATRIX_PRODUCTS
+from graphopt.targets.native.attributes import attributes_of
+from graphopt.targets.native.forms import Size, fixed, has_sizes, sizes_of
+from graphopt.targets.native.operators import ELEMENTWISE
+
+
+@dataclass(frozen=True)
+class Product:
+    """A size: a number times powers of named sizes."""
+
+    number: Fraction
+    powers: tuple[tuple[str, int], ...] = ()
+
+
+def unify_sizes(model: ir.Model, named: set[str]) -> None:
+    """Give sizes that follow from others the names, or the numbers, of those.
+
+    Args:
+        named: the names that inputs have. Inference invented all others, each for one axis of one value.
+    """
+    sizes = _Sizes(named)
+    versions = dict(model.opset_imports)
+    graphs = list(model.graphs())
+    for graph in graphs:
+        for node in graph:
+            sizes.learn(node, versions)
+    for graph in graphs:
+        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+            if has_sizes(x):
+                x.shape = ir.Shape([sizes.simplest(size) for size in sizes_of(x)])
+
+
+class _Sizes:
+    """Hold what is known of names."""
+
+    def __init__(self, named: set[str]) -> None:
+        self._named = named
+        self._known: dict[str, Product] = {}
+        self._names: dict[Product, str] = {}
+
+    def of(self, size: Size) -> Product:
+        if isinstance(size, int):
+            return Product(Fraction(size))
+        return self._known.get(size, Product(Fraction(1), ((size, 1),)))
+
+    def simplest(self, size: Size) -> Size:
+        """Return a number or one name for a size."""
+        found = self.of(size)
+        if not found.powers and found.number.denominator == 1:
+            return int(found.number)
+        if found.number == 1 and len(found.powers) == 1 and found.powers[0][1] == 1:
+            return found.powers[0][0]
+        return self._names.setdefault(found, str(size))
+
+    def learn(self, node: ir.Node, versions: Mapping[str, int]) -> None:
+        """Derive the sizes of a node's first output from those of its inputs."""
+        inputs, y = [x for x in node.inputs if x is not None], node.outputs[0] if node.outputs else None
+        attributes = attributes_of(node, versions)
+        if attributes is None or y is None or not inputs or not all(map(has_sizes, [inputs[0], y])):
+            return
+        x, to = sizes_of(inputs[0]), sizes_of(y)
+        if node.op_type == "Reshape":
+            self._reshaped(x, to)
+        elif node.op_type == "Flatten":
+            axis = attributes["axis"] + len(x) * (attributes["axis"] < 0)
+            for part, size in zip((x[:axis], x[axis:]), to, strict=False):
+                self._reshaped(part, [size])
+        elif node.op_type == "Resize":
+            scales = fixed(node.inputs[2]) if len(node.inputs) > 2 else None
+            if scales is not None and scales.size == len(x) == len(to) and not attributes.get("axes"):
+                for size, scale, result in zip(x, scales.ravel(), to, strict=True):
+                    if scale == 1:
+                        self._note(result, self.of(size))
+        elif node.op_type in ELEMENTWISE and all(map(has_sizes, inputs)):
+            self._broadcast([sizes_of(each) for each in inputs], to)
+        elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
+            self._broadcast([sizes_of(each)[:-2] for each in inputs], to[:-2])
+
+    def _note(self, size: Size, found: Product) -> None:
+        """Note what a name means that was invented for one axis and is not known yet."""
+        is_open = isinstance(size, str) and size not in self._named | self._known.keys()
+        if is_open and all(name != size for name, _ in found.powers):
+            self._known[str(size)] = found
+
+    def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
+        """Solve for the only size that is not known, as both have the same number of elements."""
+        open_ = [
+            size for size in to if isinstance(size, str) and size not in self._named | self._known.keys()
+        ]
+        if len(open_) != 1:
+            return
+        powers: Counter[str] = Counter()
+        number = Fraction(1)
+        for sizes, sign in ((x, 1), ([size for size in to if size != open_[0]], -1)):
+            for each in map(self.of, sizes):
+                if each.number == 0:
+                    return
+                number *= each.number**sign
+                for name, power in each.powers:
+                    powers[name] += sign * power
+        left = tuple(sorted((name, power) for name, power in powers.items() if power))
+        self._note(open_[0], Product(number, left))
+
+    def _broadcast(self, operands: Sequence[Sequence[Size]], to: Sequence[Size]) -> None:
+        """Note sizes that all operands have, if they do not have size 1."""
+        for place, size in enumerate(reversed(to)):
+            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {Product(Fraction(1))}
+            if len(found) == 1:
+                self._note(size, *found)

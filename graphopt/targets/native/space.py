@@ -1,0 +1,162 @@
+"""Place values in an iteration space: which of its dimensions each axis of a value varies over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphopt.targets.native.forms import Form, Size, operands_of, sizes_of
+
+Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
+
+
+@dataclass
+class Space:
+    """An iteration space: dimensions, which are numbers, and their sizes, in their order."""
+
+    sizes: dict[int, Size] = field(default_factory=dict)
+
+    def copy(self) -> Space:
+        return Space(dict(self.sizes))
+
+    @property
+    def dimensions(self) -> list[int]:
+        return list(self.sizes)
+
+    def axes(self, sizes: Sequence[Size], wanted: Sequence[set[int]]) -> Axes | None:
+        """Return a dimension for each axis: the wanted one, one of the same size, or a new one; None if none fits.
+
+        The dimensions come in the order of the space. An axis of size 1 varies over none.
+        """
+        found: list[int | None] = []
+        last = -1  # the place of the dimension that the axis before has
+        for p, size in enumerate(sizes):
+            if size == 1:
+                found.append(None)
+                continue
+            if len(wanted[p]) > 1:
+                return None
+            later = [self.dimensions.index(d) for axis in wanted[p + 1 :] for d in axis if d in self.sizes]
+            limit = min(later, default=len(self.sizes))
+            if wanted[p]:
+                (dimension,) = wanted[p]
+            else:
+                dimension = self._free(size, last, limit, p == len(sizes) - 1)
+            place = self.dimensions.index(dimension) if dimension in self.sizes else -1
+            if place <= last or self.sizes[dimension] != size:
+                return None
+            last = place
+            found.append(dimension)
+        return tuple(found)
+
+    def _free(self, size: Size, last: int, limit: int, is_last: bool) -> int:
+        """Return a dimension of a size between two places, a new one if there is none."""
+        order = self.dimensions
+        same = [d for d in order[last + 1 : limit] if self.sizes[d] == size]
+        if same:
+            return same[-1]
+        new = max(order, default=-1) + 1
+        order.insert(limit if is_last or limit < len(order) else last + 1, new)
+        self.sizes = {d: self.sizes.get(d, size) for d in order}
+        return new
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The axes of what a node reads, by the index of the input, and of what it produces."""
+
+    read: Mapping[int, Axes]
+    produced: Sequence[Axes]
+
+
+def placed(
+    space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes], fixed: Mapping[ir.Value, Axes]
+) -> Placement | None:
+    """Return where a node's values are in a space; add the dimensions that it lacks. None if they do not fit.
+
+    Args:
+        known: the axes of values that the cluster reads or produces.
+        fixed: the axes of values that it produces.
+    """
+    if form.kind == "map":
+        return _elementwise(space, node, form, known, fixed)
+    if form.kind == "rows":
+        return _normalized(space, node, form, known)
+    return _projected(space, node, form, known)
+
+
+def _elementwise(
+    space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes], fixed: Mapping[ir.Value, Axes]
+) -> Placement | None:
+    y = node.outputs[0]
+    sizes, operands = sizes_of(y), operands_of(node, form)
+    wanted = _wanted(sizes, [known.get(y), *(fixed.get(x) for x in operands.values())])
+    if not any(wanted):
+        wanted = _wanted(sizes, [known.get(x) for x in operands.values()])
+    axes = space.axes(sizes, wanted)
+    if axes is None or not _is_broadcast(sizes, [sizes_of(x) for x in operands.values()]):
+        return None
+    read = {}
+    for i, x in operands.items():
+        own = sizes_of(x)
+        start = len(sizes) - len(own)
+        if any(size not in (1, whole) for size, whole in zip(own, sizes[start:], strict=True)):
+            return None  # two names for one size
+        read[i] = tuple(None if size == 1 else d for size, d in zip(own, axes[start:], strict=True))
+    return Placement(read, [axes])
+
+
+def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> bool:
+    """Return whether a result has the rank of its operands, and each size that is not 1 from one of them."""
+    rank = max(map(len, operands))
+    found = [{own[p - rank] for own in operands if len(own) >= rank - p} for p in range(rank)]
+    return len(sizes) == rank and all(
+        size == 1 or size in sources for size, sources in zip(sizes, found, strict=True)
+    )
+
+
+def _normalized(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
+    operands = operands_of(node, form)
+    sizes = sizes_of(operands[0])
+    axes = space.axes(sizes, _wanted(sizes, [known.get(operands[0]), known.get(node.outputs[0])]))
+    if axes is None or sizes_of(node.outputs[0]) != sizes:
+        return None
+    read = {}
+    for i, x in operands.items():
+        start = len(sizes) - len(sizes_of(x))
+        if start < 0 or sizes_of(x) != sizes[start:]:
+            return None
+        read[i] = axes[start:]
+    rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
+    return Placement(read, [axes, *(rows for _ in node.outputs[1:])])
+
+
+def _projected(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
+    """Place a view or a reduction, whose output's axes are axes of the input."""
+    x, y = operands_of(node, form)[0], node.outputs[0]
+    wanted = _wanted(sizes_of(x), [known.get(x)])
+    for p, image in enumerate(form.images):
+        if y in known and image is not None and (d := known[y][image]) is not None:
+            wanted[p].add(d)
+    axes = space.axes(sizes_of(x), wanted)
+    if axes is None:
+        return None
+    produced: list[int | None] = [None] * len(sizes_of(y))
+    for p, image in enumerate(form.images):
+        if image is not None:
+            produced[image] = axes[p]
+            if sizes_of(y)[image] != sizes_of(x)[p]:
+                return None
+    return Placement({0: axes}, [tuple(produced)])
+
+
+def _wanted(sizes: Sequence[Size], candidates: Sequence[Axes | None]) -> list[set[int]]:
+    """Return the dimensions that axes vary over by what is known of values, aligned at the end."""
+    wanted: list[set[int]] = [set() for _ in sizes]
+    for axes in candidates:
+        for p, d in enumerate(axes or (), start=len(sizes) - len(axes or ())):
+            if d is not None:
+                wanted[p].add(d)
+    return wanted

@@ -1,0 +1,113 @@
+"""Compile C to libraries with the system's compiler, and keep them in the user's cache folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphopt.errors import GraphoptError
+from graphopt.targets.native.cache import cache_folder, keep, kept, read_regular
+from graphopt.targets.native.limited import SECONDS, run
+
+logger = logging.getLogger(__name__)
+HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
+PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+FLAGS = (
+    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
+)
+FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def compiler() -> tuple[str, ...] | None:
+    """Return the command of a C compiler: $CC, cc, gcc or clang, else the wheel ziglang; None if there is none."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        found = shutil.which(name) if name else None
+        if found:
+            return (found,)
+    spec = importlib.util.find_spec("ziglang")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        found = shutil.which(
+            "zig", path=folder
+        )  # not `python -m ziglang`, which searches the working directory
+        if found:
+            return (found, "cc")
+    return None
+
+
+def build(source: str, parts: Sequence[str] = ()) -> Path:
+    """Return the library of a C source; compile it unless the cache has it.
+
+    Args:
+        parts: C sources to link with it, each of which is compiled once for all libraries.
+
+    Raises:
+        GraphoptError: there is no compiler, or it fails.
+    """
+    return _compiled(source, "so", ["-shared", "-lm"], [_compiled(part, "o", ["-c"]) for part in parts])
+
+
+def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
+    """Return the file that the compiler makes of a C source and objects; make it unless the cache has it."""
+    name = f"{digest_of(source, *flags, *(each.name for each in objects))}.{suffix}"
+    folder = cache_folder()
+    if kept(name) is not None:
+        return folder / name
+    logger.info("compiling for this machine, once for %s", "all graphs" if suffix == "o" else "this graph")
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
+        code.write_text(source)
+        files = [str(code), *map(str, objects), "-o", str(target)]
+        failed, said = run([*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], Path(work))
+        content = None if failed else read_regular(target)
+        if content is None:
+            lines = said.splitlines()
+            reason = next((line for line in lines if "error" in line), " ".join(lines) or "it was killed")
+            raise GraphoptError(f"native: {_command()[0]} does not compile the kernels: {reason[:200]}")
+        return keep(name, content)
+
+
+def digest_of(*texts: str) -> str:
+    """Return a hash of texts, and of what else compiled code depends on: headers, flags, compiler and processor.
+
+    Raises:
+        GraphoptError: there is no compiler.
+    """
+    return hashlib.sha256("\0".join([*texts, *_environment(_command())]).encode()).hexdigest()[:32]
+
+
+def _command() -> tuple[str, ...]:
+    command = compiler()
+    if command is None:
+        raise GraphoptError(
+            "native: expected a C compiler, found none: install gcc or clang, or pip install ziglang"
+        )
+    return command
+
+
+@functools.cache
+def _environment(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what else a library depends on: headers, flags, the compiler and the processor."""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+    headers = tuple((FOLDER / name).read_text() for name in HEADERS)
+    return (*headers, *FLAGS, *command, version, _processor())
+
+
+def _processor() -> str:
+    """Return what decides which instructions `-march=native` stands for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
