@@ -21,6 +21,8 @@ from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.targets.known import lower
+from graphopt.targets.target import Target
 from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
@@ -47,6 +49,7 @@ __all__ = [
     "OnnxRegressor",
     "Pipeline",
     "StepHalves",
+    "Target",
     "Trainer",
     "adapt",
     "compile",
@@ -61,6 +64,7 @@ __all__ = [
     "listing",
     "load",
     "load_artifacts",
+    "lower",
     "mermaid",
     "plot",
     "run",

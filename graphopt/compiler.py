@@ -48,12 +48,12 @@ def standard(
     loss_scale: Steps = None,
     accumulate: Steps = None,
     simplify: Steps | Default = DEFAULT,
-    fuse: Steps | Default = DEFAULT,
+    fuse: Steps = None,
 ) -> Pipeline:
     """Return the standard pipeline with the passes given; see `compile` for the steps.
 
     >>> import graphopt, passes
-    >>> list(graphopt.standard(loss=passes.MeanSquaredError(), fuse=None))
+    >>> list(graphopt.standard(loss=passes.MeanSquaredError()))
     ['normalize', 'parameters', 'sort', 'training', 'loss', 'gradient', 'simplify']
     """
     steps = dict(locals())
@@ -68,7 +68,6 @@ def standard(
         if loss_scale is None
         else partial(passes.Gradient, loss_scale=FIRST_SCALE),
         "simplify": passes.Simplify,
-        "fuse": passes.Fuse,
     }
     return Pipeline(**{name: default[name]() if step is DEFAULT else step for name, step in steps.items()})
 
@@ -95,7 +94,7 @@ def compile(
     loss_scale: Steps = None,
     accumulate: Steps = None,
     simplify: Steps | Default = DEFAULT,
-    fuse: Steps | Default = DEFAULT,
+    fuse: Steps = None,
 ) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline.
 
@@ -134,8 +133,9 @@ def compile(
             of 32,768.
         accumulate: accumulates the gradients of several batches before each update, for example
             `passes.Accumulate(4)`.
-        simplify: folds constants and merges equal nodes; `passes.Simplify()` by default.
-        fuse: replaces operators by fewer or faster ones with the same results; `passes.Fuse()` by default.
+        simplify: folds constants, merges equal nodes and rewrites arithmetic; `passes.Simplify()` by default.
+        fuse: lowers the graph for ONNX Runtime's CPU kernels, for programs that run the file without graphopt:
+            `passes.Fuse()`. `graphopt.Executor` lowers a plain graph itself, for the machine that it runs on.
 
     Raises:
         GraphoptError: the model cannot be read, or a pass rejects it.
@@ -212,9 +212,6 @@ class StepHalves:
     overlap: bool = False
 
 
-SIMPLIFYING = ("simplify", "fuse")
-
-
 def split_step(
     pipeline: Pipeline,
     model: Source,
@@ -224,7 +221,7 @@ def split_step(
 ) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
-    The halves come from the same passes: they are cut apart before `simplify`, and then simplified and fused.
+    The halves are cut out of the graph that the pipeline returns.
 
     Args:
         pipeline: the passes, such as `graphopt.standard` returns them.
@@ -248,22 +245,22 @@ def split_step(
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
+    import passes
     from passes.parts.batch_statistics import stages_of_batch
     from passes.parts.halves import cut
     from passes.parts.stages import early_gradients
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
-    names = list(pipeline)
-    first = min((names.index(name) for name in SIMPLIFYING if name in names), default=len(names))
-    head = Pipeline(**{name: pipeline[name] for name in names[:first]})
-    tail = Pipeline(**{name: pipeline[name] for name in names[first:]})
-    whole = head(model)
-    grad, apply = cut(whole.clone())
+    step = pipeline(model)
+    grad, apply = cut(step.clone())
     parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]
     if overlap and len(parts) == 1:
         parts = early_gradients(grad)
-    return StepHalves(tail.rewrite(whole), tuple(map(tail.rewrite, parts)), tail.rewrite(apply), overlap)
+    simplify = passes.Simplify()
+    for half in (*parts, apply):
+        simplify(half)
+    return StepHalves(step, tuple(parts), apply, overlap)
 
 
 def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
@@ -318,7 +315,7 @@ def compile_layer(
     training: Steps | Default = DEFAULT,
     gradient: Steps | Default = DEFAULT,
     simplify: Steps | Default = DEFAULT,
-    fuse: Steps | Default = DEFAULT,
+    fuse: Steps = None,
 ) -> LayerGraphs:
     """Compile a model to the graphs of a layer in a larger program; see `compile` for the steps.
 

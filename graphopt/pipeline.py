@@ -10,7 +10,6 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph import plain
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
@@ -73,7 +72,6 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         for name, step in self._steps.items():
             start = time.perf_counter()
             for one in step:
-                plain.forget(model)
                 one(model)
             logger.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
             if observe is not None:

@@ -6,7 +6,7 @@ docstrings assume `import graphopt, passes`.
 
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.unroll import Unroll
-from graphopt.targets.onnxruntime import Fuse
+from graphopt.targets.onnxruntime.fuse import Fuse
 from graphopt.targets.portable import Portable
 from passes.accumulate import Accumulate
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.graph.rewriting import Pass
-from graphopt.targets.onnxruntime import FUSIONS
+from graphopt.targets.onnxruntime.fuse import FUSIONS
 
 os.environ.setdefault("GRAPHOPT_NATIVE", "false")  # kernels are compiled where a test asks for them
 

@@ -20,12 +20,12 @@ def of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
 
 FUSIONS = [
     *of(
-        "graphopt/targets/onnxruntime/__init__.py",
+        "graphopt/targets/onnxruntime/fuse.py",
         "fusion",
         ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/scaled_gradients.py",
+        "graphopt/targets/scaled_gradients.py",
         "training_matrix",
         (
             "plain_descent",
@@ -34,7 +34,7 @@ FUSIONS = [
         ),
     ),
     *of(
-        "graphopt/targets/onnxruntime/scaled_gradients.py",
+        "graphopt/targets/scaled_gradients.py",
         "fusion",
         ("scaled_gradients", "JOINTLY_LINEAR and all(scaled)", "JOINTLY_LINEAR and any(scaled)"),
         ("scaled_gradients", "len(rates) != 1", "len(rates) < 1"),
@@ -49,7 +49,7 @@ FUSIONS = [
         ("gradients_of_any_window", "range(0, places * strides[0], strides[0])", "range(places)"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/pooling.py",
+        "graphopt/graph/algebra.py",
         "fusion",
         ("masked_after_pooling", "like(op.HardSigmoid(p,", "like(op.HardSigmoid(share,"),
     ),
@@ -59,7 +59,7 @@ FUSIONS = [
         ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/gemm_updates.py",
+        "graphopt/targets/gemm_updates.py",
         "fusion",
         (
             "gemm_can_do",
@@ -71,13 +71,13 @@ FUSIONS = [
         ("looks_like", 'gemm.attributes.get_float("alpha", 1.0) != 1.0', "False"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/arithmetic.py",
+        "graphopt/graph/algebra.py",
         "fusion",
         ("plain_descent or scaled_gradients", "op.Mul(like(op.Mul(s, t), s), x)", "op.Mul(s, x)"),
         ("looks_like", "tensor.numpy() != 2", "tensor.numpy() < 2"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/shared_gelu.py",
+        "graphopt/graph/algebra.py",
         "fusion",
         ("gelu", "stand_in(node, [op.Mul(x, share)])", "stand_in(node, [op.Mul(share, share)])"),
     ),

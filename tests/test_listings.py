@@ -50,9 +50,14 @@ GRAPHS = {
         optimizer=passes.AdamW(),
         schedule=passes.Cosine(steps=100, warmup=10),
     ),
-    "cnn_gradient": lambda: graphopt.compile(cnn(), loss=passes.CrossEntropy(), fuse=None),
+    "cnn_gradient": lambda: graphopt.compile(cnn(), loss=passes.CrossEntropy()),
     "cnn_fused": lambda: graphopt.compile(
-        cnn(), loss=passes.CrossEntropy(), optimizer=passes.SGD(momentum=0.9)
+        cnn(), loss=passes.CrossEntropy(), optimizer=passes.SGD(momentum=0.9), fuse=passes.Fuse()
+    ),
+    "linear_sgd_fused": lambda: graphopt.lower(GRAPHS["linear_sgd"](), "onnxruntime"),
+    "mlp_adamw_fused": lambda: graphopt.lower(
+        graphopt.compile(mlp((4, 3, 3)), loss=passes.MeanSquaredError(), optimizer=passes.AdamW()),
+        "onnxruntime",
     ),
     "mlp_mixed_precision": lambda: graphopt.compile(
         mlp(activation="Relu"),
@@ -132,6 +137,6 @@ DENSITY = {"mlp": 1.7, "cnn": 2.8, "transformer": 2.9}
 def test_backward_nodes_a_forward_node(name):
     features = {"mlp": [8], "cnn": [1, 8, 8], "transformer": [6]}[name]
     network = getattr(models, name)(features, 4)
-    forward = size(graphopt.compile(network, loss=passes.CrossEntropy(), gradient=None, fuse=None))
-    whole = size(graphopt.compile(network, loss=passes.CrossEntropy(), fuse=None))
+    forward = size(graphopt.compile(network, loss=passes.CrossEntropy(), gradient=None))
+    whole = size(graphopt.compile(network, loss=passes.CrossEntropy()))
     assert whole - forward <= DENSITY[name] * forward

@@ -20,7 +20,7 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.runtime.native_forms import measured, remembered
+from graphopt.runtime.forms import measured, remembered
 from graphopt.runtime.session import Session
 from graphopt.targets.native import limited, lowering, toolchain
 from graphopt.targets.native.cache import SUM, cache_folder, keep, kept
@@ -317,7 +317,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
     def fail(*_):
         raise full
 
-    monkeypatch.setattr("graphopt.runtime.native_forms.write", fail)
+    monkeypatch.setattr("graphopt.runtime.forms.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
     monkeypatch.setattr("graphopt.targets.native.lowering.keep", fail)
     for path in cache.glob("*.onnx"):

@@ -13,7 +13,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph.shapes import infer
-from graphopt.targets.portable import TARGETS
+from graphopt.targets.portable import FORMS
 from graphopt.testing.reference import evaluator
 
 RNG = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def test_convolutions_that_webgpu_computes_correctly_stay(group, filters, stays)
     assert (len(written.graph) == 1) == stays
 
 
-@pytest.mark.parametrize("target", [None, *TARGETS])
+@pytest.mark.parametrize("target", [None, *FORMS])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_training_graphs_stay_the_same(name, target):
     step = GRAPHS[name][0]()
@@ -140,7 +140,7 @@ def test_training_graphs_stay_the_same(name, target):
     types = {node.op_type for node in written.graph.all_nodes()}
     assert "Size" not in types
     assert types.isdisjoint(
-        set(TARGETS[target]) - {"Conv", "LayerNormalization", "MaxPool", "Split"} if target else set()
+        set(FORMS[target]) - {"Conv", "LayerNormalization", "MaxPool", "Split"} if target else set()
     )
 
 
@@ -174,15 +174,13 @@ def test_a_network_of_grouped_convolutions_trains_the_same():
 
 
 def test_webgpu_pools_channels_and_the_cpu_planes():
-    """Compare with the same step before the fusion."""
     step = graphopt.compile(
         models.cnn((1, 8, 8), 10, channels=(8, 16)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)
     )
-    written = step.clone()
-    passes.Portable("webgpu")(written)
-    pooled = [[n.inputs[0].shape[1] for n in m.graph if n.op_type == "MaxPool"] for m in (step, written)]
-    assert pooled == [[1, 1], [8, 16]]
-    first, second = (graphopt.Executor(m, threads=1) for m in (step, written))
+    lowered = [graphopt.lower(step, target) for target in ("onnxruntime", "portable", "webgpu")]
+    pooled = [[n.inputs[0].shape[1] for n in m.graph if n.op_type == "MaxPool"] for m in lowered]
+    assert pooled == [[1, 1], [1, 1], [8, 16]]
+    first, second = (graphopt.Executor(m, threads=1) for m in (step, lowered[2]))
     for _ in range(5):
         batch = {"x": numbers(4, 1, 8, 8), "target": np.arange(4)}
         assert second.step(batch)["loss"] == pytest.approx(first.step(batch)["loss"], rel=1e-6)

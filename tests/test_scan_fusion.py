@@ -12,6 +12,17 @@ from builders import model
 import graphopt
 import passes
 
+
+def fused_step(*given, **steps):
+    """Compile a training graph that is fused unless `fuse` says otherwise."""
+    return graphopt.compile(*given, **{"fuse": passes.Fuse(), **steps})
+
+
+def opened(step, **options):
+    """Open a graph as it is."""
+    return graphopt.Executor(step, target="plain", **options)
+
+
 RNG = np.random.default_rng(0)
 RECURRENT = {
     "RNN": ("Y, H = RNN<hidden_size = 8>(x, w, r, b)", 1, 8),
@@ -52,12 +63,12 @@ def test_what_steps_of_a_scan_need_not_wait_for_is_done_at_once(name, fusion):
         shape=np.array([5, units]),
     )
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.002, momentum=0.9)}
-    plain = graphopt.compile(proto, **steps, fuse=passes.Fuse(leave_out=[fusion]))
-    fused = graphopt.compile(proto, **steps)
+    plain = fused_step(proto, **steps, fuse=passes.Fuse(leave_out=[fusion]))
+    fused = fused_step(proto, **steps)
     measure = {"hoist_weight_gradients": _carried, "vectorize_steps": _in_bodies}[fusion]
     assert measure(fused) < measure(plain)
     onnx.checker.check_model(ir.to_proto(fused), full_check=True)
-    executors = [graphopt.Executor(step, threads=1) for step in (plain, fused)]
+    executors = [opened(step, threads=1) for step in (plain, fused)]
     for step in range(50):
         x = random.standard_normal((4 + step % 3, 5, 3), np.float32)
         target = np.tanh(x.sum(axis=0)[:, :2])

@@ -6,7 +6,6 @@ import json
 import warnings
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import attention, linear, mlp, model
@@ -14,12 +13,11 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph import unroll
-from graphopt.graph.plain import plain_of
-from graphopt.runtime import native_forms
+from graphopt.runtime import forms
 from graphopt.runtime.bound_session import BoundSession
+from graphopt.targets import scaled_gradients
 from graphopt.targets.native import operators, toolchain
-from graphopt.targets.onnxruntime import scaled_gradients
-from passes import fusion
+from graphopt.targets.onnxruntime import fuse as fusion
 
 RNG = np.random.default_rng(0)
 needs_compiler = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -87,7 +85,9 @@ def test_an_update_that_goes_uphill_is_seen_and_the_plain_step_runs(cache, monke
     forget_an_update(monkeypatch)
     executor = graphopt.Executor(image_step(), threads=1)
     batches = [images() for _ in range(4)]
-    with pytest.warns(UserWarning, match=r"the fused step: .*\.next' off by \S+ %: the plain step runs"):
+    with pytest.warns(
+        UserWarning, match=r"the step for onnxruntime: .*\.next' off by \S+ %: the plain step runs"
+    ):
         executor.step(batches[0])
     (folder,) = cache.glob("difference-*")
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -96,8 +96,8 @@ def test_an_update_that_goes_uphill_is_seen_and_the_plain_step_runs(cache, monke
         "plain.onnx",
         "rewritten.onnx",
     ]
-    assert json.loads((folder / "difference.json").read_text())["form"] == "the fused step"
-    plain = graphopt.Executor(image_step(fuse=None), threads=1)
+    assert json.loads((folder / "difference.json").read_text())["form"] == "the step for onnxruntime"
+    plain = graphopt.Executor(image_step(), threads=1, target="plain")
     plain.step(batches[0])
     assert_trains_as_plain(executor, plain, batches[1:])
 
@@ -130,7 +130,7 @@ def test_a_wrong_kernel_is_seen_and_the_graph_runs_without_it(monkeypatch):
     batches = [rows() for _ in range(4)]
     with pytest.warns(UserWarning, match="kernels: expected the numbers of the plain step"):
         executor.step(batches[0])
-    plain = graphopt.Executor(table_step(fuse=None), threads=1)
+    plain = graphopt.Executor(table_step(), threads=1, target="plain")
     plain.step(batches[0])
     assert_trains_as_plain(executor, plain, batches[1:])
 
@@ -139,7 +139,7 @@ def test_a_wrong_kernel_is_seen_and_the_graph_runs_without_it(monkeypatch):
 def test_a_wrong_kernel_in_place_is_seen_before_the_state_changes(monkeypatch):
     use_wrong_kernel(monkeypatch)
     executor = graphopt.Executor(table_step(), native=True, in_place=True, threads=1)
-    plain = graphopt.Executor(table_step(fuse=None), threads=1)
+    plain = graphopt.Executor(table_step(), threads=1, target="plain")
     with pytest.warns(UserWarning, match="kernels: expected the numbers of the plain step"):
         assert_trains_as_plain(executor, plain, [rows() for _ in range(4)])
 
@@ -147,7 +147,7 @@ def test_a_wrong_kernel_in_place_is_seen_before_the_state_changes(monkeypatch):
 @needs_compiler
 def test_in_place_steps_count_once_although_the_first_is_compared():
     executor = graphopt.Executor(table_step(), native=True, in_place=True, threads=1, verify=True)
-    plain = graphopt.Executor(table_step(fuse=None), threads=1)
+    plain = graphopt.Executor(table_step(), threads=1, target="plain")
     assert_trains_as_plain(executor, plain, [rows() for _ in range(3)])
 
 
@@ -157,7 +157,7 @@ def test_calls_that_lose_a_state_are_seen_and_steps_run_alone(monkeypatch):
     executor = graphopt.Executor(table_step(), threads=1)
     with pytest.warns(UserWarning, match="several steps per call: expected the numbers of the plain step"):
         found = executor.run(batches, steps_per_call=3)
-    plain = graphopt.Executor(table_step(fuse=None), threads=1)
+    plain = graphopt.Executor(table_step(), threads=1, target="plain")
     expected = [plain.step(batch) for batch in batches]
     np.testing.assert_allclose([x["loss"] for x in found], [x["loss"] for x in expected], rtol=1e-5)
 
@@ -166,7 +166,7 @@ def test_true_raises_an_error_and_false_compares_nothing(monkeypatch):
     forget_an_update(monkeypatch)
     step, batch = image_step(), images()
     with pytest.raises(
-        graphopt.GraphoptError, match="the fused step: expected the numbers of the plain step"
+        graphopt.GraphoptError, match="the step for onnxruntime: expected the numbers of the plain step"
     ):
         graphopt.Executor(step, threads=1, verify=True).step(batch)
     with warnings.catch_warnings():
@@ -178,10 +178,8 @@ def test_true_raises_an_error_and_false_compares_nothing(monkeypatch):
 
 def test_a_form_is_compared_once_on_a_machine(cache, monkeypatch):
     step, batch, opened = table_step(), rows(), []
-    right = native_forms.Translation._stepped
-    monkeypatch.setattr(
-        native_forms.Translation, "_stepped", lambda *given: opened.append(1) or right(*given)
-    )
+    right = forms.Translation._stepped
+    monkeypatch.setattr(forms.Translation, "_stepped", lambda *given: opened.append(1) or right(*given))
     graphopt.Executor(step, threads=1).step(batch)
     graphopt.Executor(step, threads=1).step(batch)
     assert len(opened) == 1
@@ -251,26 +249,13 @@ def test_kernels_are_compared_with_the_graph_before_its_fusion(network):
     graphopt.Executor(step, native=True, threads=1, verify=True).step(batch)
 
 
-def test_the_plain_graph_is_kept_until_the_model_changes():
-    step = table_step(passes.SGD(0.1))
-    plain = plain_of(step)
-    assert len(plain.graph) > len(step.graph)
-    assert plain_of(graphopt.load(step)) is plain
-    assert plain_of(graphopt.load(ir.to_proto(step))) is None
-    passes.Simplify()(step)
-    assert plain_of(step) is None
-    step = table_step(passes.SGD(0.1))
-    step.graph.remove(next(node for node in step.graph if node.outputs[0].name == "y"))
-    assert plain_of(step) is None
-
-
 @pytest.mark.parametrize("error", [KeyError("unk__57"), RecursionError("too deep"), AssertionError()])
 def test_no_failure_of_a_lowering_reaches_the_user(monkeypatch, error):
     def fail(*given, **options):
         raise error
 
-    monkeypatch.setattr(native_forms, "lower", fail)
-    monkeypatch.setattr(native_forms, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(forms, "lower", fail)
+    monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
     with pytest.warns(UserWarning, match=f"native: {type(error).__name__}.*; steps run without kernels"):
         executor = graphopt.Executor(table_step(), native="auto", threads=1)
     assert executor.step(rows())["loss"] > 0

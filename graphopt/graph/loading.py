@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.files import replacing
 from graphopt.graph import large_models as large
-from graphopt.graph import metadata_checks, plain
+from graphopt.graph import metadata_checks
 from graphopt.graph.checking import check_domains, check_external, check_proto, nodes_of
 from graphopt.graph.large_models import checkable, weigh
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
@@ -194,7 +194,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 def _cloned(model: ir.Model) -> ir.Model:
     try:
-        return plain.clone(model)
+        return model.clone()
     except RuntimeError as error:
         if isinstance(root(error), RecursionError):
             raise GraphoptError(

@@ -17,9 +17,19 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, cause
-from graphopt.graph import metadata, plain
+from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, STORED, InferenceForm
+from graphopt.graph.metadata import (
+    BATCH_CORRECTION,
+    BATCH_COUNT,
+    BATCH_GRADIENT,
+    BATCH_WEIGHT,
+    GRADIENT_OF,
+    POSITIONS,
+    STOP_GRADIENT,
+    STORED,
+    InferenceForm,
+)
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
@@ -70,7 +80,6 @@ class Pass(ir.passes.InPlacePass):
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        plain.forget(model)
         try:
             with detached(model):
                 self.rewrite(model)
@@ -128,8 +137,9 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
 def needed(model: ir.Model) -> list[ir.Node]:
     """Return the nodes that rewriters must keep although they look redundant or equal to others.
 
-    They have a meaning that rewriters do not see: they stop gradients, round weights to their form in the file, or
-    compute something else in inference. Some keep outer values from becoming outputs of bodies, which would be invalid.
+    They have a meaning that rewriters do not see: they stop gradients, round weights to their form in the file,
+    compute something else in inference, or show where a step is cut for several workers. Some keep outer values from
+    becoming outputs of bodies, which would be invalid.
     """
     results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
     return [
@@ -137,9 +147,22 @@ def needed(model: ir.Model) -> list[ir.Node]:
         for node in model.graph.all_nodes()
         if STOP_GRADIENT.is_set(node)
         or STORED.is_set(node)
+        or _is_seam(node)
         or any(map(InferenceForm.is_on, node.outputs))
         or (node.op_type == "Identity" and node.outputs[0] in results)
     ]
+
+
+def seams(model: ir.Model) -> list[ir.Node]:
+    """Return the nodes at which a training graph is cut for several workers."""
+    return [node for node in model.graph if _is_seam(node)]
+
+
+def _is_seam(node: ir.Node) -> bool:
+    flags = (POSITIONS, BATCH_COUNT, BATCH_CORRECTION, BATCH_GRADIENT)
+    return any(flag.is_set(node) for flag in flags) or any(
+        GRADIENT_OF.read(y) or BATCH_WEIGHT.read(y) for y in node.outputs
+    )
 
 
 def retire(model: ir.Model, output: ir.Value) -> None:

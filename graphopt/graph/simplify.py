@@ -1,8 +1,9 @@
-"""Simplify graphs: fold constants, merge common subexpressions, and remove unused nodes."""
+"""Simplify graphs: fold constants, merge common subexpressions, rewrite arithmetic, and remove unused nodes."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,11 @@ from onnxscript.rewriter.rules.common import (
 )
 
 from graphopt.graph import metadata
+from graphopt.graph.algebra import simplify_algebra
 from graphopt.graph.folding import fold
-from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
+from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.rewriting import Pass, keep_interface, needed, protect, seams
+from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.traversal import results_when_ready
 
 
@@ -63,6 +67,9 @@ REWRITE_RULES = {
 }
 
 
+_RULES = threading.Lock()  # onnxscript's rules keep what they match
+
+
 def _rewrite(model: ir.Model) -> None:
     nodes = list(model.graph.all_nodes())
     present = {node.op_type for node in nodes}
@@ -75,7 +82,8 @@ def _rewrite(model: ir.Model) -> None:
     }
     rules += [rule for rule in expand_before_binary_op_rules if str(rule.name).endswith(tuple(expanded))]
     if rules:
-        onnxscript.rewriter.rewrite(model, rules)
+        with _RULES:
+            onnxscript.rewriter.rewrite(model, rules)
 
 
 @contextlib.contextmanager
@@ -114,9 +122,19 @@ def simplify(model: ir.Model) -> None:
         common.NameFixPass()(model)
 
 
+def _note_gradients(model: ir.Model) -> None:
+    """Move the notes that values are gradients from copies, which will go, to the values."""
+    for node in model.graph:
+        y, x = node.outputs[0], node.inputs[0] if node.inputs else None
+        name = GRADIENT_OF.read(y) if node.op_type == "Identity" else None
+        if name is not None and x is not None and x.producer() is not None:
+            GRADIENT_OF.remove(y)
+            GRADIENT_OF.write(x, GRADIENT_OF.read(x) or name)
+
+
 @dataclass(frozen=True)
 class Simplify(Pass):
-    """Fold constants, merge common subexpressions and remove unused nodes. The results stay the same.
+    """Fold constants, merge common subexpressions, and compute less in a step. The results stay the same.
 
     Exporters' notes that no pass reads, such as stack traces, are removed. Result nodes are ordered so that ONNX
     Runtime computes each as soon as its inputs are ready.
@@ -127,7 +145,13 @@ class Simplify(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
+        _note_gradients(model)
         simplify(model)
+        if with_role(model, *STATE):  # algebra shares what a gradient computes
+            with keep_interface(model), protect(seams(model)):
+                changed = simplify_algebra(model)
+            if changed:
+                simplify(model)
         for node in model.graph.all_nodes():
             metadata.remove_foreign(node)
         results_when_ready(model.graph)

@@ -23,6 +23,11 @@ def is_floating(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
+def is_number(x: ir.Value | None) -> bool:
+    """Return whether a value is known to be a scalar."""
+    return x is not None and x.shape is not None and len(x.shape) == 0
+
+
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     """Return the dimensions of `x`, numbers or symbols."""
     if x.shape is None:

@@ -17,12 +17,14 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import HOST, original_name
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.simplify import Simplify
 from graphopt.graph.state import detached
 from graphopt.graph.unroll import Unroll
 from graphopt.hosts.contract import contract
 from graphopt.hosts.portable_model import lower, strip, untyped_proto
 from graphopt.hosts.state_file import Place, places
 from graphopt.runtime.checkpoint import state_bytes
+from graphopt.targets.known import target_of
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
@@ -80,8 +82,7 @@ def export_hosts(
     models = _graphs(model, unroll)
     content = state_bytes({str(x.name): initial[str(x.name)] for x in with_role(model, *STATE)})
     where = places(content)
-    for graph in models.values():
-        _make_portable(graph, target, unroll)
+    models = {name: _lowered(graph, target, unroll) for name, graph in models.items()}
     lower([*models.values()])
     described = {
         **contract(model, initial, where, models),
@@ -116,13 +117,14 @@ def _graphs(model: ir.Model, unroll: bool) -> dict[str, ir.Model]:
     return graphs
 
 
-def _make_portable(graph: ir.Model, target: str | None, unroll: bool) -> None:
-    import passes
-
+def _lowered(graph: ir.Model, target: str | None, unroll: bool) -> ir.Model:
     if unroll:
+        import passes
+
         passes.UnrollLoops()(graph)
-    passes.Portable(target)(graph)
-    passes.Simplify()(graph)
+    lowered = target_of(target or "portable").lower(graph)
+    Simplify()(lowered)
+    return lowered
 
 
 def _fix_batch(model: ir.Model, batch: int) -> None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.native_forms import medians
+from graphopt.runtime.forms import medians
 from graphopt.runtime.signature import InputSpec
 
 

@@ -11,6 +11,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.traversal import captured
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.targets.known import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -34,7 +35,9 @@ class Graphs:
     """Run two graphs on any ONNX Runtime. The saved values stay on the device between them."""
 
     def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
-        self._forward, self._backward = Session(device, forward), Session(device, backward)
+        self._forward, self._backward = (
+            Session(device, ONNXRUNTIME.lower(part)) for part in (forward, backward)
+        )
         self._outputs, self._gradients = names_of(forward.graph.outputs), names_of(backward.graph.outputs)
         self._reads = names_of(backward.graph.inputs)
 
@@ -82,7 +85,7 @@ class Agent:
         options.execution_order = (
             self._ort.ExecutionOrder.PRIORITY_BASED
         )  # nodes that only backward needs run there
-        self._session = Session(device, model, options)
+        self._session = Session(device, ONNXRUNTIME.lower(model), options)
         kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
         place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
         self._agent = c.TrainingAgent(

@@ -76,7 +76,7 @@ class ForwardBackward:
         training: Steps | Default = DEFAULT,
         gradient: Steps | Default = DEFAULT,
         simplify: Steps | Default = DEFAULT,
-        fuse: Steps | Default = DEFAULT,
+        fuse: Steps = None,
     ) -> None:
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")

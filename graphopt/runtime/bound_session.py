@@ -11,7 +11,6 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import plain
 from graphopt.graph.folding import fold
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, Role, with_role
@@ -188,7 +187,7 @@ class BoundSession:
 
 def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
     """Return a training graph for fixed data shapes, with the constants that follow folded."""
-    dynamic, model = plain.plain_of(model), model.clone()
+    model = model.clone()
     sizes = {}
     for value in with_role(model, *FED):
         for dim, size in zip(value.shape or (), shapes[str(value.name)], strict=False):
@@ -201,8 +200,6 @@ def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Mode
                 [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
             )
     fold(model)
-    if dynamic is not None:
-        plain.remember(model, dynamic)
     return model
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.runtime.denormals import Flushing, supported
-from graphopt.targets.native.lowering import LOWERINGS
+from graphopt.targets.known import AUTO, NATIVE, ONNXRUNTIME, target_of
+from graphopt.targets.target import Target
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -27,7 +28,7 @@ SESSION_OPTIONS = (
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
-NATIVE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # environment variables
+NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environment
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
 # DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
@@ -54,8 +55,9 @@ class DeviceOptions:
             CPU for models of 10,000 parameters or more without numbers of 16 bits, keeps the faster form, and runs the
             graph as it is without a compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or
             `auto`.
-        native_without: the names of lowerings to leave out: `kernels`, `products`, `convolutions` or
-            `scans`.
+        target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
+            `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
+            `native`.
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
@@ -75,7 +77,7 @@ class DeviceOptions:
     low_memory: bool = False
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
-    native_without: Sequence[str] = ()
+    target: str | Target = AUTO
     verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
     custom_ops: Sequence[str | Path] | None = None
@@ -113,20 +115,31 @@ class Device(DeviceOptions):
         self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
         self.execution_provider = self._found_provider()
-        if self.native is True and not self.on_cpu:
+        if (self.native is True or self.target == NATIVE) and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
-        self.native = _resolved("native", NATIVE, self.native)
+        self._choose_target()
         self.verify = _resolved("verify", VERIFY, self.verify)
-        for lowering in self.native_without:
-            if lowering not in LOWERINGS:
-                raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
         if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
             raise GraphoptError(
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
+
+    def _choose_target(self) -> None:
+        """Set whether kernels are compiled, and the target of steps without kernels."""
+        named = (
+            {AUTO: self.native, NATIVE: True}.get(self.target, False)
+            if isinstance(self.target, str)
+            else False
+        )
+        if self.native is not None and named is not self.native:
+            raise GraphoptError(
+                f"target: expected one of native and target, found native={self.native} and {self.target!r}"
+            )
+        self.runtime_target = ONNXRUNTIME if self.target in (AUTO, NATIVE) else target_of(self.target)
+        self.native = _resolved("native", NATIVE_VARIABLE, named)
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:

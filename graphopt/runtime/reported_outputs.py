@@ -8,7 +8,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import plain
 from graphopt.graph.roles import Role, role_of, with_role
 
 
@@ -38,12 +37,10 @@ def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
     """Return a training graph, or a half of one, without the nodes that only compute unreported outputs."""
     if names == reportable(model):
         return model
-    unreported, model = plain.plain_of(model), model.clone()
+    model = model.clone()
     kept = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in kept or y.name in names]
     RemoveUnusedNodesPass()(model)
-    if unreported is not None:
-        plain.remember(model, unreported)
     return model
 
 

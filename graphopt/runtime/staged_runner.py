@@ -12,7 +12,7 @@ from graphopt.communicator import Communicator
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
-from graphopt.runtime.native_forms import is_large_enough
+from graphopt.runtime.forms import is_large_enough
 from graphopt.runtime.reported_outputs import reporting
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description

@@ -13,7 +13,7 @@ from graphopt.graph.roles import FED, with_role
 from graphopt.graph.unroll import Unroll
 from graphopt.runtime.bound_session import BoundSession, Reported, with_shapes
 from graphopt.runtime.device import Device
-from graphopt.runtime.native_forms import Forms
+from graphopt.runtime.forms import Forms
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
@@ -105,7 +105,11 @@ class StepRunner:
         if single is None:
             model = with_shapes(self._model, shapes) if shapes else self._model
             return self._forms_of(
-                model, native=self._native, in_place=self._in_place, is_large=self._is_large
+                model,
+                plain=self._model,
+                native=self._native,
+                in_place=self._in_place,
+                is_large=self._is_large,
             )
         # Kernels are those of single steps, so that the results are, too.
         arranged = functools.partial(_unrolled, shapes=shapes)

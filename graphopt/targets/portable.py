@@ -148,24 +148,11 @@ def slices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return [op.Slice(node.inputs[0], [start], [end], [axis]) for start, end in places]
 
 
-def pool_of_channels(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Let MaxPool read channels again where fusion made each a plane. Planes take 14 times as long on WebGPU."""
-    planes = node.inputs[0]
-    reshape = planes.producer() if planes is not None else None
-    x = reshape.inputs[0] if reshape is not None and reshape.op_type == "Reshape" else None
-    if x is None or x.shape is None or planes is None or planes.shape is None:
-        return None
-    sizes = x.shape[2:]
-    if len(x.shape) != 4 or planes.shape[1] != 1 or x.shape[1] == 1 or planes.shape[2:] != sizes:
-        return None
-    return [op.Reshape(op.MaxPool(x, **node.attributes), [-1, 1, *dims_of(node.outputs[0])[2:]])]
-
-
 # Forms that cost nothing, by operator.
 ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 
 # Further forms for a runtime that has no kernel for the operator, or a wrong or slow one.
-TARGETS: dict[str, Mapping[str, Form]] = {
+FORMS: dict[str, Mapping[str, Form]] = {
     "iree": {},
     "mnn": {"BatchNormalization": batch_normalization},
     "openvino": {"LayerNormalization": layer_normalization},
@@ -175,7 +162,6 @@ TARGETS: dict[str, Mapping[str, Form]] = {
     "webgpu": {
         "LogSoftmax": log_softmax,
         "Conv": convolution_of_whole_vectors,
-        "MaxPool": pool_of_channels,
         "Split": slices,
     },
 }
@@ -188,7 +174,7 @@ class Portable(Pass):
     Results stay the same up to rounding.
 
     Args:
-        target: the runtime to write for, from `graphopt.targets.portable.TARGETS`. None rewrites only what costs
+        target: the runtime to write for, from `graphopt.targets.portable.FORMS`. None rewrites only what costs
             nothing.
 
     Raises:
@@ -204,11 +190,11 @@ class Portable(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target is not None and self.target not in TARGETS:
-            raise GraphoptError(unknown("target", self.target, TARGETS))
+        if self.target is not None and self.target not in FORMS:
+            raise GraphoptError(unknown("target", self.target, FORMS))
 
     def rewrite(self, model: ir.Model) -> None:
-        forms = {**ALWAYS, **(TARGETS[self.target] if self.target is not None else {})}
+        forms = {**ALWAYS, **(FORMS[self.target] if self.target is not None else {})}
         with Emitter(model) as op:
             changed = _rewrite(op, model.graph, forms)
         if changed:

@@ -1,4 +1,4 @@
-"""Emit the updates of an optimizer: for each parameter, for joined small vectors, or in one kernel for all."""
+"""Emit the updates of an optimizer: for each parameter, or in one kernel for all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from passes import ort_kernels
-
-SMALL = 4096  # numbers in a vector that is updated together with others
 
 Formula = Callable[..., tuple[ir.Value, ...]]
 
@@ -28,12 +25,6 @@ class Row(NamedTuple):
     @property
     def state(self) -> tuple[ir.Value, ...]:
         return self.parameter, *self.slots
-
-    @property
-    def small(self) -> bool:
-        """Return whether the parameter is a vector so short that starting operators takes longer than computing."""
-        shape = self.parameter.shape
-        return shape is not None and len(shape) == 1 and shape.numpy()[0] <= SMALL
 
 
 @dataclass(frozen=True)
@@ -60,21 +51,6 @@ class Emission:
         """Update each parameter on its own."""
         for row in rows:
             self._set_next(row, self._apply(formula, row.parameter, row.gradient, *row.slots))
-
-    def flat(self, formula: Formula, rows: Sequence[Row]) -> None:
-        """Update several vectors as one concatenated vector."""
-        joined = [
-            self.op.Concat(*column, axis=0)
-            for column in zip(*((row.parameter, row.gradient, *row.slots) for row in rows), strict=True)
-        ]
-        sizes = self.op.constant(np.array([row.parameter.shape[0] for row in rows]))  # type: ignore[index]
-        columns = [
-            self.op.Split(value, sizes, axis=0, _outputs=len(rows)) for value in self._apply(formula, *joined)
-        ]
-        for row, new in zip(rows, zip(*columns, strict=True), strict=True):
-            for part in new:
-                part.shape = row.parameter.shape  # if the gradient's shape is unknown
-            self._set_next(row, new)
 
     def kernel(self, op_type: str, attributes: dict[str, Any], rows: Sequence[Row]) -> None:
         """Update all parameters in one kernel of onnxruntime-training."""

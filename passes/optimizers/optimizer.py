@@ -57,7 +57,6 @@ class Optimizer(Pass):
         weight_decay: the multiple of the parameter that is added to its gradient. AdamW and Lion instead subtract
             this multiple times the rate from the parameter.
         groups: rates and weight decays for some parameters; the first group that matches a parameter's name applies.
-        flat: update vectors of up to 4096 numbers, such as biases, as one vector. The results are the same.
         fused: use one kernel of onnxruntime-training for all parameters. Only AdamW and SGD without momentum have
             such a kernel, for float32 and 16-bit parameters.
 
@@ -76,7 +75,6 @@ class Optimizer(Pass):
     learning_rate: float = within("[0, inf)", 1e-3)
     weight_decay: float = within("[0, inf)", 0.0, kw_only=True)
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
-    flat: bool = field(default=True, kw_only=True)
     fused: bool = field(default=False, kw_only=True)
 
     decoupled: ClassVar[bool] = False
@@ -136,15 +134,6 @@ class Optimizer(Pass):
         if kernel is not None:
             emission.kernel(*kernel, rows)
             return
-        worthwhile = self.flat and (self.slots() or emission.decay)  # plain w - rate g gains nothing
-        joined: dict[ir.DataType | None, list[Row]] = {}
-        for row in rows:
-            if worthwhile and row.small:
-                joined.setdefault(row.parameter.dtype, []).append(row)
-        for together in joined.values():
-            if len(together) > 1:
-                emission.flat(self.update, together)
-                rows = [row for row in rows if row not in together]
         emission.each(self.update, rows)
 
     def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:

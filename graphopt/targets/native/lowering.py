@@ -27,13 +27,14 @@ from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.in_place import write_in_place
 from graphopt.targets.native.kernels import Kernel, Writer
+from graphopt.targets.native.lengths import read_shapes_early
 from graphopt.targets.native.library import parts, source
 from graphopt.targets.native.products import product_kernel
-from graphopt.targets.native.rewrites import undo_fusions
 from graphopt.targets.native.scans import scan_kernel
 from graphopt.targets.native.sizes import unify_sizes
 from graphopt.targets.native.state_check import add_state_check
 from graphopt.targets.native.toolchain import build, digest_of
+from graphopt.targets.updates import fold_updates
 
 LOWERINGS = ("kernels", "products", "convolutions", "scans")
 
@@ -161,10 +162,11 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     model = model.clone()
     if not is_well_formed(model):  # ONNX Runtime says what is wrong
         return Plan(model, [], [], 0, 0, 0, None)
+    fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
     unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()})
     if "kernels" not in without:
-        undo_fusions(model)
+        read_shapes_early(model)
     found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
     versions = dict(model.opset_imports)
     if not {"kernels", "scans"} & set(without):

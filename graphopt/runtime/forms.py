@@ -1,4 +1,4 @@
-"""Run a training graph as it is or lowered to the machine, whichever is faster."""
+"""Choose the form in which a plain training graph runs: compiled kernels, or another target, whichever is faster."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write
-from graphopt.graph.plain import plain_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
-from graphopt.runtime.session import SessionRefused
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
+from graphopt.targets.known import ONNXRUNTIME
 from graphopt.targets.native.cache import cache_folder, read_regular
 from graphopt.targets.native.lowering import Lowered, lower
 
@@ -36,15 +35,16 @@ ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take long
 
 
 class Forms:
-    """Hold a training graph lowered to the machine or as it is; the first step shows which form is faster.
+    """Hold a training graph lowered to kernels or for ONNX Runtime; the first step shows which form is faster.
 
     Before a form runs, its numbers in the first step are compared with those of the plain graph; see `Translation`.
 
     Args:
-        model: the graph of one step.
+        model: the plain graph of one step.
         buffers: the buffers of the state.
         bind: creates the session of a form.
         fixed: values for inputs and outputs of the graph that stay where they are.
+        plain: the graph to compare with; by default, `model`.
         arranged: returns the graph of several steps to run from that of one step, lowered or not; by default, that
             graph itself.
         native: the form to take; by default, the device's option decides.
@@ -63,6 +63,7 @@ class Forms:
         buffers: StateBuffers,
         bind: Callable[..., BoundSession],
         *,
+        plain: ir.Model | None = None,
         fixed: Mapping[str, Any] | None = None,
         arranged: Callable[[ir.Model], ir.Model] | None = None,
         native: bool | None = None,
@@ -73,9 +74,8 @@ class Forms:
         self._device, self._buffers = device, buffers
         self._is_large = is_large_enough([model]) if is_large is None else is_large
         self._model, self._bind, self._arranged, self._in_place = model, bind, arranged, in_place
-        self._plain = plain_of(model)
         self._translation = (
-            Translation(device, self._plain or model, buffers, fixed, several=arranged is not None)
+            Translation(device, plain or model, buffers, fixed, several=arranged is not None)
             if verified and device.verify
             else None
         )
@@ -91,7 +91,7 @@ class Forms:
         )
         if not self._measures:
             self.native = lowered is not None
-        self._form = lowered or self._as_it_is()
+        self._form = lowered or self._for_runtime()
 
     @property
     def latest(self) -> BoundSession:
@@ -122,21 +122,20 @@ class Forms:
             self._check_lowered(source, feeds)
         if self._measures:
             self._measure(source, feeds)
-        if self.native is False and (self._arranged is not None or self._plain is not None):
-            self._check_as_it_is(source, feeds)
+        if self.native is False and self._form.model is not self._model:
+            self._check_for_runtime(source, feeds)
 
     def _check_lowered(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take the graph as it is if kernels compute other numbers."""
+        """Take another form if kernels compute other numbers."""
         if not self._agrees(source, feeds):
             if self._form.shared:
                 self._buffers.separate()
-            self._form, self._measures, self.native = self._as_it_is(), False, False
+            self._form, self._measures, self.native = self._for_runtime(), False, False
 
-    def _check_as_it_is(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take the graph from before it was rewritten for speed if that computes other numbers."""
+    def _check_for_runtime(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Take the plain graph if the graph that was lowered for the runtime computes other numbers."""
         if not self._agrees(source, feeds):
-            assert self._plain is not None
-            self._form = Form("the plain step", self._opened(self._plain), self._plain)
+            self._form = Form("the plain step", self._opened(self._model), self._model)
 
     def _agrees(self, source: int, feeds: Mapping[str, Tensor]) -> bool:
         """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
@@ -151,25 +150,27 @@ class Forms:
         return True
 
     def _measure(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take the faster form, of kernels or as it is."""
+        """Take the faster form: that of kernels or the other one."""
         key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
         fastest = remembered(key)
         if fastest != 0:
-            other = self._as_it_is()
+            other = self._for_runtime()
             calls = [functools.partial(form.bound.call, source, feeds) for form in (self._form, other)]
             fastest = fastest or measured(key, calls)
             self._form = other if fastest else self._form
         self.native = not fastest
 
-    def _as_it_is(self) -> Form:
-        """Return the graph as it is, or as it was before it was rewritten for speed if the runtime refuses it."""
-        name = "several steps per call" if self._arranged else "the fused step"
+    def _for_runtime(self) -> Form:
+        """Return the graph lowered for the runtime, or the plain one if that fails."""
+        target, device = self._device.runtime_target, self._device
+        name = "several steps per call" if self._arranged else f"the step for {target.name}"
         try:
-            return Form(name, self._opened(self._model), self._model)
-        except SessionRefused as error:
-            if self._plain is None or self._device.verify is True:
+            lowered = target.lower(self._model)
+            return Form(name, self._opened(lowered), lowered)
+        except Exception as error:  # whatever fails here, the plain graph computes the same
+            if device.verify is True or target is not ONNXRUNTIME:
                 raise
-            form = Form("the plain step", self._opened(self._plain), self._plain)
+            form = Form("the plain step", self._opened(self._model), self._model)
             warnings.warn(f"{error}; the step runs as it was before its fusion", stacklevel=2)
             return form
 
@@ -184,7 +185,7 @@ class Forms:
         if native == "auto" and (not self._is_large or has_halves(self._model)):
             return None
         try:
-            found = lower(self._model, device.native_without, device.threads, in_place=self._in_place)
+            found = lower(self._model, threads=device.threads, in_place=self._in_place)
             return None if found is None else self._opened_lowered(found)
         except Exception as error:  # whatever fails here, the graph as it is computes the same
             if native is True and isinstance(error, GraphoptError):

@@ -11,7 +11,7 @@ from graphopt.graph.names import next_of
 from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import values_read
-from graphopt.graph.values import like
+from graphopt.graph.values import is_number, like
 
 
 def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
@@ -56,11 +56,6 @@ def _following(model: ir.Model) -> list[ir.Node]:
     """Return the nodes that compute parameters' next values."""
     names = {next_of(x) for x in with_role(model, Role.PARAMETER)}
     return [y.producer() for y in with_role(model, Role.NEXT) if y.name in names and y.producer()]  # type: ignore[misc]
-
-
-def is_number(x: ir.Value | None) -> bool:
-    """Return whether a value is known to be a scalar."""
-    return x is not None and x.shape is not None and len(x.shape) == 0
 
 
 def _descent(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:

@@ -1,0 +1,95 @@
+"""Define targets: named pipelines of passes that lower a plain training graph to what runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.large_models import weights_apart
+from graphopt.pipeline import Pipeline
+from graphopt.targets.native.cache import keep, kept
+
+PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
+SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Name what runs a training graph, and the passes that lower a plain one for it.
+
+    Lowering changes how a step is computed, not what: inputs, outputs and their names stay.
+
+    Args:
+        name: what messages call the target.
+        pipeline: the passes.
+        version: what the passes' results depend on, besides the graph: a graph is lowered once for each version, and
+            then kept in the user's cache folder. Without a version, nothing is kept.
+
+    >>> target = graphopt.Target("fewer nodes", graphopt.Pipeline(fuse=passes.Fuse(leave_out=["join_small_vectors"])))
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    >>> len(graphopt.lower(step, target).graph) < len(step.graph)
+    True
+    """
+
+    name: str
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    version: str = ""
+
+    def lower(self, step: ir.Model) -> ir.Model:
+        """Return a lowered copy of a plain training graph.
+
+        Raises:
+            GraphoptError: a pass rejects the graph.
+        """
+        if not self.pipeline:
+            return step
+        if not self.version:
+            return self.pipeline.rewrite(step.clone())
+        with weights_apart(step) as weights:
+            content = ir.to_proto(step).SerializeToString()
+        texts = [self.name, repr(self.pipeline), self.version]
+        digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
+        return _recalled(digest, weights) or _remembered(digest, weights, self.pipeline.rewrite(step.clone()))
+
+
+@functools.cache
+def own_version() -> str:
+    """Return a hash of what decides how targets of this package lower a graph: its code, and the packages it uses."""
+    package = Path(__file__).parents[1]
+    files = [path for name in SOURCES for path in [package / name, *sorted((package / name).rglob("*.py"))]]
+    texts = [f"{name} {metadata.version(name)}".encode() for name in PACKAGES]
+    return hashlib.sha256(
+        b"\0".join([*texts, *(path.read_bytes() for path in files if path.is_file())])
+    ).hexdigest()
+
+
+def _recalled(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> ir.Model | None:
+    """Return a graph that was lowered before, with its weights; None if the cache lacks it."""
+    with contextlib.suppress(GraphoptError, OSError):
+        content = kept(f"{digest}.onnx")
+        if content is not None:
+            model = ir.from_proto(onnx.load_model_from_string(content))
+            for name in weights.keys() & model.graph.initializers.keys():
+                model.graph.initializers[name].const_value = weights[name]
+            return model
+    return None
+
+
+def _remembered(digest: str, weights: Mapping[str, ir.TensorProtocol], model: ir.Model) -> ir.Model:
+    """Keep a lowered graph without its weights, unless it has weights of its own; return it."""
+    with weights_apart(model) as left:
+        content = ir.to_proto(model).SerializeToString()
+    if all(weights.get(name) is tensor for name, tensor in left.items()):
+        with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
+            keep(f"{digest}.onnx", content)
+    return model
