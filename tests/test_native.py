@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -238,31 +239,83 @@ def test_if_a_library_does_not_load_the_plain_step_runs(cache, monkeypatch):
         graphopt.Executor(step, native=True)
 
 
+PACKAGE = Path(graphopt.__file__).parent
+
+
 def imported(path):
     """Return the files of graphopt that a file imports."""
-    package = Path(lowering.__file__).parents[1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("graphopt."):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for name in names:
-                file = package.parent.joinpath(*name.split(".")).with_suffix(".py")
-                if file.exists():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            first, *rest = name.split(".")
+            for file in (PACKAGE.joinpath(*rest).with_suffix(".py"), PACKAGE.joinpath(*rest, "__init__.py")):
+                if first == "graphopt" and rest and file.exists():
                     yield file
 
 
-def test_the_digest_covers_all_that_decides_kernels(monkeypatch):
+def test_the_digest_covers_all_that_lowering_imports():
     reached, waiting = set(), [Path(lowering.__file__)]
     while waiting:
         path = waiting.pop()
         reached.add(path)
         waiting += [each for each in imported(path) if each not in reached]
+    assert {path.parent.name for path in reached} >= {"graph", "native", "graphopt"}
     assert reached <= set(lowering.sources())
-    code, digests = lowering._code(), set()
-    for i in range(len(code)):
-        digests.add(toolchain.digest_of(*code[:i], code[i] + "#", *code[i + 1 :]))
-    assert len(digests) == len(code)
-    for name in ("onnx", "onnx_ir", "onnxscript"):
-        assert any(text.startswith(f"{name} ") for text in code)
+
+
+def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, tmp_path, monkeypatch):
+    model = load(step_of())
+
+    def digest():
+        for function in (lowering._code, toolchain._environment):
+            function.cache_clear()
+        return lowering.lower(model, threads=2).digest
+
+    monkeypatch.setattr(
+        lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest)
+    )
+    copies = {path: tmp_path / f"{i}.py" for i, path in enumerate(lowering.sources())}
+    for path, copy in copies.items():
+        shutil.copy(path, copy)
+    shutil.copytree(toolchain.FOLDER, tmp_path / "c")
+    monkeypatch.setattr(lowering, "sources", lambda: [*copies.values()])
+    monkeypatch.setattr(toolchain, "FOLDER", tmp_path / "c")
+    digests = [digest()]
+    for path in [*copies.values(), *(tmp_path / "c").iterdir()]:
+        path.write_text(path.read_text() + " ")
+        digests.append(digest())
+    version = lowering.metadata.version
+    for package in ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                lowering.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
+            )
+            digests.append(digest())
+    for name, value in (("FLAGS", ("-O1",)), ("_processor", lambda: "a processor")):
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, name, value)
+            digests.append(digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "compiler", lambda: (sys.executable,))
+        digests.append(digest())
+    assert digest() == digests[-9]
+    assert len({*digests}) == len(digests)
+    toolchain._environment.cache_clear()
+    lowering._code.cache_clear()
+
+
+def test_headers_include_no_circle():
+    includes = {
+        name: set(re.findall(r'^#include "(.*)"', (toolchain.FOLDER / name).read_text(), re.MULTILINE))
+        for name in toolchain.HEADERS
+    }
+    while includes:
+        free = {name for name, others in includes.items() if others.isdisjoint(includes)}
+        assert free, includes
+        for name in free:
+            del includes[name]
 
 
 # --- The compiler ---
@@ -447,7 +500,7 @@ def test_lowerings_can_be_left_out(cache):
 
 def test_headers_are_part_of_the_package():
     for name in toolchain.HEADERS:
-        assert (Path(toolchain.__file__).parent / name).exists()
+        assert (toolchain.FOLDER / name).exists()
 
 
 def test_a_lowered_step_notices_a_state_that_is_not_finite():

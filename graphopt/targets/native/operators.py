@@ -135,21 +135,8 @@ FOLDED = {"Max": "MAXIMUM({0}, {1})", "Min": "MINIMUM({0}, {1})"}
 # Operators whose operands need not have the type of the result.
 MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
 
-ELEMENTWISE = frozenset(
-    {
-        *OF_ANY,
-        *OF_FLOATING,
-        *WITH_ATTRIBUTES,
-        *VARIADIC,
-        *FOLDED,
-        "Cast",
-        "Clip",
-        "Gelu",
-        "IsInf",
-        "Mod",
-        "Pow",
-    }
-)
+WRITTEN = {"Cast", "Clip", "Gelu", "IsInf", "Mod", "Pow"}  # by functions
+ELEMENTWISE = frozenset({*OF_ANY, *OF_FLOATING, *WITH_ATTRIBUTES, *VARIADIC, *FOLDED, *WRITTEN})
 
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
@@ -209,7 +196,8 @@ def expression(
     """
     template = None
     if op_type == "IsInf" and source in FLOATING:
-        template = _is_infinite(bool(attributes["detect_negative"]), bool(attributes["detect_positive"]))
+        signs = "-" * bool(attributes["detect_negative"]) + " " * bool(attributes["detect_positive"])
+        template = " || ".join(f"{{0}} == {sign.strip()}INFINITY" for sign in signs) or "0"
     elif op_type in MIXED:
         template = OF_ANY[op_type]
     elif ctype == source and ctype not in FLOATING:
@@ -246,17 +234,11 @@ def cast(to: ir.DataType, source: str) -> str:
         return "{0} != 0"
     if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
         return "{0} ? 1 : 0"
-    if (
-        source not in FLOATING and CTYPES[to] in FLOATING
-    ):  # GCC takes casts there and back for trunc, which keeps -0
+    # GCC takes casts there and back for trunc, which keeps -0
+    if source not in FLOATING and CTYPES[to] in FLOATING:
         return f"{{0}} == 0 ? 0 : ({STORED[to]}){{0}}"
     rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
     return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
-
-
-def _is_infinite(negative: bool, positive: bool) -> str:
-    found = ["{0} == -INFINITY"] * negative + ["{0} == INFINITY"] * positive
-    return " || ".join(found) or "0"
 
 
 def _added(count: int) -> str:

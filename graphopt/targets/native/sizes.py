@@ -87,17 +87,18 @@ class _Sizes:
         elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
             self._broadcast([sizes_of(each)[:-2] for each in inputs], to[:-2])
 
+    def _is_open(self, size: Size) -> bool:
+        """Return whether a size is a name that was invented for one axis and is not known yet."""
+        return isinstance(size, str) and size not in self._named and size not in self._known
+
     def _note(self, size: Size, found: Product) -> None:
-        """Note what a name means that was invented for one axis and is not known yet."""
-        is_open = isinstance(size, str) and size not in self._named | self._known.keys()
-        if is_open and all(name != size for name, _ in found.powers):
+        """Note what an open name means."""
+        if self._is_open(size) and all(name != size for name, _ in found.powers):
             self._known[str(size)] = found
 
     def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
         """Solve for the only size that is not known, as both have the same number of elements."""
-        open_ = [
-            size for size in to if isinstance(size, str) and size not in self._named | self._known.keys()
-        ]
+        open_ = [size for size in to if self._is_open(size)]
         if len(open_) != 1:
             return
         powers: Counter[str] = Counter()

@@ -19,13 +19,13 @@ from graphopt.targets.native.cache import cache_folder, keep, kept, read_regular
 from graphopt.targets.native.limited import SECONDS, run
 
 logger = logging.getLogger(__name__)
-HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
+FOLDER = Path(__file__).parent / "c"
+HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.h")))
 PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
     *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
-FOLDER = Path(__file__).parent
 
 
 @functools.cache
@@ -37,9 +37,7 @@ def compiler() -> tuple[str, ...] | None:
             return (found,)
     spec = importlib.util.find_spec("ziglang")
     for folder in (spec and spec.submodule_search_locations) or ():
-        found = shutil.which(
-            "zig", path=folder
-        )  # not `python -m ziglang`, which searches the working directory
+        found = shutil.which("zig", path=folder)  # `python -m ziglang` searches the working directory
         if found:
             return (found, "cc")
     return None
