@@ -14,7 +14,7 @@ FLAGS = [
     "-O3",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",
+    "-ffp-contract=fast",
     "-Wall",
     "-Wextra",
     "-Werror",

@@ -47,12 +47,14 @@ def build(source: str, parts: Sequence[str] = ()) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
 
     Args:
-        parts: C sources to link with it, each of which is compiled once for all libraries.
+        parts: C sources to link with it, each of which is compiled once for all libraries. They add products without
+            rounding the products.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
-    return _compiled(source, "so", ["-shared", "-lm"], [_compiled(part, "o", ["-c"]) for part in parts])
+    objects = [_compiled(part, "o", ["-c", "-ffp-contract=fast"]) for part in parts]
+    return _compiled(source, "so", ["-shared", "-lm"], objects)
 
 
 def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:

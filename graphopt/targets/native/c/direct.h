@@ -31,11 +31,6 @@ typedef struct {
     float *w, *copies, *c;
 } Direct;
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
 #define TILE_OPERANDS                                                                                                  \
     int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
         float *c, int64_t c_row, int accumulate
@@ -43,9 +38,6 @@ typedef struct {
 /* Add terms to mr rows of `vectors` vectors of sums. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
  * `anywhere`, at a + terms_at[term] + rows_at[i]. mr, vectors and anywhere are constants. */
 GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* as in gemm.h */
@@ -72,10 +64,6 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
         }
     }
 }
-
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
 
 typedef void (*Tile)(TILE_OPERANDS);
 #define TILE(name, mr, vectors, anywhere)                                                            \

@@ -14,7 +14,8 @@
  * The loops, from the outside: blocks of rows, whose part of A fits the L2 cache; blocks of k; panels of columns, whose
  * part of B fits the L1 cache; tiles of up to GEMM_MR rows, whose sums stay in registers.
  *
- * Compile with -O3 and for the machine's own instruction set (-march=native).
+ * Compile with -O3, with -ffp-contract=fast, so that a * b + c is one instruction with one rounding, and for the
+ * machine's own instruction set (-march=native).
  */
 #ifndef GRAPHOPT_GEMM_H
 #define GRAPHOPT_GEMM_H
@@ -148,11 +149,6 @@ static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_wa
 #define GEMM_LANES (GEMM_BYTES / GEMM_NAME(GEMM_SIZE))
 #define GEMM_NR (2 * GEMM_LANES)
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast") /* a * b + c is one instruction here, whatever the command line says */
-#endif
-
 typedef GEMM_REAL GEMM_NAME(gemm_vector) __attribute__((vector_size(GEMM_BYTES)));
 typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
     __attribute__((vector_size(GEMM_BYTES), aligned(GEMM_NAME(GEMM_SIZE)), may_alias));
@@ -168,9 +164,6 @@ typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
  * second step fetches two lines into the cache, from ahead + places[step / 2]. mr, vectors and keep are constants, so
  * that the sums stay in registers. */
 GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERANDS) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     GEMM_VECTOR sums[GEMM_MR][2] = {{{0}}};
     const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
     int64_t a_row3 = 3 * a_row;
@@ -452,9 +445,6 @@ static inline void GEMM_NAME(gemm)(const gemm_product *g) {
     else GEMM_NAME(gemm_run)(&plan, 0);
 }
 
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
 #undef GEMM_LOW
 #undef GEMM_HIGH
 #undef GEMM_REAL

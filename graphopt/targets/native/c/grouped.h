@@ -97,16 +97,8 @@ static void find_shifts(const Grouped *a, int64_t *shifts) {
             }
 }
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
 /* Add w[t] * x[shifts[t]...] to y, for all t. */
 GEMM_WIDE static void add_shifted(const Grouped *a, const float *x, const float *w, const int64_t *shifts, float *y) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     for (int64_t p = 0; p < a->length; p += TOGETHER * LANES) {
         Lanes s0 = AT(y + p), s1 = AT(y + p + LANES), s2 = AT(y + p + 2 * LANES), s3 = AT(y + p + 3 * LANES);
         for (int64_t t = 0; t < a->many; t++) {
@@ -120,9 +112,6 @@ GEMM_WIDE static void add_shifted(const Grouped *a, const float *x, const float 
 
 /* Add w * x[shifts[t]...] to sums[t], vector by vector. */
 GEMM_WIDE static void add_products(const Grouped *a, const float *x, const float *w, const int64_t *shifts, float *sums) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     for (int64_t t = 0; t < a->many; t += TOGETHER, sums += TOGETHER * LANES) {
         const float *x0 = x + shifts[t], *x1 = x + shifts[t + 1], *x2 = x + shifts[t + 2], *x3 = x + shifts[t + 3];
         Lanes s0 = AT(sums), s1 = AT(sums + LANES), s2 = AT(sums + 2 * LANES), s3 = AT(sums + 3 * LANES);
@@ -133,10 +122,6 @@ GEMM_WIDE static void add_products(const Grouped *a, const float *x, const float
         AT(sums) = s0, AT(sums + LANES) = s1, AT(sums + 2 * LANES) = s2, AT(sums + 3 * LANES) = s3;
     }
 }
-
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
 
 /* Write the taps of a kernel: contiguous, or where the copies have the elements that they are multiplied with. */
 static void spread_kernel(const Grouped *a, const float *w, float *to) {
