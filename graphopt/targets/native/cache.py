@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def cache_folder(name: str = "native") -> Path:
@@ -42,7 +42,7 @@ def cache_folder(name: str = "native") -> Path:
 def read_regular(path: Path, most: int = 2**31) -> bytes | None:
     """Return the content of a regular file of at most so many bytes; None for a link, a pipe, a folder or no file."""
     try:
-        handle = os.open(path, os.O_RDONLY | NO_LINKS)
+        handle = os.open(path, os.O_RDONLY | _NO_LINKS)
     except OSError:
         return None
     try:

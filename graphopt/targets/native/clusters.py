@@ -17,8 +17,8 @@ from graphopt.targets.native.forms import Form, Forms, Kind, is_scalar, operands
 from graphopt.targets.native.reach import Reach
 from graphopt.targets.native.space import Axes, Placement, Space, placed, varying
 
-MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
-TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
+_MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
+_TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
 
 
 @dataclass
@@ -104,12 +104,12 @@ def _grown_from(
 
 
 def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
-    """Return how many elements clusters, and nodes in none of them, read and write; a symbol counts as `TYPICAL`."""
+    """Return how many elements clusters, and nodes in none of them, read and write; a symbol counts as `_TYPICAL`."""
     groups = [cluster.nodes for cluster in clusters]
     others = {node: form for node, form in forms.items() if form.kind is not Kind.VIEW}
     groups += [{node: others[node]} for node in others.keys() - {node for group in groups for node in group}]
     return sum(
-        math.prod(size if isinstance(size, int) else TYPICAL for size in sizes_of(x))
+        math.prod(size if isinstance(size, int) else _TYPICAL for size in sizes_of(x))
         for nodes in groups
         for x in [*_read(nodes), *(y for node in nodes for y in node.outputs if leaves(y, nodes))]
     )
@@ -129,7 +129,7 @@ def leaves(y: ir.Value, nodes: Collection[ir.Node]) -> bool:
 def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Cluster:
     """Return a cluster with all neighbors that fit, one by one."""
     refused: dict[ir.Node, int] = {}  # by the size of the cluster that refused it
-    while len(cluster.nodes) < MOST_NODES:
+    while len(cluster.nodes) < _MOST_NODES:
         for node in _neighbors(cluster):
             if node not in free or refused.get(node) == len(cluster.nodes):
                 continue

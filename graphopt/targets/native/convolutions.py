@@ -14,12 +14,12 @@ from graphopt.targets.native.forms import Forms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
 from graphopt.targets.native.products import only_reader, permutation
 
-LEAST_TERMS = 16  # of a sum, below which storing results takes longest
-MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
-MOST_UNUSED = 2**30  # elements that Slices drop
+_LEAST_TERMS = 16  # of a sum, below which storing results takes longest
+_MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
+_MOST_UNUSED = 2**30  # elements that Slices drop
 
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
-Stored = tuple[ir.Value, list[int], list[int]]
+_Stored = tuple[ir.Value, list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class _Convolution:
 
     nodes: Sequence[ir.Node]
     order: Sequence[int]  # the axes of images, of channels and of space, as the node numbers them
-    x: Stored
-    w: Stored
+    x: _Stored
+    w: _Stored
     bias: ir.Value | None
     stored_y: Sequence[int]  # for each axis that the result is stored as, its axis
     relu: bool
@@ -71,7 +71,7 @@ def _has_few_terms(w: ir.Value, is_transposed: bool) -> bool:
     sizes = [size for size in w.shape[1:] if isinstance(size, int)]
     if is_transposed:
         return isinstance(w.shape[1], int) and w.shape[1] < FEW_FILTERS
-    return len(sizes) == rank_of(w) - 1 and math.prod(sizes) < LEAST_TERMS
+    return len(sizes) == rank_of(w) - 1 and math.prod(sizes) < _LEAST_TERMS
 
 
 def _is_small(geometry: Mapping[str, Sequence[int]], axes: int) -> bool:
@@ -80,7 +80,7 @@ def _is_small(geometry: Mapping[str, Sequence[int]], axes: int) -> bool:
         return False
     least = min([*geometry["strides"], *geometry["dilations"]])
     reach = [max(abs(n) for sizes in geometry.values() for n in (1, *sizes[i::axes])) for i in range(axes)]
-    return least >= 1 and math.prod(reach) <= MOST_REACH
+    return least >= 1 and math.prod(reach) <= _MOST_REACH
 
 
 def _geometry(attributes: Mapping[str, Any], axes: int) -> dict[str, list[int]]:
@@ -149,7 +149,7 @@ def _batch_axis(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value, w: ir
     return next((i + 2 for i in reversed(free) if w.shape[i + 2] == 1), None)
 
 
-def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[Stored]:
+def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[_Stored]:
     """Yield an operand, and what it was before each node that only arranged its axes, or that cut the end of some."""
     axes, unused = list(range(rank_of(x))), [0] * rank_of(x)
     while True:
@@ -166,7 +166,7 @@ def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[Stored]:
             axes = [kept.index(i) if i in kept else -1 for i in axes]
         elif (lost := _cut_at_end(node, before)) and all(axes.index(i) in cut for i in lost):
             unused = [n + lost.get(i, 0) for n, i in zip(unused, axes, strict=True)]
-            if max(map(abs, unused)) > MOST_UNUSED:
+            if max(map(abs, unused)) > _MOST_UNUSED:
                 return
         else:
             return
@@ -228,7 +228,7 @@ def _in_order(axes: Sequence[int], many: int) -> bool:
     return list(axes[-(many - 2) :]) == list(range(2, many))
 
 
-def _deepest(stored: Iterable[Stored], order: Sequence[int], last: int) -> Stored:
+def _deepest(stored: Iterable[_Stored], order: Sequence[int], last: int) -> _Stored:
     """Return the last form whose `last` axes, by `order`, are stored last and in order; by default, the first form."""
     forms = [(x, [axes[i] for i in order], unused) for x, axes, unused in stored]
     fitting = [

@@ -16,9 +16,9 @@ from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROWS, 
 
 Size = int | str
 
-MOST_OPERANDS = 64  # of a node
+_MOST_OPERANDS = 64  # of a node
 
-RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
+_RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
 
 
 class Kind(str, Enum):
@@ -82,12 +82,12 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
     """Return the form of a node; None if kernels do not compute it."""
     attributes = attributes_of(node, versions)
-    if attributes is None or not 1 <= len(node.inputs) <= MOST_OPERANDS or node.inputs[0] is None:
+    if attributes is None or not 1 <= len(node.inputs) <= _MOST_OPERANDS or node.inputs[0] is None:
         return None
-    if node.op_type in RESHAPING | REDUCING.keys():
+    if node.op_type in _RESHAPING | REDUCING.keys():
         if not (_is_computed(node.inputs[0]) and _is_computed(node.outputs[0])):
             return None
-        return (_view if node.op_type in RESHAPING else _reduction)(node, attributes)
+        return (_view if node.op_type in _RESHAPING else _reduction)(node, attributes)
     if not all(map(_is_computed, (x for x in (*node.inputs, *node.outputs) if x is not None))):
         return None
     if node.op_type in ROWS:

@@ -15,8 +15,8 @@ from graphopt.targets.native.numbers import Numbers, Total
 from graphopt.targets.native.operators import REDUCTIONS
 from graphopt.targets.native.stages import scheduled
 
-GRAIN = 16384  # elements of a task
-MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
+_GRAIN = 16384  # elements of a task
+_MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
 def cluster_kernel(cluster: Cluster) -> Kernel:
@@ -110,11 +110,11 @@ class _Writer:
             lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
         lines.append(f"a->rows = {numbers.product(numbers.rows)};")
         lines.append(f"a->columns = {numbers.product(numbers.columns)};")
-        lines.append(f"a->tasks = (a->rows * a->columns + {GRAIN - 1}) / {GRAIN};")
+        lines.append(f"a->tasks = (a->rows * a->columns + {_GRAIN - 1}) / {_GRAIN};")
         if not self.loops.splits_columns:
             lines.append("if (a->tasks > a->rows) a->tasks = a->rows;")
         if numbers.totals:
-            lines.append(f"if (a->tasks > {MOST_TASKS}) a->tasks = {MOST_TASKS};")
+            lines.append(f"if (a->tasks > {_MOST_TASKS}) a->tasks = {_MOST_TASKS};")
         lines.append("if (a->tasks < 1) a->tasks = 1;")
         return lines
 

@@ -9,9 +9,9 @@ from graphopt.targets.native.loops import Loop, Loops, indented
 from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Number, Store, Total
 from graphopt.targets.native.operators import REDUCTIONS
 
-LANES = 16
-MOST_COLUMNS = 31  # with 32 and more, vectors along the rows are faster
-BY_ROW, BY_COLUMN = "l * columns + j", f"j * {LANES} + l"
+_LANES = 16
+_MOST_COLUMNS = 31  # with 32 and more, vectors along the rows are faster
+_BY_ROW, _BY_COLUMN = "l * columns + j", f"j * {_LANES} + l"
 
 
 class LaneLoops(Loops):
@@ -26,12 +26,12 @@ class LaneLoops(Loops):
         """Return whether rows are reduced, are short, and are all or none of what each value has."""
         numbers = self.numbers
         sizes = [numbers.cluster.space.sizes[d] for d in numbers.columns]
-        count = math.prod(size if isinstance(size, int) else MOST_COLUMNS + 1 for size in sizes)
+        count = math.prod(size if isinstance(size, int) else _MOST_COLUMNS + 1 for size in sizes)
         axes = [axes for _, axes in numbers.read] + [x.axes for x in numbers.stores]
         rows = set(numbers.rows)
         return (
             numbers.reduces_rows
-            and count <= MOST_COLUMNS
+            and count <= _MOST_COLUMNS
             and all(self.has_whole_rows(each) or rows.isdisjoint(each) for each in axes)
             and all(rows.isdisjoint(total.axes) for total in numbers.totals)
         )
@@ -39,7 +39,7 @@ class LaneLoops(Loops):
     def function(self) -> list[str]:
         """Return the function `body`; `@` stands for the kernel's name."""
         block = [f"enum {{ columns = {self.numbers.product(self.numbers.columns)} }};"]
-        block += [f"{x.ctype} s_{x.name}[columns * {LANES}];" for x in self.stages.kept]
+        block += [f"{x.ctype} s_{x.name}[columns * {_LANES}];" for x in self.stages.kept]
         block += [*self._before_rows(), *self._row()]
         totals = self.numbers.totals
         task = ", task" if totals else ""
@@ -51,7 +51,7 @@ class LaneLoops(Loops):
             self._signature(),
             *indented([*(self._before_rows() if totals else []), *self._totals_start()]),
             "    int64_t r = row0;",
-            f"    for (; r + {LANES} <= row1; r += {LANES}) block_@(a, r, {LANES}{task});",
+            f"    for (; r + {_LANES} <= row1; r += {_LANES}) block_@(a, r, {_LANES}{task});",
             f"    if (r < row1) block_@(a, r, row1 - r{task});",
             *("}", ""),
         ]
@@ -64,25 +64,27 @@ class LaneLoops(Loops):
             if number.extent is not ALL:
                 lines.append(f"const {self._pointer(x, axes, f'restrict p_{number.name}')}")
             if self.is_transposed(number):
-                lines.append(f"{number.ctype} x_{number.name}[columns * {LANES}];")
-                lines += _transposed(f"x_{number.name}[{BY_COLUMN}] = p_{number.name}[{BY_ROW}];")
+                lines.append(f"{number.ctype} x_{number.name}[columns * {_LANES}];")
+                lines += _transposed(f"x_{number.name}[{_BY_COLUMN}] = p_{number.name}[{_BY_ROW}];")
         of_elements = numbers.stores_of(ELEMENT)
         for store in numbers.stores:
             name = self.names[store.output]
             lines.append(self._pointer(store.output, store.axes, f"restrict q_{name}"))
             if store in of_elements:
-                lines.append(f"{store.number.ctype} y_{name}[columns * {LANES}];")
-        lines += [f"{x.ctype} r_{x.name}[{LANES}];" for x in numbers.all if x.extent is ROW and not x.is_read]
+                lines.append(f"{store.number.ctype} y_{name}[columns * {_LANES}];")
+        lines += [
+            f"{x.ctype} r_{x.name}[{_LANES}];" for x in numbers.all if x.extent is ROW and not x.is_read
+        ]
         for stage in range(self.stages.count):
             lines += self._rows_of(stage).lines()
             loop = self._columns_of(stage)
             for how, y in self.stages.reduced(stage):
-                lines.append(f"for (int l = 0; l < {LANES}; l++) r_{y.name}[l] = {REDUCTIONS[how][0]};")
+                lines.append(f"for (int l = 0; l < {_LANES}; l++) r_{y.name}[l] = {REDUCTIONS[how][0]};")
             if loop.body:
                 lines += ["for (int j = 0; j < columns; j++) {", *indented(loop.lines()), "}"]
         for store in of_elements:
             name = self.names[store.output]
-            lines += _transposed(f"q_{name}[{BY_ROW}] = y_{name}[{BY_COLUMN}];")
+            lines += _transposed(f"q_{name}[{_BY_ROW}] = y_{name}[{_BY_COLUMN}];")
         return lines
 
     def is_transposed(self, x: Number) -> bool:
@@ -111,19 +113,19 @@ class LaneLoops(Loops):
     def _place(self, stage: int, x: Number, computes_rows: bool = False) -> tuple[str | None, str | None]:
         if x.source is not None:
             place = f"p_{x.name}[{'l' if x.extent is ROW else 'j'}]"
-            return f"x_{x.name}[{BY_COLUMN}]" if self.is_transposed(x) else place, None
+            return f"x_{x.name}[{_BY_COLUMN}]" if self.is_transposed(x) else place, None
         is_earlier = self.stages.of[x] < stage
         if x.extent is ROW:
             array = f"r_{x.name}[l]"
             is_there = is_earlier or bool(x.reduces) or not computes_rows
         elif x in self.stages.kept:
-            array, is_there = f"s_{x.name}[{BY_COLUMN}]", is_earlier
+            array, is_there = f"s_{x.name}[{_BY_COLUMN}]", is_earlier
         else:
             return None, None
         return (array, None) if is_there else (None, array)
 
     def _output(self, store: Store) -> str:
-        return f"y_{self.names[store.output]}[{BY_COLUMN}]"
+        return f"y_{self.names[store.output]}[{_BY_COLUMN}]"
 
     def _reduce_row(self, loop: Loop, how: str, x: Number) -> None:
         loop.accumulate(how, x.operands[0], f"r_{x.name}[l]")

@@ -12,8 +12,8 @@ import onnx_ir as ir
 MOST_AXES = 4  # of the operands of a matrix product
 FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vector
 
-CALLS = "calls.h"
-LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
+_CALLS = "calls.h"
+_LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 
 
 def braced(items: Sequence[Any]) -> str:
@@ -89,11 +89,11 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     ordered = [unique[name] for name in sorted(unique)]
     headers = list(dict.fromkeys(["ort.h", *(x.header for x in ordered)]))
     entries = [f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)})," for x in ordered]
-    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if CALLS in headers else []
+    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if _CALLS in headers else []
     begin += [f"    scan_threads = {threads};"] if "scan.h" in headers else []
     return "\n".join(
         [
-            LIMITS + "\n".join(f'#include "{name}"' for name in headers),
+            _LIMITS + "\n".join(f'#include "{name}"' for name in headers),
             "",
             *(x.code for x in ordered),
             "static Kernel kernels[] = {",
@@ -112,5 +112,5 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
 def parts(kernels: Sequence[Kernel]) -> list[str]:
     """Return the C sources that are linked with a library, which are the same for all models."""
     return (
-        [f'{LIMITS}#include "convolution.h"\n'] if any(kernel.header == CALLS for kernel in kernels) else []
+        [f'{_LIMITS}#include "convolution.h"\n'] if any(kernel.header == _CALLS for kernel in kernels) else []
     )

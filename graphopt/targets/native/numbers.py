@@ -16,7 +16,7 @@ from graphopt.targets.native.forms import Form, Kind, ctype_of, number_of, opera
 from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.targets.native.space import Axes, varying
 
-ROUNDED = "(float)(_Float16){0}"  # to a 16-bit float; too large a number becomes infinite
+_ROUNDED = "(float)(_Float16){0}"  # to a 16-bit float; too large a number becomes infinite
 
 
 class Extent(IntEnum):
@@ -187,7 +187,7 @@ class Numbers:
         else:
             self._of[y] = self._map(self._expression(node, form, xs), ctype_of(y), *xs)
         if y.dtype == ir.DataType.FLOAT16 and y in self._of and node.op_type not in CHOOSING:
-            self._of[y] = self._map(ROUNDED, ctype_of(y), self._of[y])
+            self._of[y] = self._map(_ROUNDED, ctype_of(y), self._of[y])
 
     def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
         y = node.outputs[0]

@@ -16,7 +16,7 @@ from graphopt.targets.native.operators import ELEMENTWISE
 
 
 @dataclass(frozen=True)
-class Product:
+class _Product:
     """A size: a number times powers of named sizes."""
 
     number: Fraction
@@ -46,13 +46,13 @@ class _Sizes:
 
     def __init__(self, named: set[str]) -> None:
         self._named = named
-        self._known: dict[str, Product] = {}
-        self._names: dict[Product, str] = {}
+        self._known: dict[str, _Product] = {}
+        self._names: dict[_Product, str] = {}
 
-    def of(self, size: Size) -> Product:
+    def of(self, size: Size) -> _Product:
         if isinstance(size, int):
-            return Product(Fraction(size))
-        return self._known.get(size, Product(Fraction(1), ((size, 1),)))
+            return _Product(Fraction(size))
+        return self._known.get(size, _Product(Fraction(1), ((size, 1),)))
 
     def simplest(self, size: Size) -> Size:
         """Return a number or one name for a size."""
@@ -91,7 +91,7 @@ class _Sizes:
         """Return whether a size is a name that was invented for one axis and is not known yet."""
         return isinstance(size, str) and size not in self._named and size not in self._known
 
-    def _note(self, size: Size, found: Product) -> None:
+    def _note(self, size: Size, found: _Product) -> None:
         """Note what an open name means."""
         if self._is_open(size) and all(name != size for name, _ in found.powers):
             self._known[str(size)] = found
@@ -111,11 +111,11 @@ class _Sizes:
                 for name, power in each.powers:
                     powers[name] += sign * power
         left = tuple(sorted((name, power) for name, power in powers.items() if power))
-        self._note(open_[0], Product(number, left))
+        self._note(open_[0], _Product(number, left))
 
     def _broadcast(self, operands: Sequence[Sequence[Size]], to: Sequence[Size]) -> None:
         """Note sizes that all operands have, if they do not have size 1."""
         for place, size in enumerate(reversed(to)):
-            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {Product(Fraction(1))}
+            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {_Product(Fraction(1))}
             if len(found) == 1:
                 self._note(size, *found)

@@ -12,7 +12,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import is_floating
 from graphopt.targets.native.forms import Forms
 
-CHECK = "ai.graphopt.check"
+_CHECK = "ai.graphopt.check"
 
 
 def add_state_check(model: ir.Model, forms: Forms) -> str | None:
@@ -36,5 +36,5 @@ def add_state_check(model: ir.Model, forms: Forms) -> str | None:
             op.ReduceSum(functools.reduce(op.Add, (op.Mul(x, 0.0) for x in group)), keepdims=0)
             for group in written.values()
         ]
-        model.graph.outputs.append(op.Sum(*zeros, _outputs=[CHECK]))
-    return CHECK
+        model.graph.outputs.append(op.Sum(*zeros, _outputs=[_CHECK]))
+    return _CHECK

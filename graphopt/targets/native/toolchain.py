@@ -21,9 +21,9 @@ from graphopt.targets.native.limited import SECONDS, run
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "c"
 HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.h")))
-PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+_PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
-    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-std=gnu11", "-O3", _PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
 
