@@ -87,7 +87,7 @@ FUSIONS = [
         ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/scan.py",
+        "graphopt.targets.scan.py",
         "scan_fusion",
         ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
         ("parted", "rows[a].direction == rows[b].direction", "True"),
@@ -124,9 +124,9 @@ NATIVE = [
         "graphopt/targets/native/products.py",
         "native_products",
         ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
-        ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
-        ("is_the_runtimes", "b, _turned(axes_b), a, _turned(axes_a)", "b, axes_b, a, axes_a"),
-        ("scaled_products", 'attributes.get("alpha", 1.0) != 1.0 or', "False or"),
+        ("is_the_runtimes", "-1 if x.bias is None else rank_of(x.bias)", "-1"),
+        ("is_the_runtimes", "b, _transposed(axes_b), a, _transposed(axes_a)", "b, axes_b, a, axes_a"),
+        ("scaled_products", 'attributes.get("alpha", 1.0) == attributes', "attributes"),
     ),
     *of(
         "graphopt/targets/native/operators.py",
@@ -139,24 +139,24 @@ NATIVE = [
     *of(
         "graphopt/targets/native/convolutions.py",
         "native_convolutions",
-        ("random_convolutions_are", "        pads[: len(space)],", "        pads[len(space) :],"),
-        ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
+        ("random_convolutions_are", "dilations, pads[:axes], end", "dilations, pads[axes:], end"),
+        ("random_convolutions_are", "int(c.bias is not None), int(c.relu)", "int(c.bias is not None), 0"),
         ("transposed_operands", "[pad - n for pad, n in", "[pad for pad, n in"),
     ),
     *of(
         "graphopt/targets/native/scans.py",
         "native_scans",
-        ("is_the_runtimes", "attributes.get('scan_input_directions') or", ""),
+        ("is_the_runtimes", 'attributes.get("scan_input_directions") or', ""),
         ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
     ),
     *of(
         "graphopt/targets/native/in_place.py",
         "native_in_place",
-        ("wait", "        if values:", "        if False:"),
+        ("wait", "in waits.items() if values]", "in waits.items() if False]"),
         (
             "something_else_returns",
-            "return None if x.is_graph_output() else found",
-            "return found",
+            "return None if x.is_graph_output() else readers",
+            "return readers",
         ),
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -22,10 +23,12 @@ import passes
 from graphopt.graph.loading import load
 from graphopt.runtime.forms import measured, remembered
 from graphopt.runtime.session import Session
+from graphopt.targets import target
+from graphopt.targets.known import TARGETS
 from graphopt.targets.native import limited, lowering, toolchain
 from graphopt.targets.native.cache import SUM, cache_folder, keep, kept
 from graphopt.targets.native.library import source
-from graphopt.targets.native.lowering import LOWERINGS, lower, plan
+from graphopt.targets.native.lowering import LOWERINGS, Kernels, lower, plan
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -238,31 +241,83 @@ def test_if_a_library_does_not_load_the_plain_step_runs(cache, monkeypatch):
         graphopt.Executor(step, native=True)
 
 
+PACKAGE = Path(graphopt.__file__).parent
+
+
 def imported(path):
     """Return the files of graphopt that a file imports."""
-    package = Path(lowering.__file__).parents[1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("graphopt."):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for name in names:
-                file = package.parent.joinpath(*name.split(".")).with_suffix(".py")
-                if file.exists():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            first, *rest = name.split(".")
+            for file in (PACKAGE.joinpath(*rest).with_suffix(".py"), PACKAGE.joinpath(*rest, "__init__.py")):
+                if first == "graphopt" and rest and file.exists():
                     yield file
 
 
-def test_the_digest_covers_all_that_decides_kernels(monkeypatch):
+def test_the_digest_covers_all_that_lowering_imports():
     reached, waiting = set(), [Path(lowering.__file__)]
     while waiting:
         path = waiting.pop()
         reached.add(path)
         waiting += [each for each in imported(path) if each not in reached]
-    assert reached <= set(lowering.sources())
-    code, digests = lowering._code(), set()
-    for i in range(len(code)):
-        digests.add(toolchain.digest_of(*code[:i], code[i] + "#", *code[i + 1 :]))
-    assert len(digests) == len(code)
-    for name in ("onnx", "onnx_ir", "onnxscript"):
-        assert any(text.startswith(f"{name} ") for text in code)
+    assert {path.parent.name for path in reached} >= {"graph", "native", "graphopt"}
+    assert reached <= set(target.sources())
+
+
+def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, tmp_path, monkeypatch):
+    model = load(step_of())
+
+    def digest():
+        for function in (target.own_version, toolchain._environment):
+            function.cache_clear()
+        return lowering.lower(model, threads=2).digest
+
+    monkeypatch.setattr(
+        lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest)
+    )
+    copies = {path: tmp_path / f"{i}.py" for i, path in enumerate(target.sources())}
+    for path, copy in copies.items():
+        shutil.copy(path, copy)
+    shutil.copytree(toolchain.FOLDER, tmp_path / "c")
+    monkeypatch.setattr(target, "sources", lambda: [*copies.values()])
+    monkeypatch.setattr(toolchain, "FOLDER", tmp_path / "c")
+    digests = [digest()]
+    for path in [*copies.values(), *(tmp_path / "c").iterdir()]:
+        path.write_text(path.read_text() + " ")
+        digests.append(digest())
+    version = target.metadata.version
+    for package in ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                target.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
+            )
+            digests.append(digest())
+    for name, value in (("FLAGS", ("-O1",)), ("_processor", lambda: "a processor")):
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, name, value)
+            digests.append(digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "compiler", lambda: (sys.executable,))
+        digests.append(digest())
+    assert digest() == digests[-9]
+    assert len({*digests}) == len(digests)
+    toolchain._environment.cache_clear()
+    target.own_version.cache_clear()
+
+
+def test_headers_include_no_circle():
+    includes = {
+        name: set(re.findall(r'^#include "(.*)"', (toolchain.FOLDER / name).read_text(), re.MULTILINE))
+        for name in toolchain.HEADERS
+    }
+    while includes:
+        free = {name for name, others in includes.items() if others.isdisjoint(includes)}
+        assert free, includes
+        for name in free:
+            del includes[name]
 
 
 # --- The compiler ---
@@ -280,7 +335,7 @@ def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
         graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"
     ):
         lower(load(step_of()))
-    assert not [*cache.iterdir()]
+    assert not [*cache.glob("*.so")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such limit")
@@ -379,7 +434,7 @@ def test_if_the_compiler_fails_the_plain_step_runs(cache, monkeypatch):
     with pytest.warns(UserWarning, match="does not compile the kernels: error: no C"):
         executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto")
     assert executor.step(batches(1)[0])["loss"] > 0
-    assert not [*cache.iterdir()]
+    assert not [*cache.glob("*.so")]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
@@ -433,21 +488,41 @@ def test_wrong_options():
     with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
         graphopt.Executor(step_of(), native="fast")
     with pytest.raises(
-        graphopt.GraphoptError,
-        match="unknown native_without 'kernel'; known: convolutions, kernels, products, scans",
+        graphopt.GraphoptError, match="unknown lowering 'kernel'; known: convolutions, kernels"
     ):
-        graphopt.Executor(step_of(), native_without=["kernel"])
+        Kernels(["kernel"])
+    with pytest.raises(graphopt.GraphoptError, match="unknown target 'nativ'; did you mean 'native'"):
+        graphopt.Executor(step_of(), target="nativ")
+    with pytest.raises(graphopt.GraphoptError, match="target: expected one of the options native and target"):
+        graphopt.Executor(step_of(), target="plain", native=True)
 
 
 def test_lowerings_can_be_left_out(cache):
-    executor = graphopt.Executor(step_of(), native=True, native_without=LOWERINGS)
-    assert executor.step(batches(1)[0])["loss"] > 0
+    assert lower(load(step_of()), LOWERINGS) is None
     assert not cache.exists()
+
+
+def test_targets_are_listed_and_run():
+    step, batch = step_of(), batches(1)[0]
+    mine = graphopt.Target("mine", graphopt.Pipeline(fuse=passes.Fuse(leave_out=["column_sums_as_product"])))
+    losses = [
+        graphopt.Executor(step, target=target, verify=True).step(batch)["loss"]
+        for target in ("plain", "onnxruntime", "native", "portable", mine)
+    ]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    lowered = graphopt.lower(step, "native")
+    assert "ai.graphopt" in {node.domain for node in lowered.graph}
+    assert [list(TARGETS[name].pipeline) for name in ("plain", "onnxruntime", "native", "webgpu")] == [
+        [],
+        ["fuse"],
+        ["kernels"],
+        ["fuse", "forms"],
+    ]
 
 
 def test_headers_are_part_of_the_package():
     for name in toolchain.HEADERS:
-        assert (Path(toolchain.__file__).parent / name).exists()
+        assert (toolchain.FOLDER / name).exists()
 
 
 def test_a_lowered_step_notices_a_state_that_is_not_finite():
@@ -463,12 +538,6 @@ def test_a_lowered_step_notices_a_state_that_is_not_finite():
         for name, value in executor.state.items():
             np.testing.assert_array_equal(value, before[name])
         executor.step(x=x, target=target)
-
-
-def test_vectors_that_a_fusion_joins_are_updated_apart():
-    step = load(step_of(mlp((4, 16, 8, 3))))
-    assert "Concat" in {node.op_type for node in step.graph}
-    assert not {"Concat", "Split"} & {node.op_type for node in plan(step).model.graph}
 
 
 def test_what_is_read_by_others_too_stays_joined():

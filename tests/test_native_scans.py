@@ -15,7 +15,8 @@ from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import lowering, toolchain
-from graphopt.targets.native.bodies import ROWS, bodies, note_rows
+from graphopt.targets.native.bodies import BY_ROWS, bodies, note_rows
+from graphopt.targets.native.forms import Forms
 from graphopt.targets.native.lowering import lower, plan
 from graphopt.testing import gradients
 
@@ -187,7 +188,7 @@ def assert_close(found, expected):
 def test_a_scan_is_the_runtimes(name, within):
     graph = graph_of(SCANS[name])
     lowered, inside = lower(graph), within(graph)
-    assert plan(graph).scans == SCANS[name].count("Scan")
+    assert plan(graph).counts["scans"] == SCANS[name].count("Scan")
     assert "Scan" not in operators(lowered)
     for steps, rows in (5, 4), (1, 1), (2, 7), (3, 0):
         feeds = feeds_of(graph, steps, rows)
@@ -235,8 +236,8 @@ def test_threads_share_rows_that_do_not_meet(text):
     body = f"body = b (float[N,3] a, float[N,3] e) => (float[N,3] c) {{ {text} }}"
     graph = graph_of(f"s_ = Scan<{body}, num_scan_inputs = 1>(s, x)")
     (inner,) = bodies(graph.graph)
-    note_rows(inner, {"": 21})
-    assert inner.meta[ROWS] == (text not in MEET.values())
+    note_rows(inner, Forms({"": 21}))
+    assert inner.meta[BY_ROWS] == (text not in MEET.values())
     for rows in 5, 16, 37:
         feeds = feeds_of(graph, 4, rows)
         found = [computed(graph, feeds, lower(graph, threads=threads), threads) for threads in (1, 2, 3)]
@@ -248,7 +249,7 @@ def test_threads_share_rows_that_do_not_meet(text):
 @pytest.mark.parametrize("name", STAYS)
 def test_what_no_kernel_computes_stays(name):
     graph = graph_of(STAYS[name])
-    assert plan(graph).scans == 0
+    assert plan(graph).counts["scans"] == 0
     assert "Scan" in operators(plan(graph))
     feeds = feeds_of(graph)
     lowered = lower(graph)
@@ -258,7 +259,7 @@ def test_what_no_kernel_computes_stays(name):
 
 def test_scans_can_be_left_out():
     graph = graph_of(SCANS["products"])
-    assert plan(graph, ["scans"]).scans == 0
+    assert plan(graph, ["scans"]).counts["scans"] == 0
     assert "Scan" in operators(plan(graph, ["scans"]))
 
 
@@ -325,10 +326,10 @@ def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypa
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
     graph = load(trained(layer))
     lowered = {threads: lower(graph, threads=threads) for threads in (1, 2)}
-    assert plan(graph).scans == 4
+    assert plan(graph).counts["scans"] == 4
     for inner in bodies(graph.graph):
-        note_rows(inner, graph.opset_imports)
-        assert inner.meta[ROWS]
+        note_rows(inner, Forms(graph.opset_imports))
+        assert inner.meta[BY_ROWS]
     for rows in 1, 130:
         feeds = {
             "x": RNG.standard_normal((rows, 7, 24)).astype(np.float32),

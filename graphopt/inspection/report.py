@@ -142,27 +142,21 @@ def _summary(found: Report) -> Iterator[str]:
 def _native(model: ir.Model) -> Iterator[str]:
     """Say what becomes of the nodes of a step that is lowered to the machine."""
     found = plan(model)
-    if not found.kernels:
+    if not found.calls:
         yield "native     nothing to lower"
         return
     yield f"native     {size(model)} nodes become {size(found.model)}, on a CPU with a C compiler"
-    code = len({kernel.name for kernel in found.kernels})
-    rows = [
-        (
-            "  kernels",
-            str(len(found.clusters)),
-            f"in place of {sum(found.clusters)} nodes, the largest of {max(found.clusters, default=0)}",
-        ),
-        ("  products", str(found.products), "with the transposes around them"),
-        (
-            "  convolutions",
-            str(found.convolutions),
-            "with the transposes around them, and gradients of both operands",
-        ),
-        ("  scans", str(found.scans), "each with the kernels of its body"),
-        ("  functions", str(code), "to compile: kernels with equal code are one function"),
-    ]
-    yield from _table(rows)
+    nodes = [kernel.nodes for kernel in found.kernels]
+    functions = len({kernel.name for kernel in found.kernels})
+    rows = {
+        "kernels": f"in place of {sum(nodes)} nodes, the largest of {max(nodes)}",
+        "products": "with the transposes around them",
+        "convolutions": "with the transposes around them, and gradients of both operands",
+        "scans": "each with the kernels of its body",
+        "functions": "to compile: kernels with equal code are one function",
+    }
+    counts = {**found.counts, "functions": functions}
+    yield from _table([(f"  {name}", str(counts.get(name, 0)), text) for name, text in rows.items()])
 
 
 def _memory(memory: Memory, batch: int) -> Iterator[str]:

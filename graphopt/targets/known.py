@@ -7,12 +7,14 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline
+from graphopt.targets.native.lowering import Kernels
 from graphopt.targets.onnxruntime.fuse import Fuse
 from graphopt.targets.portable import FORMS, Portable
 from graphopt.targets.target import Target, own_version
 
 AUTO, NATIVE = "auto", "native"
 PLAIN = Target("plain")
+KERNELS = Target(NATIVE, Pipeline(kernels=Kernels()))
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
 _SLOW = {
     "webgpu": ("pool_channels_as_batch",)
@@ -23,6 +25,7 @@ TARGETS = {
     for target in (
         PLAIN,
         ONNXRUNTIME,
+        KERNELS,
         *(
             Target(name or "portable", Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name)))
             for name in (None, *FORMS)

@@ -18,7 +18,8 @@ from graphopt.graph.large_models import weights_apart
 from graphopt.pipeline import Pipeline
 from graphopt.targets.native.cache import keep, kept
 
-PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
+ROOM = "targets"  # of the cache
+PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
 
 
@@ -62,21 +63,25 @@ class Target:
         return _recalled(digest, weights) or _remembered(digest, weights, self.pipeline.rewrite(step.clone()))
 
 
+def sources() -> list[Path]:
+    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
+    package = Path(__file__).parents[1]
+    paths = [path for name in SOURCES for path in (package / name, *sorted((package / name).rglob("*.py")))]
+    return [path for path in paths if path.is_file()]
+
+
 @functools.cache
 def own_version() -> str:
     """Return a hash of what decides how targets of this package lower a graph: its code, and the packages it uses."""
-    package = Path(__file__).parents[1]
-    files = [path for name in SOURCES for path in [package / name, *sorted((package / name).rglob("*.py"))]]
-    texts = [f"{name} {metadata.version(name)}".encode() for name in PACKAGES]
-    return hashlib.sha256(
-        b"\0".join([*texts, *(path.read_bytes() for path in files if path.is_file())])
-    ).hexdigest()
+    versions = [f"{name} {metadata.version(name)}".encode() for name in PACKAGES]
+    contents = [path.read_bytes() for path in sources()]
+    return hashlib.sha256(b"\0".join([*versions, *contents])).hexdigest()
 
 
 def _recalled(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> ir.Model | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it."""
     with contextlib.suppress(GraphoptError, OSError):
-        content = kept(f"{digest}.onnx")
+        content = kept(f"{digest}.onnx", ROOM)
         if content is not None:
             model = ir.from_proto(onnx.load_model_from_string(content))
             for name in weights.keys() & model.graph.initializers.keys():
@@ -91,5 +96,5 @@ def _remembered(digest: str, weights: Mapping[str, ir.TensorProtocol], model: ir
         content = ir.to_proto(model).SerializeToString()
     if all(weights.get(name) is tensor for name, tensor in left.items()):
         with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-            keep(f"{digest}.onnx", content)
+            keep(f"{digest}.onnx", content, ROOM)
     return model

@@ -1,4 +1,4 @@
-"""Fold the updates of parameters into the products that compute their gradients."""
+"""Compute gradients of weights outside of loops, and fold updates into the products that compute gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from graphopt.graph.algebra import CombineScalarFactors
 from graphopt.graph.rewriting import keep_interface
 from graphopt.targets.gemm_updates import FoldMomentum, FoldSum, FoldTranspose, FoldUpdate
 from graphopt.targets.scaled_gradients import fold_rate_into_loss_gradient
+from graphopt.targets.scan import hoist_weight_gradients
 
 Rewriting = Callable[[ir.Model], int]  # returns whether, or how many times, it changed a model
 
@@ -21,6 +22,7 @@ def by_rule(rule: type[RewriteRuleClassBase]) -> Rewriting:
 
 
 UPDATES: dict[str, Rewriting] = {
+    "hoist_weight_gradients": hoist_weight_gradients,
     "fold_transpose_into_gemm": by_rule(FoldTranspose),
     "fold_rate_into_loss_gradient": fold_rate_into_loss_gradient,
     "combine_scalar_factors": by_rule(CombineScalarFactors),
@@ -31,7 +33,7 @@ UPDATES: dict[str, Rewriting] = {
 
 
 def fold_updates(model: ir.Model, leave_out: Collection[str] = ()) -> None:
-    """Fold the updates of a training graph whose initial state is detached."""
+    """Rewrite the gradients and updates of a training graph whose initial state is detached."""
     with keep_interface(model):
         for name, fold in UPDATES.items():
             if name not in leave_out:

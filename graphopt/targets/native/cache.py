@@ -13,10 +13,10 @@ from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-def cache_folder(name: str = "native") -> Path:
+def cache_folder(room: str = "native") -> Path:
     """Return a folder of the cache, by default that of compiled libraries; it belongs to the user alone.
 
     Raises:
@@ -28,7 +28,7 @@ def cache_folder(name: str = "native") -> Path:
         base = Path.home() / "Library" / "Caches"
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "graphopt" / name
+    folder = base / "graphopt" / room
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -42,7 +42,7 @@ def cache_folder(name: str = "native") -> Path:
 def read_regular(path: Path, most: int = 2**31) -> bytes | None:
     """Return the content of a regular file of at most so many bytes; None for a link, a pipe, a folder or no file."""
     try:
-        handle = os.open(path, os.O_RDONLY | NO_LINKS)
+        handle = os.open(path, os.O_RDONLY | _NO_LINKS)
     except OSError:
         return None
     try:
@@ -55,20 +55,20 @@ def read_regular(path: Path, most: int = 2**31) -> bytes | None:
         os.close(handle)
 
 
-def kept(name: str) -> bytes | None:
+def kept(name: str, room: str = "native") -> bytes | None:
     """Return the content of a file of the cache; None if it is missing or is not what was written."""
-    path = cache_folder() / name
+    path = cache_folder(room) / name
     content, noted = read_regular(path), read_regular(path.with_name(name + SUM), most=1000)
     return content if content is not None and noted == _sum(content) else None
 
 
-def keep(name: str, content: bytes) -> Path:
+def keep(name: str, content: bytes, room: str = "native") -> Path:
     """Write a file to the cache, and return its path once it is on the disk.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    path = cache_folder() / name
+    path = cache_folder(room) / name
     for target, data in ((path, content), (path.with_name(name + SUM), _sum(content))):
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)

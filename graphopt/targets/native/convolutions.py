@@ -2,150 +2,130 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.graph.values import constant_of
-from graphopt.targets.native.attributes import attributes_of
-from graphopt.targets.native.kernels import Kernel
-from graphopt.targets.native.products import braced, only_reader, permutation, rank_of
+from graphopt.targets.native.forms import Forms, rank_of
+from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
+from graphopt.targets.native.products import only_reader, permutation
 
-MOST_AXES = 3  # of space, as in convolution.h
-LEAST_TERMS = 16  # of a sum, below which storing results takes longest
-LEAST_FILTERS = 5  # of a transposed convolution, below which vectors stay empty: FEW_FILTERS of convolution.h
-
-MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
+_LEAST_TERMS = 16  # of a sum, below which storing results takes longest
+_MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
+_MOST_UNUSED = 2**30  # elements that Slices drop
 
 # A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
-Stored = tuple[ir.Value, list[int], list[int]]
+_Stored = tuple[ir.Value, list[int], list[int]]
 
 
-def convolution_kernel(node: ir.Node, versions: Mapping[str, int]) -> tuple[Kernel, list[ir.Node]] | None:
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution with what is taken in around it."""
+
+    nodes: Sequence[ir.Node]
+    order: Sequence[int]  # the axes of images, of channels and of space, as the node numbers them
+    x: _Stored
+    w: _Stored
+    bias: ir.Value | None
+    stored_y: Sequence[int]  # for each axis that the result is stored as, its axis
+    relu: bool
+
+
+def convolution_kernel(node: ir.Node, forms: Forms) -> Replacement | None:
     """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node."""
-    attributes = attributes_of(node, versions)
-    if attributes is None or node.op_type not in ("Conv", "ConvTranspose"):
+    attributes = forms.attributes_of(node)
+    if attributes is None or not _accepts(node, attributes):
         return None
+    convolution = _surroundings(node, attributes)
+    return _kernel_of(convolution, attributes), convolution.nodes
+
+
+def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
+    """Return whether a node is a convolution that convolution.h computes, and no slower than the runtime."""
+    if node.op_type not in ("Conv", "ConvTranspose"):
+        return False
+    x, w, y = node.inputs[0], node.inputs[1], node.outputs[0]
+    is_transposed, geometry = node.op_type == "ConvTranspose", _geometry(attributes, rank_of(w) - 2)
+    return (
+        x is not None
+        and w is not None
+        and rank_of(x) == rank_of(w) == rank_of(y)
+        and 3 <= rank_of(y) <= 5  # geometry.h has up to three axes of space
+        and all(v.dtype == ir.DataType.FLOAT for v in (x, w, y))
+        and attributes["auto_pad"] == "NOTSET"
+        and "output_shape" not in attributes
+        and 1 <= attributes["group"] < 2**31
+        and _is_small(geometry, rank_of(w) - 2)
+        and not (is_transposed and min(max(geometry["strides"]), max(geometry["dilations"])) > 1)
+        and (attributes["group"] > 1 or not _has_few_terms(w, is_transposed))
+    )
+
+
+def _has_few_terms(w: ir.Value, is_transposed: bool) -> bool:
+    """Return whether sums have too few terms, or too few filters fill a vector."""
+    assert w.shape is not None
+    sizes = [size for size in w.shape[1:] if isinstance(size, int)]
+    if is_transposed:
+        return isinstance(w.shape[1], int) and w.shape[1] < FEW_FILTERS
+    return len(sizes) == rank_of(w) - 1 and math.prod(sizes) < _LEAST_TERMS
+
+
+def _is_small(geometry: Mapping[str, Sequence[int]], axes: int) -> bool:
+    """Return whether a geometry has a number for each axis, and none that is too large for C or for memory."""
+    if any(len(sizes) != axes * (1 + (name == "pads")) for name, sizes in geometry.items()):
+        return False
+    least = min([*geometry["strides"], *geometry["dilations"]])
+    reach = [max(abs(n) for sizes in geometry.values() for n in (1, *sizes[i::axes])) for i in range(axes)]
+    return least >= 1 and math.prod(reach) <= _MOST_REACH
+
+
+def _geometry(attributes: Mapping[str, Any], axes: int) -> dict[str, list[int]]:
+    """Return the strides, dilations and pads of a convolution, including defaults."""
+    ones, none = [1] * axes, [0] * axes
+    defaults = {"strides": ones, "dilations": ones, "pads": none * 2, "output_padding": none}
+    return {name: list(attributes.get(name, numbers)) for name, numbers in defaults.items()}
+
+
+def _surroundings(node: ir.Node, attributes: Mapping[str, Any]) -> _Convolution:
+    """Return a convolution with the transposes and the Relu that its kernel takes in."""
     x, w, bias = [*node.inputs, None][:3]
+    assert x is not None and w is not None
     y = node.outputs[0]
-    if (
-        x is None
-        or w is None
-        or not rank_of(x) == rank_of(w) == rank_of(y)
-        or not 1 <= rank_of(y) - 2 <= MOST_AXES
-    ):
-        return None
-    if any(v.dtype != ir.DataType.FLOAT for v in (x, w, y)) or not _is_supported(node, attributes, w):
-        return None
-    space = list(range(2, rank_of(y)))
-    batch = _batch_axis(node, attributes, x, w)
-    for order in (
-        [[0, 1, *space]] if batch is None else [[batch, 1, *(i for i in space if i != batch)], [0, 1, *space]]
-    ):
-        results = [
-            z for z in _after(y) if _in_order([order.index(i) for i in z[1] if i in order], len(order))
-        ]
-        if results:
-            break
-    nodes, stored_y = results[-1]
-    cut = order[2:] if node.op_type == "Conv" else []
-    x, axes_x, unused = _deepest(_before(x, cut), order, 1)
-    w, axes_w, _ = _deepest(_before(w, []), [0, 1, *order[2:]], len(order) - 2)
-    replaced = [node, *nodes]
-    then = only_reader(replaced[-1].outputs[0])
+    order = list(range(rank_of(y)))
+    results = [z for z in _after(y) if _in_order([i for i in z[1] if i in order], len(order))]
+    after, stored_y = results[-1]
+    nodes = [node, *after]
+    then = only_reader(nodes[-1].outputs[0])
     relu = then is not None and then.op_type == "Relu" and then.domain == ""
     if then is not None and relu:
-        replaced.append(then)
-    y = replaced[-1].outputs[0]
-    one, none = [1] * len(space), [0] * len(space)
-    pads = list(attributes.get("pads", none * 2))
-    geometry = [
-        list(attributes.get("strides", one)),
-        list(attributes.get("dilations", one)),
-        pads[: len(space)],
-        [pad - n for pad, n in zip(pads[len(space) :], unused[2:], strict=True)],
-        list(attributes.get("output_padding", none)),
+        nodes.append(then)
+    stored_x = _deepest(_before(x, order[2:] if node.op_type == "Conv" else []), order, 1)
+    stored_w = _deepest(_before(w, []), [0, 1, *order[2:]], len(order) - 2)
+    stored_y = [order.index(i) if i in order else -1 for i in stored_y]
+    return _Convolution(nodes, order, stored_x, stored_w, bias, stored_y, relu)
+
+
+def _kernel_of(c: _Convolution, attributes: Mapping[str, Any]) -> Kernel:
+    (x, axes_x, unused), (w, axes_w, _), node = c.x, c.w, c.nodes[0]
+    axes = rank_of(node.outputs[0]) - 2
+    strides, dilations, pads, more = _geometry(attributes, axes).values()
+    end = [pad - n for pad, n in zip(pads[axes:], unused[2:], strict=True)]
+    form = [
+        *(rank_of(x), rank_of(w), len(c.stored_y), len(c.order) - 2),
+        *(axes_x, axes_w, c.stored_y),
+        *([sizes[i - 2] for i in c.order[2:]] for sizes in (strides, dilations, pads[:axes], end, more)),
+        *(attributes["group"], int(node.op_type == "ConvTranspose"), int(c.bias is not None), int(c.relu)),
     ]
-    if any(abs(size) >= 2**31 for sizes in geometry for size in sizes):
-        return None
-    form: list[int | Sequence[int]] = [
-        *(rank_of(x), rank_of(w), len(stored_y), len(order) - 2),
-        *(axes_x, axes_w, [order.index(i) if i in order else -1 for i in stored_y]),
-        *([sizes[i - 2] for i in order[2:]] for sizes in geometry),
-        *(attributes["group"], int(node.op_type == "ConvTranspose"), int(bias is not None), int(relu)),
-    ]
-    inputs = (x, w) if bias is None else (x, w, bias)
-    code = f"""static const unsigned char types_@[] = {braced([ir.DataType.FLOAT.value] * (len(inputs) + 1))};
-
-static OrtStatus *compute_@(Context *context) {{
-    static const ConvolutionForm form = {braced(form)};
-    return convolution(context, &form);
-}}
-"""
-    name = "c" + hashlib.sha256(code.encode()).hexdigest()[:16]
-    return Kernel(name, code.replace("@", name), inputs, (y,), "calls.h"), replaced
+    inputs = [x, w] if c.bias is None else [x, w, c.bias]
+    return Kernel.calling("convolution", form, inputs, c.nodes[-1].outputs)
 
 
-def _is_supported(node: ir.Node, attributes: Mapping[str, Any], w: ir.Value) -> bool:
-    """Return whether convolution.h computes what the attributes say, and is no slower than the runtime."""
-    if (
-        attributes["auto_pad"] != "NOTSET"
-        or "output_shape" in attributes
-        or not _is_small(attributes, rank_of(w) - 2)
-    ):
-        return False
-    transposed = node.op_type == "ConvTranspose"
-    if transposed and max(attributes.get("strides", [1])) > 1 and max(attributes.get("dilations", [1])) > 1:
-        return False
-    assert w.shape is not None
-    terms = [size for size in w.shape[1:] if isinstance(size, int)]
-    if transposed:
-        few = isinstance(w.shape[1], int) and w.shape[1] < LEAST_FILTERS
-    else:
-        few = len(terms) == rank_of(w) - 1 and math.prod(terms) < LEAST_TERMS
-    return attributes["group"] > 1 or not few
-
-
-def _is_small(attributes: Mapping[str, Any], axes: int) -> bool:
-    """Return whether the geometry has a number for each axis, and none that is too large for C or for memory."""
-    given = {name: attributes.get(name, [1] * axes) for name in ("strides", "dilations")}
-    given |= {
-        "pads": attributes.get("pads", [0] * 2 * axes),
-        "more": attributes.get("output_padding", [0] * axes),
-    }
-    if any(len(sizes) != axes * (1 + (name == "pads")) for name, sizes in given.items()):
-        return False
-    least = min([*given["strides"], *given["dilations"]])
-    reach = [max(abs(size) for sizes in given.values() for size in (1, *sizes[i::axes])) for i in range(axes)]
-    return least >= 1 and math.prod(reach) <= MOST_REACH and 1 <= attributes["group"] < 2**31
-
-
-def _batch_axis(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value, w: ir.Value) -> int | None:
-    """Return the last axis of space that is a batch: one image, and a kernel of size 1 that visits each element."""
-    if (
-        node.op_type != "Conv"
-        or attributes["group"] != 1
-        or rank_of(x) < 4
-        or x.shape is None
-        or x.shape[0] != 1
-    ):
-        return None
-    n = rank_of(x) - 2
-    strides, pads = attributes.get("strides", [1] * n), attributes.get("pads", [0] * 2 * n)
-    free = [i for i in range(n) if strides[i] == 1 and pads[i] == pads[n + i] == 0]
-    assert w.shape is not None
-    return next((i + 2 for i in reversed(free) if w.shape[i + 2] == 1), None)
-
-
-def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[Stored]:
-    """Yield an operand, and what it was before each of the nodes that only arranged its axes.
-
-    Args:
-        cut: the axes at whose end a node may also drop elements.
-    """
+def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[_Stored]:
+    """Yield an operand, and what it was before each node that only arranged its axes, or that cut the end of some."""
     axes, unused = list(range(rank_of(x))), [0] * rank_of(x)
     while True:
         yield x, axes, unused
@@ -161,6 +141,8 @@ def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[Stored]:
             axes = [kept.index(i) if i in kept else -1 for i in axes]
         elif (lost := _cut_at_end(node, before)) and all(axes.index(i) in cut for i in lost):
             unused = [n + lost.get(i, 0) for n, i in zip(unused, axes, strict=True)]
+            if max(map(abs, unused)) > _MOST_UNUSED:
+                return
         else:
             return
         x = before
@@ -172,21 +154,20 @@ def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
     if node.op_type != "Slice" or node.domain != "" or x.shape is None or y.shape is None:
         return {}
     starts, _, axes, steps = (constant_of(v) for v in [*node.inputs[1:], None, None][:4])
-    if (
-        starts is None
-        or starts.any()
-        or axes is None
-        or (len(node.inputs) > 4 and (steps is None or (steps != 1).any()))
-    ):
+    if starts is None or starts.any() or axes is None:
+        return {}
+    if len(node.inputs) > 4 and (steps is None or (steps != 1).any()):
         return {}
     rank = len(x.shape)
     if len(y.shape) != rank or any(not -rank <= i < rank for i in axes):
         return {}
-    sizes = {int(i) % rank: (x.shape[int(i)], y.shape[int(i)]) for i in axes}
-    known = {
-        i: (old, new) for i, (old, new) in sizes.items() if isinstance(old, int) and isinstance(new, int)
-    }
-    return {i: old - new for i, (old, new) in known.items()} if known == sizes else {}
+    lost: dict[int, int] = {}
+    for axis in map(int, axes):
+        old, new = x.shape[axis], y.shape[axis]
+        if not isinstance(old, int) or not isinstance(new, int):
+            return {}
+        lost[axis % rank] = old - new
+    return lost
 
 
 def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
@@ -222,12 +203,8 @@ def _in_order(axes: Sequence[int], many: int) -> bool:
     return list(axes[-(many - 2) :]) == list(range(2, many))
 
 
-def _deepest(stored: Iterable[Stored], order: Sequence[int], last: int) -> Stored:
-    """Return the last of several forms whose `last` axes are stored last and in order; by default, the first form.
-
-    Args:
-        order: the axes of a form to return, by their number in `stored`.
-    """
+def _deepest(stored: Iterable[_Stored], order: Sequence[int], last: int) -> _Stored:
+    """Return the last form whose `last` axes, by `order`, are stored last and in order; by default, the first form."""
     forms = [(x, [axes[i] for i in order], unused) for x, axes, unused in stored]
     fitting = [
         form for form in forms if form[1][-last:] == list(range(rank_of(form[0]) - last, rank_of(form[0])))

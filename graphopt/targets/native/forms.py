@@ -1,9 +1,10 @@
-"""Say what a node does with the axes of its operands, if kernels compute it."""
+"""Classify nodes by how they map the axes of their inputs to those of their outputs, if kernels compute them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,19 @@ from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROWS, 
 
 Size = int | str
 
-MOST_OPERANDS = 64  # of a node
+_MOST_OPERANDS = 64  # of a node
 
-RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
+_RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
+
+
+class Kind(str, Enum):
+    """What a node does with elements.
+
+    A `MAP` is elementwise, a `VIEW` adds and removes axes of size 1, a `REDUCE` reduces axes, and `ROWS` (softmax and
+    normalizations) reduce an axis and keep all elements.
+    """
+
+    MAP, VIEW, REDUCE, ROWS = "map", "view", "reduce", "rows"
 
 
 @dataclass(frozen=True)
@@ -25,16 +36,42 @@ class Form:
     """Describe what a node does, as far as clusters go.
 
     Args:
-        kind: `map` (elementwise), `view` (adds and removes axes of size 1), `reduce`, or `rows` (softmax and
-            normalizations, which reduce and keep all elements).
-        reduced: the axes of the input that `reduce` and `rows` reduce.
-        images: for each axis of the input, its axis in the output of `view` and `reduce`, or None.
+        reduced: the axes of the input that `REDUCE` and `ROWS` reduce.
+        images: for each axis of the input, its axis in the output of `VIEW` and `REDUCE`, or None.
     """
 
-    kind: str
+    kind: Kind
     attributes: Mapping[str, Any]
     reduced: tuple[int, ...] = ()
     images: tuple[int | None, ...] = ()
+
+
+@dataclass
+class Forms:
+    """Keep the forms of a model's nodes, each of which is found once."""
+
+    versions: Mapping[str, int]  # the versions of the model's opsets
+    _of: dict[ir.Node, Form | None] = field(default_factory=dict)
+
+    def of(self, node: ir.Node) -> Form | None:
+        """Return the form of a node; None if kernels do not compute it."""
+        if node not in self._of:
+            self._of[node] = form_of(node, self.versions)
+        return self._of[node]
+
+    def forget(self, nodes: Iterable[ir.Node]) -> None:
+        """Forget nodes that are replaced, or whose inputs or shapes change."""
+        for node in nodes:
+            self._of.pop(node, None)
+
+    def is_map(self, node: ir.Node | None) -> bool:
+        """Return whether a node is elementwise."""
+        form = None if node is None else self.of(node)
+        return form is not None and form.kind is Kind.MAP
+
+    def attributes_of(self, node: ir.Node) -> dict[str, Any] | None:
+        """Return the values of a node's attributes; None for an operator that the model's opset lacks."""
+        return attributes_of(node, self.versions)
 
 
 def fixed(x: ir.Value | None) -> np.ndarray | None:
@@ -43,19 +80,19 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
 
 
 def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
-    """Return what a node does; None if kernels do not compute it."""
+    """Return the form of a node; None if kernels do not compute it."""
     attributes = attributes_of(node, versions)
-    if attributes is None or not 1 <= len(node.inputs) <= MOST_OPERANDS or node.inputs[0] is None:
+    if attributes is None or not 1 <= len(node.inputs) <= _MOST_OPERANDS or node.inputs[0] is None:
         return None
-    if node.op_type in RESHAPING:
-        return _view(node, attributes)
-    if node.op_type in REDUCING:
-        return _reduction(node, attributes)
+    if node.op_type in _RESHAPING | REDUCING.keys():
+        if not (_is_computed(node.inputs[0]) and _is_computed(node.outputs[0])):
+            return None
+        return (_view if node.op_type in _RESHAPING else _reduction)(node, attributes)
     if not all(map(_is_computed, (x for x in (*node.inputs, *node.outputs) if x is not None))):
         return None
     if node.op_type in ROWS:
         return _rows(node, attributes, versions)
-    return Form("map", attributes) if _is_elementwise(node, attributes) else None
+    return Form(Kind.MAP, attributes) if _is_elementwise(node, attributes) else None
 
 
 def ctype_of(x: ir.Value) -> str:
@@ -70,6 +107,11 @@ def sizes_of(x: ir.Value) -> list[Size]:
     return [dim if isinstance(dim, int) else str(dim.value) for dim in x.shape]
 
 
+def rank_of(x: ir.Value | None) -> int:
+    """Return the number of a value's axes; -1 if it is unknown."""
+    return -1 if x is None or x.shape is None else len(x.shape)
+
+
 def has_sizes(x: ir.Value) -> bool:
     """Return whether all dimensions of a value are numbers or have names."""
     return x.shape is not None and not x.shape.has_unknown_dim()
@@ -82,14 +124,14 @@ def is_scalar(x: ir.Value) -> bool:
 
 def operands_of(node: ir.Node, form: Form) -> dict[int, ir.Value]:
     """Return the inputs that a kernel reads as numbers, not axes or shapes, by their index."""
-    inputs = node.inputs[:1] if form.kind in ("view", "reduce") else node.inputs
+    inputs = node.inputs[:1] if form.kind in (Kind.VIEW, Kind.REDUCE) else node.inputs
     return {i: x for i, x in enumerate(inputs) if x is not None}
 
 
-def exponent_of(node: ir.Node) -> float | None:
-    """Return the constant exponent of a power, or None."""
-    exponent = fixed(node.inputs[1])
-    return float(exponent.item()) if exponent is not None and exponent.size == 1 else None
+def number_of(x: ir.Value | None) -> Any:
+    """Return the number of a constant that has one element, or None."""
+    constant = fixed(x)
+    return constant.item() if constant is not None and constant.size == 1 else None
 
 
 def _is_computed(x: ir.Value) -> bool:
@@ -109,42 +151,32 @@ def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
         return True
     if node.op_type == "Pow":
         return ctype == source and ctype in FLOATING
-    if node.op_type == "Div" and ctype not in FLOATING and not _divides(fixed(node.inputs[1])):
-        return False
+    if node.op_type == "Div" and ctype not in FLOATING and number_of(node.inputs[1]) in (None, 0, -1):
+        return False  # a whole number that divides all others without a trap is none of these
     return expression(node.op_type, ctype, source, attributes, len(node.inputs)) is not None
-
-
-def _divides(divisor: np.ndarray | None) -> bool:
-    """Return whether a whole number divides all others without a trap."""
-    return divisor is not None and divisor.size == 1 and divisor.item() not in (0, -1)
 
 
 def _view(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
     x, y = node.inputs[0], node.outputs[0]
-    if x is None or not _is_computed(x) or not _is_computed(y):
+    assert x is not None
+    left, right = ({i: size for i, size in enumerate(sizes_of(z)) if size != 1} for z in (x, y))
+    if [*left.values()] != [*right.values()]:
         return None
-    left, right = ([(i, size) for i, size in enumerate(sizes_of(z)) if size != 1] for z in (x, y))
-    if [size for _, size in left] != [size for _, size in right]:
-        return None
-    images = {i: j for (i, _), (j, _) in zip(left, right, strict=True)}
-    return Form("view", attributes, images=tuple(map(images.get, range(len(sizes_of(x))))))
+    images = dict(zip(left, right, strict=True))
+    return Form(Kind.VIEW, attributes, images=tuple(map(images.get, range(rank_of(x)))))
 
 
 def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
     x, y = node.inputs[0], node.outputs[0]
-    if x is None or not _is_computed(x) or not _is_computed(y) or ctype_of(x) not in FLOATING:
-        return None
-    rank, axes = len(sizes_of(x)), _reduced_axes(node, attributes)
-    if axes is None or rank == 0:
+    assert x is not None
+    rank, axes = rank_of(x), _reduced_axes(node, attributes)
+    if axes is None or rank == 0 or ctype_of(x) not in FLOATING:
         return None
     reduced = sorted({axis % rank for axis in axes or range(rank)})
-    kept = list(range(rank))
-    if not attributes.get("keepdims", 1):
-        kept = [p for p in range(rank) if p not in reduced]
-    images = [None if p in reduced else kept.index(p) for p in range(rank)]
-    return (
-        Form("reduce", attributes, tuple(reduced), tuple(images)) if len(sizes_of(y)) == len(kept) else None
-    )
+    keeps = attributes.get("keepdims", 1)
+    kept = [p for p in range(rank) if keeps or p not in reduced]
+    images = tuple(None if p in reduced else kept.index(p) for p in range(rank))
+    return Form(Kind.REDUCE, attributes, tuple(reduced), images) if rank_of(y) == len(kept) else None
 
 
 def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int] | None:
@@ -161,8 +193,8 @@ def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int]
 def _rows(node: ir.Node, attributes: Mapping[str, Any], versions: Mapping[str, int]) -> Form | None:
     """Return the form of a node that normalizes along the last axis; before opset 13, softmax was over more."""
     y = node.outputs[0]
-    rank = len(sizes_of(y))
+    rank = rank_of(y)
     last = rank > 0 and attributes.get("axis", -1) % rank == rank - 1
     if not last or ctype_of(y) != "float" or versions.get("", 1) < 13 or None in node.inputs:
         return None
-    return Form("rows", attributes, (rank - 1,))
+    return Form(Kind.ROWS, attributes, (rank - 1,))

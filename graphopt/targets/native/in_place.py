@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -11,8 +9,7 @@ import onnx_ir as ir
 from graphopt.graph.names import state_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, with_role
-from graphopt.targets.native.kernels import Kernel
-from graphopt.targets.native.products import braced
+from graphopt.targets.native.library import Kernel
 from graphopt.targets.native.reach import Reach
 
 
@@ -26,8 +23,7 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
         calls: the nodes that call kernels.
 
     Returns:
-        the names of the state that may share a buffer with its next value, and the kernels that the graph calls besides
-        the given ones.
+        the names of the state that may share a buffer with its next value, and the other kernels that the graph calls.
     """
     inputs = {x.name: x for x in model.graph.inputs}
     reach = Reach(model.graph)
@@ -47,30 +43,25 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
             (reader.outputs[0], None) for reader in others if not reach.leads(reader, [node])
         )
         reach.connect(others, node)
-    variants: dict[str, Kernel] = {}
-    for node, values in waits.items():
-        if values:
-            variant = _waiting(calls[node], [*values])
-            variants[variant.name] = variant
-            _call(node, variant.name, [*values])
+    variants = [_waiting(node, calls[node], [*values]) for node, values in waits.items() if values]
     model.graph.sort()
-    return shared, list(variants.values())
+    return shared, variants
 
 
 def _readers(x: ir.Value, graph: ir.Graph) -> set[ir.Node] | None:
     """Return the nodes that read a value or a view of it; None if one is in a body or has no type to wait for."""
-    found: set[ir.Node] = set()
+    readers: set[ir.Node] = set()
     for use in x.uses():
         node = use.node
         if node.graph is not graph or node.outputs[0].dtype is None:
             return None
-        found.add(node)
+        readers.add(node)
         if node.op_type in VIEWS and node.domain == "":  # it may share its input's memory
             further = _readers(node.outputs[0], graph)
             if further is None or node.outputs[0].is_graph_output():
                 return None
-            found |= further
-    return None if x.is_graph_output() else found
+            readers |= further
+    return None if x.is_graph_output() else readers
 
 
 def _replaces(node: ir.Node, kernel: Kernel, x: ir.Value, y: ir.Value) -> bool:
@@ -86,24 +77,14 @@ def _viewed(x: ir.Value | None) -> ir.Value | None:
     return _viewed(node.inputs[0]) if node is not None and node.op_type in VIEWS and node.domain == "" else x
 
 
-def _waiting(kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel:
-    """Return a kernel with further inputs, which it does not read."""
-    values = [*kernel.inputs, *waits, *kernel.outputs]
-    types = [x.dtype.value for x in values if x.dtype is not None]
-    code = f"""static const unsigned char types_@[] = {braced(types)};
-
-static OrtStatus *compute_@(Context *context) {{ return compute_{kernel.name}(context); }}
-"""
-    name = f"{kernel.name}_{hashlib.sha256(code.encode()).hexdigest()[:8]}"
-    return dataclasses.replace(
-        kernel, name=name, code=code.replace("@", name), inputs=(*kernel.inputs, *waits)
-    )
-
-
-def _call(node: ir.Node, name: str, waits: Sequence[ir.Value]) -> None:
-    """Call another kernel with further inputs."""
-    node.op_type = name
-    many = len(node.inputs)
-    node.resize_inputs(many + len(waits))
-    for i, x in enumerate(waits):
-        node.replace_input_with(many + i, x)
+def _waiting(node: ir.Node, kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel:
+    """Make a node call its kernel with further inputs, which it does not read; return the kernel that it calls."""
+    code = f"static OrtStatus *compute_@(Context *context) {{ return compute_{kernel.name}(context); }}\n"
+    inputs = [*kernel.inputs, *waits]
+    facts = {"header": kernel.header, "aligned": kernel.aligned}
+    variant = Kernel.named(f"{kernel.name}_", code, inputs, kernel.outputs, **facts)
+    node.op_type = variant.name
+    node.resize_inputs(len(inputs))
+    for i, x in enumerate(waits, start=len(kernel.inputs)):
+        node.replace_input_with(i, x)
+    return variant

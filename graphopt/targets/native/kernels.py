@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from graphopt.targets.native.clusters import Cluster
 from graphopt.targets.native.forms import sizes_of
 from graphopt.targets.native.lanes import LaneLoops
+from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, stored_type
 from graphopt.targets.native.numbers import Numbers, Total
 from graphopt.targets.native.operators import REDUCTIONS
 from graphopt.targets.native.stages import scheduled
 
-GRAIN = 16384  # elements of a task
-MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
+_GRAIN = 16384  # elements of a task
+_MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A C function with the values that it reads and writes, in order.
-
-    Args:
-        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
-    """
-
-    name: str
-    code: str
-    inputs: tuple[ir.Value, ...]
-    outputs: tuple[ir.Value, ...]
-    header: str = "functions.h"
-    aligned: tuple[tuple[int, int], ...] = ()
+def cluster_kernel(cluster: Cluster) -> Kernel:
+    """Return the kernel of a cluster."""
+    return _Writer(cluster).kernel()
 
 
-class Writer:
-    """Write one cluster in C. In its lines, `@` stands for the kernel's name, which is a hash of them."""
+class _Writer:
+    """Write a cluster in C. In its lines, `@` stands for the kernel's name."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.numbers = Numbers(cluster)
@@ -49,12 +37,10 @@ class Writer:
         self.loops = lanes if lanes.fits else Loops(self.numbers, stages, names)
 
     def kernel(self) -> Kernel:
-        """Return the kernel."""
         lines = [*self._arguments(), *self.loops.function(), *self._task(), *self._compute()]
         code = "\n".join(lines) + "\n"
-        name = "k" + hashlib.sha256(code.encode()).hexdigest()[:16]
-        values = tuple(self.inputs), tuple(self.outputs)
-        return Kernel(name, code.replace("@", name), *values, aligned=tuple(self._aligned()))
+        aligned, nodes = tuple(self._aligned()), len(self.numbers.cluster.nodes)
+        return Kernel.named("k", code, self.inputs, self.outputs, aligned=aligned, nodes=nodes)
 
     def _aligned(self) -> Iterator[tuple[int, int]]:
         """Yield the inputs and outputs whose elements are read and written once, in one loop over all dimensions."""
@@ -81,8 +67,9 @@ class Writer:
 
     def _task(self) -> list[str]:
         """Return the function that computes one task: some rows, or some columns where there are few rows."""
-        rows = "a->rows * task / a->tasks, a->rows * (task + 1) / a->tasks"
-        columns = "a->columns * task / a->tasks, a->columns * (task + 1) / a->tasks"
+        rows, columns = (
+            f"a->{x} * task / a->tasks, a->{x} * (task + 1) / a->tasks" for x in ("rows", "columns")
+        )
         last = ", task" if self.numbers.totals else ""
         lines = ["const args_@ *a = user;"]
         if self.loops.splits_columns:
@@ -96,7 +83,6 @@ class Writer:
 
     def _compute(self) -> list[str]:
         """Return the function that ONNX Runtime calls: it checks shapes, makes outputs and starts tasks."""
-        types = ", ".join(str(x.dtype.value) for x in [*self.inputs, *self.outputs] if x.dtype is not None)
         symbols: dict[str, str] = {}
         lines = ["args_@ arguments, *a = &arguments;"]
         for i, x in enumerate(self.inputs):
@@ -104,23 +90,17 @@ class Writer:
         lines += self._extents(symbols)
         for i, y in enumerate(self.outputs):
             sizes = ["1" if d is None else self.numbers.size(d) for d in self.numbers.cluster.axes[y]]
-            shape = f"(int64_t[]){{{', '.join(sizes)}}}" if sizes else "NULL"
+            shape = f"(int64_t[]){braced(sizes)}" if sizes else "NULL"
             lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
         first = len(self.numbers.stores)
         for i, total in enumerate(self.numbers.totals):
-            lines += _prepared(i, total, first + i, self._length(total))
-        lines.append("if (a->tasks == 1) task_@(a, 0);")
-        lines.append("else CHECK(in_parallel(context, task_@, a->tasks, a));")
+            length = self.numbers.product([d for d in total.axes if d is not None])
+            lines += _prepared(i, total, first + i, length)
+        lines.append("CHECK(in_parallel(context, task_@, a->tasks, a));")
         for i, total in enumerate(self.numbers.totals):
             lines += _merged(i, total, first + i)
-        return [
-            f"static const unsigned char types_@[] = {{{types}}};",
-            "",
-            "static OrtStatus *compute_@(Context *context) {",
-            *indented([*lines, "return NULL;"]),
-            "}",
-            "",
-        ]
+        body = indented([*lines, "return NULL;"])
+        return ["static OrtStatus *compute_@(Context *context) {", *body, "}", ""]
 
     def _extents(self, symbols: Mapping[str, str]) -> list[str]:
         """Return the statements that set the numbers of rows, columns and tasks."""
@@ -130,16 +110,13 @@ class Writer:
             lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
         lines.append(f"a->rows = {numbers.product(numbers.rows)};")
         lines.append(f"a->columns = {numbers.product(numbers.columns)};")
-        lines.append(f"a->tasks = (a->rows * a->columns + {GRAIN - 1}) / {GRAIN};")
+        lines.append(f"a->tasks = (a->rows * a->columns + {_GRAIN - 1}) / {_GRAIN};")
         if not self.loops.splits_columns:
             lines.append("if (a->tasks > a->rows) a->tasks = a->rows;")
         if numbers.totals:
-            lines.append(f"if (a->tasks > {MOST_TASKS}) a->tasks = {MOST_TASKS};")
+            lines.append(f"if (a->tasks > {_MOST_TASKS}) a->tasks = {_MOST_TASKS};")
         lines.append("if (a->tasks < 1) a->tasks = 1;")
         return lines
-
-    def _length(self, total: Total) -> str:
-        return self.numbers.product([d for d in total.axes if d is not None])
 
 
 def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
@@ -151,10 +128,10 @@ def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
     ]
     unlike = []
     for p, size in enumerate(sizes):
-        found = f"d{i}[{p}]"
-        expected = str(size) if isinstance(size, int) else symbols.setdefault(size, found)
-        if expected != found:
-            unlike.append(f"{found} != {expected}")
+        actual = f"d{i}[{p}]"
+        expected = str(size) if isinstance(size, int) else symbols.setdefault(size, actual)
+        if expected != actual:
+            unlike.append(f"{actual} != {expected}")
     return [*lines, f"if ({' || '.join(unlike)}) return unlike();"] if unlike else lines
 
 

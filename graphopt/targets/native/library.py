@@ -2,12 +2,81 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from graphopt.targets.native.kernels import Kernel
+import onnx_ir as ir
 
-CALLS = "calls.h"
-PRODUCTS = '#include "product.h"\n#include "convolution.h"\n'
+MOST_AXES = 4  # of the operands of a matrix product
+FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vector
+
+_CALLS = "calls.h"
+_LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
+
+
+def braced(items: Sequence[Any]) -> str:
+    """Return C's initializer of numbers, names, and lists of them."""
+    return f"{{{', '.join(str(x) if isinstance(x, int | str) else braced(x) for x in items)}}}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A C function with the values that it reads and writes, in order.
+
+    Args:
+        header: the header that its code needs.
+        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
+        nodes: the number of nodes of the cluster that it computes.
+    """
+
+    name: str
+    code: str
+    inputs: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]
+    header: str = "functions.h"
+    aligned: tuple[tuple[int, int], ...] = ()
+    nodes: int = 0
+
+    @staticmethod
+    def named(
+        prefix: str,
+        code: str,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+        **facts: Any,
+    ) -> Kernel:
+        """Return a kernel whose name, `@` in its code, is a prefix and a hash of its code."""
+        types = [x.dtype.value for x in (*inputs, *outputs) if x.dtype is not None]
+        code = f"static const unsigned char types_@[] = {braced(types)};\n\n{code}"
+        name = prefix + hashlib.sha256(code.encode()).hexdigest()[:16]
+        return Kernel(name, code.replace("@", name), tuple(inputs), tuple(outputs), **facts)
+
+    @staticmethod
+    def calling(
+        function: str,
+        form: Sequence[Any],
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+        header: str = "calls.h",
+        before: str = "",
+    ) -> Kernel:
+        """Return a kernel that calls a function of a header with a constant structure.
+
+        Args:
+            form: the members of the structure.
+            before: declarations that the structure refers to.
+        """
+        code = f"""{before}static OrtStatus *compute_@(Context *context) {{
+    static const {function.capitalize()}Form form = {braced(form)};
+    return {function}(context, &form);
+}}
+"""
+        return Kernel.named(function[0], code, inputs, outputs, header=header)
+
+
+Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
 
 
 def source(kernels: Sequence[Kernel], threads: int) -> str:
@@ -20,11 +89,11 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     ordered = [unique[name] for name in sorted(unique)]
     headers = list(dict.fromkeys(["ort.h", *(x.header for x in ordered)]))
     entries = [f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)})," for x in ordered]
-    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if CALLS in headers else []
+    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if _CALLS in headers else []
     begin += [f"    scan_threads = {threads};"] if "scan.h" in headers else []
     return "\n".join(
         [
-            *(f'#include "{name}"' for name in headers),
+            _LIMITS + "\n".join(f'#include "{name}"' for name in headers),
             "",
             *(x.code for x in ordered),
             "static Kernel kernels[] = {",
@@ -42,4 +111,6 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
 
 def parts(kernels: Sequence[Kernel]) -> list[str]:
     """Return the C sources that are linked with a library, which are the same for all models."""
-    return [PRODUCTS] if any(kernel.header == CALLS for kernel in kernels) else []
+    return (
+        [f'{_LIMITS}#include "convolution.h"\n'] if any(kernel.header == _CALLS for kernel in kernels) else []
+    )

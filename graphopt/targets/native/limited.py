@@ -17,7 +17,7 @@ BYTES = 2**32
 
 # The shell's input is a pipe from this process. It ends when this process ends, however that happens; then the whole
 # group of processes does. A system without one of the limits goes without it.
-WATCHED = """ulimit -c 0; ulimit -t {seconds} 2>/dev/null; ulimit -v {kilobytes} 2>/dev/null; exec 3<&0
+_WATCHED = """ulimit -c 0; ulimit -t {seconds} 2>/dev/null; ulimit -v {kilobytes} 2>/dev/null; exec 3<&0
 (read _ <&3; kill -9 0) >/dev/null 2>&1 &
 "$@" </dev/null 3<&- &
 wait $!"""
@@ -33,7 +33,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
         GraphoptError: it takes longer than `SECONDS`.
     """
     shell = shutil.which("sh") if os.name == "posix" else None
-    watched = WATCHED.format(seconds=SECONDS, kilobytes=BYTES // 1024)
+    watched = _WATCHED.format(seconds=SECONDS, kilobytes=BYTES // 1024)
     whole = [shell, "-c", watched, "sh", *command] if shell else list(command)
     with (folder / "errors").open("w+", errors="replace") as errors:
         process = subprocess.Popen(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Number, Numbers, Store, Total
+from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Extent, Number, Numbers, Store, Total
 from graphopt.targets.native.operators import REDUCTIONS, STORED
 from graphopt.targets.native.space import Axes
 from graphopt.targets.native.stages import Stages
@@ -24,19 +25,71 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 @dataclass
+class Loop:
+    """Collect the statements of a vectorized loop.
+
+    Args:
+        head: the loop's first line.
+        varying: the extents of the numbers that it declares. Other numbers are declared before it.
+        place: the memory that a number is loaded from, and the memory that it is stored to for later loops.
+    """
+
+    head: str
+    varying: Collection[Extent]
+    place: Callable[[Number], tuple[str | None, str | None]]
+    before: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    clauses: str = ""
+    declared: set[Number] = field(default_factory=set)
+
+    def load(self, x: Number) -> None:
+        """Declare a number, and first what it is computed from."""
+        if x.extent not in self.varying or x in self.declared:
+            return
+        self.declared.add(x)
+        loaded, stored = self.place(x)
+        for operand in x.operands if loaded is None else ():
+            self.load(operand)
+        self.body.append(f"const {x.ctype} {x.name} = {loaded or x.expression};")
+        if stored:
+            self.store(x, stored)
+
+    def store(self, x: Number, place: str) -> None:
+        """Store a number in memory."""
+        self.load(x)
+        self.body.append(f"{place} = {x.name};")
+
+    def accumulate(self, how: str, x: Number, place: str) -> None:
+        """Reduce a number to what lies in memory."""
+        self.load(x)
+        self.body.append(REDUCTIONS[how][1].format(place, x.name))
+
+    def reduce(self, how: str, x: Number, name: str) -> None:
+        """Reduce a number to a variable of the loop."""
+        start, _, operator = REDUCTIONS[how]
+        self.before.append(f"{x.ctype} {name} = {start};")
+        self.clauses += f" reduction({operator}:{name})"
+        self.accumulate(how, x, name)
+
+    def lines(self) -> list[str]:
+        if not self.body:
+            return self.before + self.after
+        loop = [f"#pragma omp simd{self.clauses}", f"{self.head} {{", *indented(self.body), "}"]
+        return [*self.before, *loop, *self.after]
+
+
+@dataclass
 class Loops:
     """Write the loops of a cluster.
 
     In C, `p_` is what a row reads of an input, `q_` what it writes of an output, `s_` a row that one loop leaves for
     the next, and `t_` the part of a total that a task sums up.
-
-    Args:
-        names: the fields of the kernel's arguments that point to inputs and outputs.
     """
 
     numbers: Numbers
     stages: Stages
-    names: dict[ir.Value, str]
+    names: dict[ir.Value, str]  # the fields of the kernel's arguments that point to inputs and outputs
 
     @property
     def splits_columns(self) -> bool:
@@ -61,8 +114,8 @@ class Loops:
         return f"static {wide}void body_@({', '.join(parameters)}) {{"
 
     def _before_rows(self) -> list[str]:
-        """Return the numbers that are one for all rows, and where a task's parts of totals are."""
-        lines = [self._constant(x, "0") for x in self.numbers.all if x.extent == ALL]
+        """Return the numbers that are the same for all rows, and where a task's parts of totals are."""
+        lines = [self._constant(x, "0") for x in self.numbers.all if x.extent is ALL]
         for i, total in enumerate(self.numbers.totals):
             lines.append(f"{total.operand.ctype} *restrict t_{i} = a->sum{i} + task * a->length{i};")
         return lines
@@ -84,46 +137,30 @@ class Loops:
     def _row(self) -> list[str]:
         """Return what is computed of each row: what it reads, its loops and its own numbers by turns, its results."""
         numbers = self.numbers
-        axes = (
-            [axes for _, axes in numbers.read]
-            + [x.axes for x in numbers.stores]
-            + [x.axes for x in numbers.totals]
-        )
-        lines = self._row_indices(axes)
-        for (x, axes_of_x), number in numbers.read.items():
-            if number.extent == ELEMENT:
-                start = f"a->{self.names[x]} + {self.offset(axes_of_x)}"
-                lines.append(f"const {stored_type(x)} *p_{number.name} = {start};")
-            elif number.extent == ROW:
-                lines.append(self._constant(number, self.offset(axes_of_x)))
-        for store in self._stores(ELEMENT):
-            name = self.names[store.output]
-            start = f"a->{name} + {self.offset(store.axes)}"
-            lines.append(f"{stored_type(store.output)} *q_{name} = {start};")
+        lines = self._row_indices()
+        for (x, axes), number in numbers.read.items():
+            if number.extent is ELEMENT:
+                lines.append(f"const {self._pointer(x, axes, f'p_{number.name}')}")
+            elif number.extent is ROW:
+                lines.append(self._constant(number, self.offset(axes)))
+        for store in numbers.stores_of(ELEMENT):
+            lines.append(self._pointer(store.output, store.axes, f"q_{self.names[store.output]}"))
         for stage in range(self.stages.count):
-            lines += [
-                self._constant(x, "")
-                for x in numbers.all
-                if x.extent == ROW and self.stages.of[x] == stage and x.code
-            ]
-            lines += self._loop(stage)
-        for store in [*self._stores(ROW), *self._stores(ALL)]:
+            lines += [self._constant(x, "") for x in self.stages.computed(stage, ROW)]
+            lines += self._columns_of(stage).lines()
+        for store in [*numbers.stores_of(ROW), *numbers.stores_of(ALL)]:
             lines.append(f"a->{self.names[store.output]}[{self.offset(store.axes)}] = {store.number.name};")
         return lines
 
-    def _stores(self, extent: str) -> list[Store]:
-        """Return the outputs that vary as numbers of an extent do."""
-        columns = set(self.numbers.columns)
+    def _pointer(self, x: ir.Value, axes: Axes, name: str) -> str:
+        """Return the declaration of a pointer to a row's first element of an input or output."""
+        return f"{stored_type(x)} *{name} = a->{self.names[x]} + {self.offset(axes)};"
 
-        def extent_of(store: Store) -> str:
-            return ELEMENT if columns and columns <= set(store.axes) else ROW if store.axes else ALL
-
-        return [store for store in self.numbers.stores if extent_of(store) == extent]
-
-    def _row_indices(self, axes: Iterable[Axes]) -> list[str]:
+    def _row_indices(self) -> list[str]:
         """Return the declarations of a row's indices along the dimensions that some value lacks."""
-        rows = self.numbers.rows
-        needed = {d for one in axes if not self.has_whole_rows(one) for d in one if d in rows}
+        rows, axes = self.numbers.rows, [axes for _, axes in self.numbers.read]
+        axes += [x.axes for x in self.numbers.stores] + [x.axes for x in self.numbers.totals]
+        needed = {d for each in axes if not self.has_whole_rows(each) for d in each if d in rows}
         return [
             f"const int64_t i{i} = r / ({self.numbers.product(rows[i + 1 :])}) % {self.numbers.size(d)};"
             for i, d in enumerate(rows)
@@ -150,97 +187,58 @@ class Loops:
 
     # --- A loop over the columns ---
 
-    def _loop(self, stage: int) -> list[str]:
+    def _columns_of(self, stage: int) -> Loop:
         """Return the loop that computes the numbers of a stage, with what comes before and after it."""
-        loop = _Loop(self, stage)
-        for x in self.numbers.all:
-            if x.extent == ELEMENT and not x.is_read and self.stages.of[x] == stage:
-                loop.need(x)
-        for x in self.numbers.all:
-            if x.reduces and self.stages.of[x] == stage + 1:
-                loop.reduce(x.reduces, x.name, x.operands[0])
+        loop = self._loop(stage)
+        for x in self.stages.computed(stage, ELEMENT):
+            loop.load(x)
+        for how, x in self.stages.reduced(stage):
+            self._reduce_row(loop, how, x)
         for i, total in enumerate(self.numbers.totals):
             if self.stages.of[total.operand] == stage:
-                loop.add_to_total(i, total)
-        for store in self._stores(ELEMENT):
+                self._add_to_total(loop, i, total)
+        for store in self.numbers.stores_of(ELEMENT):
             if self.stages.of.get(store.number, 0) == stage:
-                loop.need(store.number)
-                loop.body.append(f"q_{self.names[store.output]}[j] = {store.number.name};")
-        return loop.lines()
+                loop.store(store.number, self._output(store))
+        return loop
+
+    def _loop(self, stage: int) -> Loop:
+        first, end = ("column0", "column1") if self.splits_columns else ("0", "columns")
+        head = f"for (int64_t j = {first}; j < {end}; j++)"
+        return Loop(head, {ELEMENT}, functools.partial(self._place, stage))
+
+    def _place(self, stage: int, x: Number) -> tuple[str | None, str | None]:
+        """Return where a loop finds a number, and where it leaves it for later ones."""
+        if x.source is not None:
+            return f"p_{x.name}[j]", None
+        if x not in self.stages.kept:
+            return None, None
+        stored, computed = self._stored(x), self.stages.of[x]
+        kept = f"{stored or f's_{x.name}'}[j]"
+        return kept if computed < stage else None, kept if computed == stage and not stored else None
 
     def _stored(self, x: Number) -> str | None:
         """Return the row of an output that holds a number as it is."""
-        for store in self._stores(ELEMENT):
+        for store in self.numbers.stores_of(ELEMENT):
             if store.number is x and stored_type(store.output) == x.ctype:
                 return f"q_{self.names[store.output]}"
         return None
 
-    def kept(self, x: Number) -> str | None:
-        """Return the row in which later loops find a number; None if they compute it again."""
-        return (self._stored(x) or f"s_{x.name}") if x in self.stages.kept else None
+    def _output(self, store: Store) -> str:
+        """Return where a loop stores a number of an output."""
+        return f"q_{self.names[store.output]}[j]"
 
-
-class _Loop:
-    """Collect the statements of one loop over the columns."""
-
-    def __init__(self, loops: Loops, stage: int) -> None:
-        self.loops, self.stage = loops, stage
-        self.before: list[str] = []
-        self.body: list[str] = []
-        self.after: list[str] = []
-        self._clauses: list[str] = []
-        self._there: set[Number] = set()
-
-    def need(self, x: Number) -> None:
-        """Declare a number of an element and what it is computed from."""
-        if x.extent != ELEMENT or x in self._there:
-            return
-        self._there.add(x)
-        kept = self.loops.kept(x)
-        if x.source is not None:
-            code = f"p_{x.name}[j]"
-        elif kept and self.loops.stages.of[x] < self.stage:
-            code = f"{kept}[j]"
-        else:
-            for operand in x.operands:
-                self.need(operand)
-            code = x.expression
-        self.body.append(f"const {x.ctype} {x.name} = {code};")
-        if kept == f"s_{x.name}" and self.loops.stages.of[x] == self.stage:
-            self.body.append(f"{kept}[j] = {x.name};")
-
-    def reduce(self, how: str, name: str, operand: Number) -> None:
+    def _reduce_row(self, loop: Loop, how: str, x: Number) -> None:
         """Reduce a number along the row."""
-        start, step, operator = REDUCTIONS[how]
-        self.need(operand)
-        self.before.append(f"{operand.ctype} {name} = {start};")
-        self.body.append(step.format(name, operand.name))
-        self._clauses.append(f" reduction({operator}:{name})")
+        loop.reduce(how, x.operands[0], x.name)
 
-    def add_to_total(self, i: int, total: Total) -> None:
+    def _add_to_total(self, loop: Loop, i: int, total: Total) -> None:
         """Take a number into a total: for each column, along the row first, or once a row."""
-        step, columns = REDUCTIONS[total.how][1], self.loops.numbers.columns
-        place = f"t_{i}[{self.loops.offset(total.axes)}]"
-        if any(d in columns for d in total.axes):
-            offset = self.loops.offset(total.axes)
-            place = f"t_{i}[j]" if offset == "0" else f"t_{i}[{offset} + j]"
-            self.need(total.operand)
-            self.body.append(step.format(place, total.operand.name))
-        elif total.operand.extent == ELEMENT:
-            self.reduce(total.how, f"u{i}", total.operand)
-            self.after.append(step.format(place, f"u{i}"))
+        offset, x = self.offset(total.axes), total.operand
+        if any(d in self.numbers.columns for d in total.axes):
+            loop.accumulate(total.how, x, f"t_{i}[j]" if offset == "0" else f"t_{i}[{offset} + j]")
         else:
-            self.after.append(step.format(place, total.operand.name))
-
-    def lines(self) -> list[str]:
-        if not self.body:
-            return self.before + self.after
-        first, end = ("column0", "column1") if self.loops.splits_columns else ("0", "columns")
-        return [
-            *self.before,
-            f"#pragma omp simd{''.join(self._clauses)}",
-            f"for (int64_t j = {first}; j < {end}; j++) {{",
-            *indented(self.body),
-            "}",
-            *self.after,
-        ]
+            if x.extent is ELEMENT:
+                loop.reduce(total.how, x, f"u{i}")
+            name = f"u{i}" if x.extent is ELEMENT else x.name
+            loop.after.append(REDUCTIONS[total.how][1].format(f"t_{i}[{offset}]", name))

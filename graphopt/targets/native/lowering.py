@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
-from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
 from graphopt.graph.values import like
 from graphopt.targets.native.attributes import is_well_formed
@@ -25,15 +24,16 @@ from graphopt.targets.native.bodies import bodies, move_into_bodies, note_rows
 from graphopt.targets.native.cache import cache_folder, keep, kept
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
+from graphopt.targets.native.forms import Forms
 from graphopt.targets.native.in_place import write_in_place
-from graphopt.targets.native.kernels import Kernel, Writer
-from graphopt.targets.native.lengths import read_shapes_early
-from graphopt.targets.native.library import parts, source
+from graphopt.targets.native.kernels import cluster_kernel
+from graphopt.targets.native.library import Kernel, Replacement, parts, source
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import scan_kernel
-from graphopt.targets.native.sizes import unify_sizes
+from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
 from graphopt.targets.native.state_check import add_state_check
 from graphopt.targets.native.toolchain import build, digest_of
+from graphopt.targets.target import own_version
 from graphopt.targets.updates import fold_updates
 
 LOWERINGS = ("kernels", "products", "convolutions", "scans")
@@ -41,42 +41,28 @@ LOWERINGS = ("kernels", "products", "convolutions", "scans")
 
 @dataclass
 class Plan:
-    """Hold a graph with calls of kernels, and the kernels.
-
-    Args:
-        clusters: for each kernel of a cluster, the number of nodes that it replaces.
-        products: the number of matrix products.
-        convolutions: the number of convolutions.
-        scans: the number of scans.
-        check: the name of an output that is finite if the new state is, or None.
-        calls: the nodes that call kernels.
-    """
+    """Hold a graph with calls of kernels, and the kernels."""
 
     model: ir.Model
-    kernels: list[Kernel]
-    clusters: list[int]
-    products: int
-    convolutions: int
-    scans: int
-    check: str | None
-    calls: dict[ir.Node, Kernel] = field(default_factory=dict)
+    check: str | None = None  # the name of an output that is finite if the new state is, or None
+    calls: dict[ir.Node, Kernel] = field(default_factory=dict)  # the nodes that call kernels
+    counts: Counter[str] = field(default_factory=Counter)  # the number of calls, by lowering
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Return the kernels, in the order in which they were made."""
+        return list(self.calls.values())
 
 
 @dataclass
 class Lowered:
-    """Hold a lowered graph, and the library that has its kernels.
-
-    Args:
-        check: the name of an output that is finite if the new state is, or None.
-        shared: the names of the state that may share a buffer with its next value.
-        digest: a hash of the graph that was lowered, and of all that its kernels depend on.
-    """
+    """Hold a lowered graph, and the library that has its kernels."""
 
     model: ir.Model
     library: Path
-    check: str | None
-    shared: list[str]
-    digest: str
+    check: str | None  # the name of an output that is finite if the new state is, or None
+    shared: list[str]  # the names of the state that may share a buffer with its next value
+    digest: str  # a hash of the graph that was lowered, and of all that its kernels depend on
 
 
 def lower(
@@ -99,7 +85,7 @@ def lower(
     threads = threads or os.cpu_count() or 1
     with weights_apart(model) as weights:
         content = ir.to_proto(model).SerializeToString()
-    digest = digest_of(content.hex(), *sorted(without), str(threads), str(in_place), *_code())
+    digest = digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version())
     try:
         return _kept(digest, weights) or _lowered(model, without, threads, in_place, digest)
     except OSError as error:
@@ -110,47 +96,31 @@ def _lowered(
     model: ir.Model, without: Sequence[str], threads: int, in_place: bool, digest: str
 ) -> Lowered | None:
     """Lower a graph, and keep the result under its digest."""
-    found = plan(model, without)
-    if not found.kernels:
+    result = plan(model, without)
+    if not result.calls:
         return None
-    shared, variants = write_in_place(found.model, found.calls) if in_place else ([], [])
-    kernels = [*found.kernels, *variants]
+    shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
+    kernels = [*result.kernels, *variants]
     library = build(source(kernels, threads), parts(kernels))
-    with weights_apart(found.model):
-        content = ir.to_proto(found.model).SerializeToString()
-    note = json.dumps({"library": library.name, "check": found.check, "shared": shared}).encode()
+    with weights_apart(result.model):
+        content = ir.to_proto(result.model).SerializeToString()
+    note = {"library": library.name, "check": result.check, "shared": shared}
     keep(f"{digest}.onnx", content)
-    keep(f"{digest}.json", note)
-    return Lowered(found.model, library, found.check, shared, digest)
+    keep(f"{digest}.json", json.dumps(note).encode())
+    return Lowered(result.model, library, result.check, shared, digest)
 
 
 def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
-    note, content = kept(f"{digest}.json"), kept(f"{digest}.onnx")
-    if note is None or content is None:
-        return None
-    found = json.loads(note)
-    if kept(found["library"]) is None:
+    content, text = kept(f"{digest}.onnx"), kept(f"{digest}.json")
+    note = json.loads(text) if text else {}
+    if content is None or not note or kept(note["library"]) is None:
         return None
     model = ir.from_proto(onnx.load_model_from_string(content))
     for name, tensor in weights.items():
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = tensor
-    return Lowered(model, cache_folder() / found["library"], found["check"], found["shared"], digest)
-
-
-def sources() -> list[Path]:
-    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
-    package = Path(__file__).parents[2]
-    rooms = [path for room in ("graph", "targets/native") for path in package.joinpath(room).rglob("*.py")]
-    return sorted([*rooms, *(package / f"{name}.py" for name in ("errors", "files", "intervals"))])
-
-
-@functools.cache
-def _code() -> list[str]:
-    """Return what decides how a graph is lowered: the code, and the versions of the packages that it uses."""
-    versions = [f"{name} {metadata.version(name)}" for name in ("onnx", "onnx_ir", "onnxscript", "numpy")]
-    return [*versions, *(path.read_text() for path in sources())]
+    return Lowered(model, cache_folder() / note["library"], note["check"], note["shared"], digest)
 
 
 def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
@@ -159,68 +129,89 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     Args:
         without: the lowerings to leave out, by name.
     """
-    model = model.clone()
+    return place_kernels(model.clone(), without)
+
+
+def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
+    """Put kernels in place of the nodes of a graph, as `plan` does in a copy."""
+    result, lowerings = Plan(model), set(LOWERINGS) - set(without)
     if not is_well_formed(model):  # ONNX Runtime says what is wrong
-        return Plan(model, [], [], 0, 0, 0, None)
+        return result
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
     unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()})
-    if "kernels" not in without:
-        read_shapes_early(model)
-    found = Plan(model, [], [], 0, 0, 0, None if "kernels" in without else add_state_check(model))
-    versions = dict(model.opset_imports)
-    if not {"kernels", "scans"} & set(without):
-        move_into_bodies(model.graph, versions)
-    loops = [] if "scans" in without else bodies(model.graph)
+    forms = Forms(dict(model.opset_imports))
+    if "kernels" in lowerings:
+        read_shapes_early(model, forms)
+        result.check = add_state_check(model, forms)
+    if {"kernels", "scans"} <= lowerings:
+        move_into_bodies(model.graph, forms)
+    loops = bodies(model.graph) if "scans" in lowerings else []
     for body in loops:
-        note_rows(body, versions)
+        note_rows(body, forms)
     for graph in [*model.graphs()]:
-        if "convolutions" not in without:
-            found.convolutions += _lower_nodes(found, graph, versions, convolution_kernel)
-        if "products" not in without:
-            found.products += _lower_nodes(found, graph, versions, product_kernel)
-        if "kernels" not in without:
-            _lower_clusters(found, graph, versions, least=1 if graph in loops else 2)
-    for graph in [*reversed(loops), model.graph] if "scans" not in without else []:
-        found.scans += _lower_nodes(found, graph, versions, functools.partial(scan_kernel, calls=found.calls))
+        if "convolutions" in lowerings:
+            _lower_nodes(result, "convolutions", graph, lambda node: convolution_kernel(node, forms))
+        if "products" in lowerings:
+            _lower_nodes(result, "products", graph, lambda node: product_kernel(node, forms))
+        if "kernels" in lowerings:
+            _lower_clusters(result, graph, forms, least=1 if graph in loops else 2)
+    for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
+        _lower_nodes(result, "scans", graph, lambda node: scan_kernel(node, forms, result.calls))
     remove_unused_nodes(model.graph)
-    if found.kernels:
+    if result.calls:
         model.opset_imports[KERNELS] = 1
-    return found
+    return result
+
+
+@dataclass(frozen=True)
+class Kernels(Pass):
+    """Put calls of kernels in place of nodes. Only an executor can run them, which compiles them, too.
+
+    Args:
+        leave_out: the lowerings to leave out: `convolutions`, `products`, `kernels` (of other operators) or `scans`.
+
+    Raises:
+        GraphoptError: `leave_out` contains an unknown name.
+    """
+
+    leave_out: tuple[str, ...] | list[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.leave_out:
+            if name not in LOWERINGS:
+                raise GraphoptError(unknown("lowering", name, LOWERINGS))
+
+    def rewrite(self, model: ir.Model) -> None:
+        place_kernels(model, self.leave_out)
 
 
 def _lower_nodes(
-    found: Plan,
+    result: Plan,
+    lowering: str,
     graph: ir.Graph,
-    versions: dict[str, int],
-    kernel_of: Callable[[ir.Node, dict[str, int]], tuple[Kernel, list[ir.Node]] | None],
-) -> int:
-    """Replace nodes, each with those around it that its kernel takes in, and return the number of kernels."""
-    before = len(found.kernels)
+    kernel_of: Callable[[ir.Node], Replacement | None],
+) -> None:
+    """Replace nodes, each with those around it that its kernel takes in."""
     for node in list(graph):
-        if node.graph is not graph:
-            continue  # replaced together with another
-        lowered = kernel_of(node, versions)
-        if lowered is not None:
-            kernel, nodes = lowered
-            _replace(found, graph, nodes, kernel)
+        if (
+            node.graph is graph and (lowered := kernel_of(node)) is not None
+        ):  # not replaced together with another
+            _replace(result, lowering, graph, *lowered)
     remove_unused_nodes(graph)
-    return len(found.kernels) - before
 
 
-def _lower_clusters(found: Plan, graph: ir.Graph, versions: dict[str, int], least: int) -> None:
+def _lower_clusters(result: Plan, graph: ir.Graph, forms: Forms, least: int) -> None:
     """Replace clusters of at least so many nodes."""
-    for cluster in find_clusters(graph, versions, least):
+    for cluster in find_clusters(graph, forms, least):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
-        kernel = Writer(cluster).kernel()
-        _replace(found, graph, cluster.nodes, kernel)
-        found.clusters.append(len(cluster.nodes))
+        _replace(result, "kernels", graph, cluster_kernel(cluster), list(cluster.nodes))
     graph.sort()
 
 
-def _replace(found: Plan, graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Kernel) -> None:
+def _replace(result: Plan, lowering: str, graph: ir.Graph, kernel: Kernel, nodes: Sequence[ir.Node]) -> None:
     """Put a call of a kernel in place of nodes."""
-    nodes = list(nodes)
     outputs = [like(ir.Value(name=y.name), y) for y in kernel.outputs]
     node = ir.Node(KERNELS, kernel.name, list(kernel.inputs), outputs=outputs)
     graph.insert_after(nodes[-1], node)
@@ -228,5 +219,5 @@ def _replace(found: Plan, graph: ir.Graph, nodes: Iterable[ir.Node], kernel: Ker
         copy(old, new)
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
-    found.kernels.append(kernel)
-    found.calls[node] = kernel
+    result.calls[node] = kernel
+    result.counts[lowering] += 1

@@ -5,38 +5,42 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.graph.operators import CHOOSING
-from graphopt.targets.native.clusters import Cluster
-from graphopt.targets.native.forms import Form, ctype_of, exponent_of, fixed, operands_of
+from graphopt.targets.native.clusters import Cluster, leaves
+from graphopt.targets.native.forms import Form, Kind, ctype_of, number_of, operands_of
 from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
-from graphopt.targets.native.space import Axes
+from graphopt.targets.native.space import Axes, varying
 
-ROUNDED = "(float)(_Float16){0}"  # to what 16 bits hold; too large a number becomes infinite
+_ROUNDED = "(float)(_Float16){0}"  # to a 16-bit float; too large a number becomes infinite
 
-ELEMENT, ROW, ALL = "element", "row", "all"  # what a number belongs to
+
+class Extent(IntEnum):
+    """What a number belongs to: an element, a row, or the whole kernel."""
+
+    ELEMENT, ROW, ALL = range(3)
+
+
+ELEMENT, ROW, ALL = Extent
 
 
 @dataclass(eq=False)
 class Number:
-    """A number of each element, of each row, or one for all.
+    """A number of each element, of each row, or of the whole kernel."""
 
-    Args:
-        name: its variable in C, or a literal.
-        code: its expression, with operands in braces.
-        reduces: how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it.
-        source: the value that it is read from, and that value's dimensions.
-    """
-
-    name: str
+    name: str  # its variable in C, or a literal
     ctype: str
-    extent: str
-    code: str = ""
+    extent: Extent
+    code: str = ""  # its expression, with operands in braces
     operands: tuple[Number, ...] = ()
-    reduces: str | None = None
-    source: tuple[ir.Value, Axes] | None = None
+    reduces: str | None = (
+        None  # how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it
+    )
+    source: tuple[ir.Value, Axes] | None = None  # the value that it is read from, and that value's dimensions
 
     @property
     def expression(self) -> str:
@@ -50,19 +54,13 @@ class Number:
 
 @dataclass(frozen=True)
 class Total:
-    """A reduction over all tasks.
+    """A reduction over all tasks."""
 
-    Args:
-        how: the reduction, as `operators.REDUCTIONS` names it.
-        axes: the dimensions that the output varies over.
-        after: what becomes of the reduced number, with it in braces.
-    """
-
-    how: str
+    how: str  # the reduction, as `operators.REDUCTIONS` names it
     operand: Number
     output: ir.Value
-    axes: Axes
-    after: str
+    axes: Axes  # the dimensions that the output varies over
+    after: str  # what becomes of the reduced number, with it in braces
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,9 @@ class Numbers:
         for node, form in self.cluster.nodes.items():
             self._compute(node, form)
         self.stores = [
-            Store(y, number, tuple(d for d in self.cluster.axes[y] if d is not None))
+            Store(y, number, varying(self.cluster.axes[y]))
             for y, number in self._of.items()
-            if _leaves(y, self.cluster)
+            if leaves(y, self.cluster.nodes)
         ]
 
     @property
@@ -105,6 +103,15 @@ class Numbers:
     @property
     def outputs(self) -> list[ir.Value]:
         return [store.output for store in self.stores] + [total.output for total in self.totals]
+
+    def stores_of(self, extent: Extent) -> list[Store]:
+        """Return the outputs that vary as numbers of an extent do."""
+        return [store for store in self.stores if self._extent(store.axes) is extent]
+
+    def _extent(self, axes: Axes) -> Extent:
+        """Return what the numbers of a tensor belong to."""
+        columns = set(self.columns)
+        return ELEMENT if columns and columns <= set(axes) else ROW if axes else ALL
 
     @property
     def reduces_rows(self) -> bool:
@@ -126,9 +133,9 @@ class Numbers:
 
     # --- New numbers ---
 
-    def _add(self, number: Number) -> Number:
-        self.all.append(number)
-        return number
+    def _new(self, ctype: str, extent: Extent, **facts: Any) -> Number:
+        self.all.append(Number(f"v{len(self.all)}", ctype, extent, **facts))
+        return self.all[-1]
 
     def _map(self, code: str, ctype: str, *operands: Number) -> Number:
         """Return the number of an expression, the same one for the same expression."""
@@ -136,93 +143,80 @@ class Numbers:
             return operands[0]
         key = (code, ctype, operands)
         if key not in self._same:
-            extents = {x.extent for x in operands}
-            extent = next((kind for kind in (ELEMENT, ROW) if kind in extents), ALL)
-            self._same[key] = self._add(Number(self._name(), ctype, extent, code, operands))
+            extent = min((x.extent for x in operands), default=ALL)
+            self._same[key] = self._new(ctype, extent, code=code, operands=operands)
         return self._same[key]
 
     def _reduced(self, how: str, operand: Number) -> Number:
         """Return the number that a row's elements reduce to."""
-        return self._add(Number(self._name(), operand.ctype, ROW, operands=(operand,), reduces=how))
+        return self._new(operand.ctype, ROW, operands=(operand,), reduces=how)
 
     def _literal(self, code: str, ctype: str) -> Number:
         return self._same.setdefault((code, ctype, ()), Number(code, ctype, ALL))
 
-    def _name(self) -> str:
-        return f"v{len(self.all)}"
-
     def _operand(self, node: ir.Node, index: int, x: ir.Value) -> Number:
         if x in self._of:
             return self._of[x]
-        ctype, constant = ctype_of(x), fixed(x)
-        if constant is not None and constant.size == 1:
-            return self._literal(literal(constant.item(), ctype), ctype)
-        axes = tuple(d for d in self.cluster.read[node, index] if d is not None)
+        ctype, constant = ctype_of(x), number_of(x)
+        if constant is not None:
+            return self._literal(literal(constant, ctype), ctype)
+        axes = varying(self.cluster.read[node, index])
         if (x, axes) not in self.read:
-            columns = set(self.columns)
-            extent = ELEMENT if columns and columns <= set(axes) else ROW if axes else ALL
-            self.read[x, axes] = self._add(Number(self._name(), ctype, extent, source=(x, axes)))
+            self.read[x, axes] = self._new(ctype, self._extent(axes), source=(x, axes))
         return self.read[x, axes]
 
     # --- Nodes ---
 
     def _compute(self, node: ir.Node, form: Form) -> None:
         """Add the numbers of a node's outputs."""
-        given = {i: self._operand(node, i, x) for i, x in operands_of(node, form).items()}
-        xs, y = list(given.values()), node.outputs[0]
-        if form.kind == "view":
+        operands = {i: self._operand(node, i, x) for i, x in operands_of(node, form).items()}
+        xs, y = list(operands.values()), node.outputs[0]
+        if form.kind is Kind.VIEW:
             self._of[y] = xs[0]
-        elif form.kind == "reduce":
+            return
+        if form.kind is Kind.REDUCE:
             self._reduce(node, form, xs[0])
-        elif form.kind == "rows":
+        elif form.kind is Kind.ROWS:
             results = self._softmax(node, xs) if len(xs) == 1 else self._normalization(node, form, xs)
             self._of.update(zip(node.outputs, results, strict=False))
         elif node.op_type == "Clip":
-            self._of[y] = self._clipped(given)
+            self._of[y] = self._clipped(operands)
         elif node.op_type in FOLDED:
             code, ctype = self._expression(node, form, xs), ctype_of(y)
             self._of[y] = functools.reduce(functools.partial(self._map, code, ctype), xs)
         else:
-            code = self._expression(node, form, xs)
-            self._of[y] = self._map(code, ctype_of(y), *xs)
-        if (
-            y.dtype == ir.DataType.FLOAT16
-            and y in self._of
-            and node.op_type not in CHOOSING
-            and form.kind != "view"
-        ):
-            self._of[y] = self._map(ROUNDED, ctype_of(y), self._of[y])
+            self._of[y] = self._map(self._expression(node, form, xs), ctype_of(y), *xs)
+        if y.dtype == ir.DataType.FLOAT16 and y in self._of and node.op_type not in CHOOSING:
+            self._of[y] = self._map(_ROUNDED, ctype_of(y), self._of[y])
 
     def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
         y = node.outputs[0]
-        ctype = ctype_of(y)
+        assert y.dtype is not None
         if node.op_type == "Cast":
-            assert y.dtype is not None
             return cast(y.dtype, xs[0].ctype)
         if node.op_type == "Pow":
-            return power(exponent_of(node), ctype)
-        code = expression(node.op_type, ctype, xs[0].ctype, form.attributes, len(xs))
+            return power(number_of(node.inputs[1]), ctype_of(y))
+        code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes, len(xs))
         assert code is not None
         return code
 
-    def _clipped(self, given: dict[int, Number]) -> Number:
-        """Bound a number; a bound that is not given is the type's largest finite number, as in the runtime."""
-        ctype = given[0].ctype
+    def _clipped(self, operands: dict[int, Number]) -> Number:
+        """Bound a number; a missing bound is the type's largest finite number, as in the runtime."""
+        ctype = operands[0].ctype
         largest = "FLT_MAX" if ctype == "float" else "DBL_MAX"
-        low = given.get(1, self._literal(f"-{largest}", ctype))
-        high = given.get(2, self._literal(largest, ctype))
-        bounded = self._map("{0} < {1} ? {1} : {0}", ctype, given[0], low)
+        low = operands.get(1, self._literal(f"-{largest}", ctype))
+        high = operands.get(2, self._literal(largest, ctype))
+        bounded = self._map("{0} < {1} ? {1} : {0}", ctype, operands[0], low)
         return self._map("{0} > {1} ? {1} : {0}", ctype, bounded, high)
 
     def _reduce(self, node: ir.Node, form: Form, x: Number) -> None:
         y, axes = node.outputs[0], self.cluster.read[node, 0]
-        reduced = [d for p in form.reduced if (d := axes[p]) is not None]
+        reduced = varying([axes[p] for p in form.reduced])
         before, how, after = (in_type(part, x.ctype) for part in REDUCING[node.op_type])
         after = after.replace("{N}", self.product(reduced))
         term = self._map(before, x.ctype, x)
         if y in self.cluster.totals:
-            kept = tuple(d for d in self.cluster.axes[y] if d is not None)
-            self.totals.append(Total(how, term, y, kept, after))
+            self.totals.append(Total(how, term, y, varying(self.cluster.axes[y]), after))
         else:
             total = self._reduced(how, term) if reduced else term
             self._of[y] = self._map(after, x.ctype, total)
@@ -252,8 +246,3 @@ class Numbers:
         if len(xs) > 2:
             y = self._map("{0} + {1}", "float", y, xs[2])
         return [y, *moments, inverse]
-
-
-def _leaves(y: ir.Value, cluster: Cluster) -> bool:
-    """Return whether something outside a cluster reads a value."""
-    return y.is_graph_output() or any(use.node not in cluster.nodes for use in y.uses())

@@ -23,8 +23,8 @@ CTYPES = {
     ir.DataType.BOOL: "uint8_t",
 }
 STORED = {**CTYPES, ir.DataType.FLOAT16: "_Float16"}
-SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
-FLOATING = frozenset(SUFFIXES)
+_SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
+FLOATING = frozenset(_SUFFIXES)
 
 # Operators of any type.
 OF_ANY = {
@@ -52,7 +52,7 @@ OF_ANY = {
 }
 
 # Operators of whole numbers: arithmetic wraps, and a divisor is a constant.
-OF_WHOLE = {
+_OF_WHOLE = {
     "Add": "({C})((u{C}){0} + (u{C}){1})",
     "Div": "{0} / {1}",
     "Mul": "({C})((u{C}){0} * (u{C}){1})",
@@ -109,12 +109,12 @@ WITH_ATTRIBUTES: Mapping[str, Callable[[Callable[[str], str]], str]] = {
 }
 
 # Operators that the runtime has, or computes, in float32 alone.
-OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
+_OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
 
-GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
+_GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
 
 # Powers with these exponents, as the runtime computes them.
-POWERS: Mapping[float | None, str] = {
+_POWERS: Mapping[float | None, str] = {
     -1.0: "1 / {0}",
     -0.5: "1 / ROOT({0}, sqrt{F})",
     0.5: "ROOT({0}, sqrt{F})",
@@ -133,23 +133,10 @@ VARIADIC: Mapping[str, Callable[[int], str]] = {
 FOLDED = {"Max": "MAXIMUM({0}, {1})", "Min": "MINIMUM({0}, {1})"}
 
 # Operators whose operands need not have the type of the result.
-MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
+_MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
 
-ELEMENTWISE = frozenset(
-    {
-        *OF_ANY,
-        *OF_FLOATING,
-        *WITH_ATTRIBUTES,
-        *VARIADIC,
-        *FOLDED,
-        "Cast",
-        "Clip",
-        "Gelu",
-        "IsInf",
-        "Mod",
-        "Pow",
-    }
-)
+_WRITTEN = {"Cast", "Clip", "Gelu", "IsInf", "Mod", "Pow"}  # by functions
+ELEMENTWISE = frozenset({*OF_ANY, *OF_FLOATING, *WITH_ATTRIBUTES, *VARIADIC, *FOLDED, *_WRITTEN})
 
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
@@ -192,7 +179,7 @@ def literal(number: float, ctype: str) -> str:
 
 def in_type(template: str, ctype: str) -> str:
     """Return an expression with C's functions of a type."""
-    for mark, suffix in SUFFIXES.get(ctype, {}).items():
+    for mark, suffix in _SUFFIXES.get(ctype, {}).items():
         template = template.replace(mark, suffix)
     return template.replace("{C}", ctype)
 
@@ -209,18 +196,19 @@ def expression(
     """
     template = None
     if op_type == "IsInf" and source in FLOATING:
-        template = _is_infinite(bool(attributes["detect_negative"]), bool(attributes["detect_positive"]))
-    elif op_type in MIXED:
+        signs = "-" * bool(attributes["detect_negative"]) + " " * bool(attributes["detect_positive"])
+        template = " || ".join(f"{{0}} == {sign.strip()}INFINITY" for sign in signs) or "0"
+    elif op_type in _MIXED:
         template = OF_ANY[op_type]
     elif ctype == source and ctype not in FLOATING:
-        template = OF_WHOLE.get(op_type, OF_ANY.get(op_type))
+        template = _OF_WHOLE.get(op_type, OF_ANY.get(op_type))
     elif ctype == source:
         template = _of_floating(op_type, ctype, attributes, inputs)
     return None if template is None else in_type(template, ctype)
 
 
 def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs: int) -> str | None:
-    if op_type in OF_FLOAT and ctype != "float":
+    if op_type in _OF_FLOAT and ctype != "float":
         return None
     if op_type in WITH_ATTRIBUTES:
         return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
@@ -231,13 +219,13 @@ def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs
     if op_type == "Mod":  # the runtime has no other of floating numbers
         return "fmod{T}({0}, {1})" if attributes["fmod"] else None
     if op_type == "Gelu":
-        return GELU.get(attributes["approximate"])
+        return _GELU.get(attributes["approximate"])
     return OF_FLOATING.get(op_type, OF_ANY.get(op_type))
 
 
 def power(exponent: float | None, ctype: str) -> str:
     """Return the C expression of a power; the exponent is None if it may change."""
-    return in_type(POWERS.get(exponent, "pow{T}({0}, {1})"), ctype)
+    return in_type(_POWERS.get(exponent, "pow{T}({0}, {1})"), ctype)
 
 
 def cast(to: ir.DataType, source: str) -> str:
@@ -246,17 +234,11 @@ def cast(to: ir.DataType, source: str) -> str:
         return "{0} != 0"
     if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
         return "{0} ? 1 : 0"
-    if (
-        source not in FLOATING and CTYPES[to] in FLOATING
-    ):  # GCC takes casts there and back for trunc, which keeps -0
+    # GCC takes casts there and back for trunc, which keeps -0
+    if source not in FLOATING and CTYPES[to] in FLOATING:
         return f"{{0}} == 0 ? 0 : ({STORED[to]}){{0}}"
     rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
     return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
-
-
-def _is_infinite(negative: bool, positive: bool) -> str:
-    found = ["{0} == -INFINITY"] * negative + ["{0} == INFINITY"] * positive
-    return " || ".join(found) or "0"
 
 
 def _added(count: int) -> str:

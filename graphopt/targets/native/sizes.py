@@ -11,12 +11,12 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.targets.native.attributes import attributes_of
-from graphopt.targets.native.forms import Size, fixed, has_sizes, sizes_of
+from graphopt.targets.native.forms import Forms, Size, fixed, has_sizes, sizes_of
 from graphopt.targets.native.operators import ELEMENTWISE
 
 
 @dataclass(frozen=True)
-class Product:
+class _Product:
     """A size: a number times powers of named sizes."""
 
     number: Fraction
@@ -46,13 +46,13 @@ class _Sizes:
 
     def __init__(self, named: set[str]) -> None:
         self._named = named
-        self._known: dict[str, Product] = {}
-        self._names: dict[Product, str] = {}
+        self._known: dict[str, _Product] = {}
+        self._names: dict[_Product, str] = {}
 
-    def of(self, size: Size) -> Product:
+    def of(self, size: Size) -> _Product:
         if isinstance(size, int):
-            return Product(Fraction(size))
-        return self._known.get(size, Product(Fraction(1), ((size, 1),)))
+            return _Product(Fraction(size))
+        return self._known.get(size, _Product(Fraction(1), ((size, 1),)))
 
     def simplest(self, size: Size) -> Size:
         """Return a number or one name for a size."""
@@ -87,17 +87,18 @@ class _Sizes:
         elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
             self._broadcast([sizes_of(each)[:-2] for each in inputs], to[:-2])
 
-    def _note(self, size: Size, found: Product) -> None:
-        """Note what a name means that was invented for one axis and is not known yet."""
-        is_open = isinstance(size, str) and size not in self._named | self._known.keys()
-        if is_open and all(name != size for name, _ in found.powers):
+    def _is_open(self, size: Size) -> bool:
+        """Return whether a size is a name that was invented for one axis and is not known yet."""
+        return isinstance(size, str) and size not in self._named and size not in self._known
+
+    def _note(self, size: Size, found: _Product) -> None:
+        """Note what an open name means."""
+        if self._is_open(size) and all(name != size for name, _ in found.powers):
             self._known[str(size)] = found
 
     def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
         """Solve for the only size that is not known, as both have the same number of elements."""
-        open_ = [
-            size for size in to if isinstance(size, str) and size not in self._named | self._known.keys()
-        ]
+        open_ = [size for size in to if self._is_open(size)]
         if len(open_) != 1:
             return
         powers: Counter[str] = Counter()
@@ -110,11 +111,27 @@ class _Sizes:
                 for name, power in each.powers:
                     powers[name] += sign * power
         left = tuple(sorted((name, power) for name, power in powers.items() if power))
-        self._note(open_[0], Product(number, left))
+        self._note(open_[0], _Product(number, left))
 
     def _broadcast(self, operands: Sequence[Sequence[Size]], to: Sequence[Size]) -> None:
         """Note sizes that all operands have, if they do not have size 1."""
         for place, size in enumerate(reversed(to)):
-            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {Product(Fraction(1))}
+            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {_Product(Fraction(1))}
             if len(found) == 1:
                 self._note(size, *found)
+
+
+def read_shapes_early(model: ir.Model, forms: Forms) -> None:
+    """Take the shape of what elementwise operators read in place of their result's, which may then stay in a kernel."""
+    for node in model.graph:
+        if node.op_type == "Shape" and node.domain == "":
+            while (x := _of_same_shape(node.inputs[0], forms)) is not None:
+                node.replace_input_with(0, x)
+
+
+def _of_same_shape(y: ir.Value | None, forms: Forms) -> ir.Value | None:
+    """Return a value of the same shape from which an elementwise operator computes a value, or None."""
+    node = None if y is None else y.producer()
+    if y is None or node is None or not forms.is_map(node):
+        return None
+    return next((x for x in node.inputs if x is not None and sizes_of(x) == sizes_of(y)), None)

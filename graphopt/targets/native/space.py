@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import Form, Size, operands_of, sizes_of
+from graphopt.targets.native.forms import Form, Kind, Size, operands_of, rank_of, sizes_of
 
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
+
+
+def varying(axes: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the dimensions that a value varies over."""
+    return tuple(d for d in axes if d is not None)
 
 
 @dataclass
@@ -17,9 +22,6 @@ class Space:
     """An iteration space: dimensions, which are numbers, and their sizes, in their order."""
 
     sizes: dict[int, Size] = field(default_factory=dict)
-
-    def copy(self) -> Space:
-        return Space(dict(self.sizes))
 
     @property
     def dimensions(self) -> list[int]:
@@ -30,26 +32,25 @@ class Space:
 
         The dimensions come in the order of the space. An axis of size 1 varies over none.
         """
-        found: list[int | None] = []
-        last = -1  # the place of the dimension that the axis before has
+        axes: list[int | None] = []
+        last = -1  # the place of the dimension of the axis before
         for p, size in enumerate(sizes):
             if size == 1:
-                found.append(None)
+                axes.append(None)
                 continue
             if len(wanted[p]) > 1:
                 return None
             later = [self.dimensions.index(d) for axis in wanted[p + 1 :] for d in axis if d in self.sizes]
             limit = min(later, default=len(self.sizes))
-            if wanted[p]:
-                (dimension,) = wanted[p]
-            else:
+            dimension = next(iter(wanted[p]), None)
+            if dimension is None:
                 dimension = self._free(size, last, limit, p == len(sizes) - 1)
             place = self.dimensions.index(dimension) if dimension in self.sizes else -1
             if place <= last or self.sizes[dimension] != size:
                 return None
             last = place
-            found.append(dimension)
-        return tuple(found)
+            axes.append(dimension)
+        return tuple(axes)
 
     def _free(self, size: Size, last: int, limit: int, is_last: bool) -> int:
         """Return a dimension of a size between two places, a new one if there is none."""
@@ -68,7 +69,7 @@ class Placement:
     """The axes of what a node reads, by the index of the input, and of what it produces."""
 
     read: Mapping[int, Axes]
-    produced: Sequence[Axes]
+    produced: Mapping[ir.Value, Axes]
 
 
 def placed(
@@ -80,9 +81,9 @@ def placed(
         known: the axes of values that the cluster reads or produces.
         fixed: the axes of values that it produces.
     """
-    if form.kind == "map":
+    if form.kind is Kind.MAP:
         return _elementwise(space, node, form, known, fixed)
-    if form.kind == "rows":
+    if form.kind is Kind.ROWS:
         return _normalized(space, node, form, known)
     return _projected(space, node, form, known)
 
@@ -105,15 +106,15 @@ def _elementwise(
         if any(size not in (1, whole) for size, whole in zip(own, sizes[start:], strict=True)):
             return None  # two names for one size
         read[i] = tuple(None if size == 1 else d for size, d in zip(own, axes[start:], strict=True))
-    return Placement(read, [axes])
+    return Placement(read, {y: axes})
 
 
 def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> bool:
     """Return whether a result has the rank of its operands, and each size that is not 1 from one of them."""
-    rank = max(map(len, operands))
-    found = [{own[p - rank] for own in operands if len(own) >= rank - p} for p in range(rank)]
-    return len(sizes) == rank and all(
-        size == 1 or size in sources for size, sources in zip(sizes, found, strict=True)
+    rank = len(sizes)
+    return rank == max(map(len, operands)) and all(
+        size == 1 or any(own[p - rank] == size for own in operands if len(own) >= rank - p)
+        for p, size in enumerate(sizes)
     )
 
 
@@ -130,7 +131,7 @@ def _normalized(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value
             return None
         read[i] = axes[start:]
     rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
-    return Placement(read, [axes, *(rows for _ in node.outputs[1:])])
+    return Placement(read, {**dict.fromkeys(node.outputs, rows), node.outputs[0]: axes})
 
 
 def _projected(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
@@ -143,13 +144,13 @@ def _projected(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value,
     axes = space.axes(sizes_of(x), wanted)
     if axes is None:
         return None
-    produced: list[int | None] = [None] * len(sizes_of(y))
+    produced: list[int | None] = [None] * rank_of(y)
     for p, image in enumerate(form.images):
         if image is not None:
             produced[image] = axes[p]
             if sizes_of(y)[image] != sizes_of(x)[p]:
                 return None
-    return Placement({0: axes}, [tuple(produced)])
+    return Placement({0: axes}, {y: tuple(produced)})
 
 
 def _wanted(sizes: Sequence[Size], candidates: Sequence[Axes | None]) -> list[set[int]]:

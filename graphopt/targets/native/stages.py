@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from graphopt.targets.native.numbers import ELEMENT, Number, Numbers
+from graphopt.targets.native.numbers import ELEMENT, Extent, Number, Numbers
 
 
 @dataclass
@@ -24,6 +24,14 @@ class Stages:
     def count(self) -> int:
         return max(self.of.values(), default=0) + 1
 
+    def computed(self, stage: int, extent: Extent) -> list[Number]:
+        """Return the numbers of an extent whose expressions belong to a loop, or come before it."""
+        return [x for x, at in self.of.items() if at == stage and x.extent is extent and x.code]
+
+    def reduced(self, stage: int) -> list[tuple[str, Number]]:
+        """Return the reductions of a loop, and the numbers that they give."""
+        return [(x.reduces, x) for x, at in self.of.items() if at == stage + 1 and x.reduces]
+
 
 def scheduled(numbers: Numbers) -> Stages:
     """Return the stages of numbers: each is computed as late as its readers allow, if that needs nothing kept."""
@@ -38,16 +46,15 @@ def scheduled(numbers: Numbers) -> Stages:
         for operand in x.operands:
             readers.setdefault(operand, []).append(x)
     results = {store.number for store in numbers.stores} | {total.operand for total in numbers.totals}
-    for x in reversed(numbers.all):
-        if x.extent == ELEMENT and not x.is_read and x not in results:
-            late = min(_uses(stages, readers.get(x, [])), default=0)
-            if late > stages.of[x] and all(y.is_read for y in _elements(x.operands)):
-                stages.of[x] = late
-    for x in numbers.all:
-        if x.extent == ELEMENT and not x.is_read:
-            crosses = max(_uses(stages, readers.get(x, [])), default=0) > stages.of[x]
-            if crosses and not _is_computed_again(x, stages.kept):
-                stages.kept.append(x)
+    computed = [x for x in _elements(numbers.all) if not x.is_read]
+    for x in reversed(computed):
+        late = min(_uses(stages, readers.get(x, [])), default=0)
+        if x not in results and late > stages.of[x] and all(y.is_read for y in _elements(x.operands)):
+            stages.of[x] = late
+    for x in computed:
+        crosses = max(_uses(stages, readers.get(x, [])), default=0) > stages.of[x]
+        if crosses and not _is_computed_again(x, stages.kept):
+            stages.kept.append(x)
     return stages
 
 
@@ -63,4 +70,4 @@ def _is_computed_again(x: Number, kept: list[Number]) -> bool:
 
 
 def _elements(numbers: Iterable[Number]) -> list[Number]:
-    return [x for x in numbers if x.extent == ELEMENT]
+    return [x for x in numbers if x.extent is ELEMENT]

@@ -10,18 +10,17 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import parted, state_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import is_floating
-from graphopt.targets.native.forms import form_of
+from graphopt.targets.native.forms import Forms
 
-CHECK = "ai.graphopt.check"
+_CHECK = "ai.graphopt.check"
 
 
-def add_state_check(model: ir.Model) -> str | None:
+def add_state_check(model: ir.Model, forms: Forms) -> str | None:
     """Add an output that is 0 if the new state is finite, and NaN if it is not; return its name.
 
     Return None, and add nothing, unless elementwise operators compute all of the new state in float32: only then does
     the check cost no pass over memory.
     """
-    versions = dict(model.opset_imports)
     slots = {x.name for x in with_role(model, Role.SLOT)}
     written: dict[tuple[str, str], list[ir.Value]] = {}  # by the parameter that they belong to, and by shape
     for y in with_role(model, Role.NEXT):
@@ -30,15 +29,12 @@ def add_state_check(model: ir.Model) -> str | None:
             owner = parted(state)[0] if state in slots else state
             written.setdefault((owner, str(y.shape)), []).append(y)
     values = [y for group in written.values() for y in group]
-    if not written or any(x.dtype != ir.DataType.FLOAT for x in values):
-        return None
-    nodes = [x.producer() for x in values]
-    if any(node is None or (form := form_of(node, versions)) is None or form.kind != "map" for node in nodes):
+    if not written or not all(x.dtype == ir.DataType.FLOAT and forms.is_map(x.producer()) for x in values):
         return None
     with Emitter(model) as op:
         zeros = [
             op.ReduceSum(functools.reduce(op.Add, (op.Mul(x, 0.0) for x in group)), keepdims=0)
             for group in written.values()
         ]
-        model.graph.outputs.append(op.Sum(*zeros, _outputs=[CHECK]))
-    return CHECK
+        model.graph.outputs.append(op.Sum(*zeros, _outputs=[_CHECK]))
+    return _CHECK

@@ -19,13 +19,13 @@ from graphopt.targets.native.cache import cache_folder, keep, kept, read_regular
 from graphopt.targets.native.limited import SECONDS, run
 
 logger = logging.getLogger(__name__)
-HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
-PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+FOLDER = Path(__file__).parent / "c"
+HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.h")))
+_PROCESSOR = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = (
-    *("-std=gnu11", "-O3", PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
+    *("-std=gnu11", "-O3", _PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
-FOLDER = Path(__file__).parent
 
 
 @functools.cache
@@ -37,9 +37,7 @@ def compiler() -> tuple[str, ...] | None:
             return (found,)
     spec = importlib.util.find_spec("ziglang")
     for folder in (spec and spec.submodule_search_locations) or ():
-        found = shutil.which(
-            "zig", path=folder
-        )  # not `python -m ziglang`, which searches the working directory
+        found = shutil.which("zig", path=folder)  # `python -m ziglang` searches the working directory
         if found:
             return (found, "cc")
     return None
@@ -49,12 +47,14 @@ def build(source: str, parts: Sequence[str] = ()) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
 
     Args:
-        parts: C sources to link with it, each of which is compiled once for all libraries.
+        parts: C sources to link with it, each of which is compiled once for all libraries. They add products without
+            rounding the products.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
-    return _compiled(source, "so", ["-shared", "-lm"], [_compiled(part, "o", ["-c"]) for part in parts])
+    objects = [_compiled(part, "o", ["-c", "-ffp-contract=fast"]) for part in parts]
+    return _compiled(source, "so", ["-shared", "-lm"], objects)
 
 
 def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:

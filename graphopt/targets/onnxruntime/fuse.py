@@ -18,7 +18,7 @@ from graphopt.targets.onnxruntime.convolution import (
 )
 from graphopt.targets.onnxruntime.join_vectors import join_small_vectors
 from graphopt.targets.onnxruntime.pooling import pool_channels_as_batch
-from graphopt.targets.onnxruntime.scan import hoist_weight_gradients, vectorize_steps
+from graphopt.targets.scan import vectorize_steps
 from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
@@ -26,9 +26,8 @@ FUSIONS: dict[str, Rewriting] = {
     "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
     "widen_convolution_products": widen_convolution_products,
     "pool_channels_as_batch": pool_channels_as_batch,
-    "hoist_weight_gradients": hoist_weight_gradients,
-    "vectorize_steps": vectorize_steps,
     **UPDATES,
+    "vectorize_steps": vectorize_steps,
     "join_small_vectors": join_small_vectors,
     "column_sums_as_product": column_sums_as_product,
 }

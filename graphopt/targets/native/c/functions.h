@@ -1,12 +1,12 @@
-/* Functions of float32, without branches, so that compilers vectorize the loops that call them. Some compute in double,
-   with polynomials that are minimax fits to at most 2^-33 of the result, and round once. */
+/* These functions of float32 have no branches, so that compilers vectorize the loops that call them. Some compute in
+ * double, with polynomials that are minimax fits to at most 2^-33 of the result, and round once. */
 #pragma once
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-/* They keep NaN, as the runtime's Max, Min and Clip do. */
+/* These keep NaN, as the runtime's Max, Min and Clip do. */
 #define MAXIMUM(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
 #define MINIMUM(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
 #define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
@@ -22,12 +22,27 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* For loops that compute more than they load: GCC's own choice is 256 bits on processors with AVX-512. */
+/* Mark loops that compute more than they load: GCC's own choice is 256 bits on processors with AVX-512. */
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDE __attribute__((target("prefer-vector-width=512")))
 #else
 #define WIDE
 #endif
+
+/* Evaluate a polynomial of x by Horner's rule, with the coefficient of the highest power first. */
+#define HORNER_2(fma, x, a, b) fma(a, x, b)
+#define HORNER_3(fma, x, a, b, ...) HORNER_2(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_4(fma, x, a, b, ...) HORNER_3(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_5(fma, x, a, b, ...) HORNER_4(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_6(fma, x, a, b, ...) HORNER_5(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_7(fma, x, a, b, ...) HORNER_6(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_8(fma, x, a, b, ...) HORNER_7(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_9(fma, x, a, b, ...) HORNER_8(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_10(fma, x, a, b, ...) HORNER_9(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_11(fma, x, a, b, ...) HORNER_10(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_12(fma, x, a, b, ...) HORNER_11(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_13(fma, x, a, b, ...) HORNER_12(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER_14(fma, x, a, b, ...) HORNER_13(fma, x, fma(a, x, b), __VA_ARGS__)
 
 INLINE float as_float(int32_t bits) {
     float x;
@@ -41,17 +56,13 @@ INLINE int32_t as_bits(float x) {
     return bits;
 }
 
-/* 2^n, for -126 <= n <= 127; the upper bits of n do not matter. */
+/* Return 2^n, for -126 <= n <= 127. The upper bits of n do not matter. */
 INLINE float power_of_two(int32_t n) { return as_float((int32_t)((uint32_t)(n + 127) << 23)); }
 
-/* e^r = 1 + r + r^2 p(r), for |r| <= ln(2) / 2: p by a minimax fit. */
+/* Return p(r) where e^r = 1 + r + r^2 p(r), for |r| <= ln(2) / 2. p is a minimax fit. */
 INLINE float exp_tail(float r) {
-    float p = 1.979034132e-4f;
-    p = fmaf(p, r, 1.394465915e-3f);
-    p = fmaf(p, r, 8.333496749e-3f);
-    p = fmaf(p, r, 4.166629538e-2f);
-    p = fmaf(p, r, 1.666666567e-1f);
-    return fmaf(p, r, 0.5f);
+    return HORNER_6(fmaf, r, 1.979034132e-4f, 1.394465915e-3f, 8.333496749e-3f, 4.166629538e-2f,
+        1.666666567e-1f, 0.5f);
 }
 
 #define TO_INTEGER 12582912.0f /* 1.5 2^23: a sum with it has an integer in its last bits */
@@ -64,7 +75,7 @@ INLINE float reduced(float x, float *n) {
     return fmaf(whole, -1.42860682030941723212e-6f, r);
 }
 
-/* e^x = 2^n e^r, where 2^n is two factors, so that subnormal numbers and those next to infinity come out. */
+/* Return e^x = 2^n e^r. 2^n is two factors, so that subnormal numbers and those next to infinity are right. */
 INLINE float exp_float(float x) {
     float bounded = 89.0f < x ? 89.0f : x; /* in this order, NaN stays */
     bounded = -104.0f > bounded ? -104.0f : bounded;
@@ -74,14 +85,14 @@ INLINE float exp_float(float x) {
     return y * power_of_two(as_bits(half)) * power_of_two(as_bits(n) - as_bits(half));
 }
 
-/* e^x for x <= 0, where subnormal numbers are 0 */
+/* Return e^x for x <= 0. Subnormal results are 0. */
 INLINE float exp_negative_float(float x) {
     float n, r = reduced(x, &n);
     float y = (fmaf(r * r, exp_tail(r), r) + 1.0f) * power_of_two(as_bits(n));
     return x < -87.336f ? 0.0f : y;
 }
 
-/* e^x - 1, for |x| <= 44 */
+/* Return e^x - 1, for |x| <= 44. */
 INLINE float expm1_bounded(float x) {
     float n, r = reduced(x, &n), scale = power_of_two(as_bits(n));
     float tail = fmaf(r * r, exp_tail(r), r);
@@ -96,14 +107,11 @@ INLINE float expm1_float(float x) {
     return x == 0.0f || x != x ? x : y;
 }
 
-/* Up to 0.625, x + x z p(z) with z = x^2, Cephes' fit; above, u / (u + 2) with u = e^(2x) - 1. */
+/* Return x + x z p(z) with z = x^2 up to 0.625, by Cephes' fit, and u / (u + 2) with u = e^(2x) - 1 above. */
 INLINE float tanh_float(float x) {
     float magnitude = fabsf(x), z = x * x;
-    float p = -5.70498872745e-3f;
-    p = fmaf(p, z, 2.06390887954e-2f);
-    p = fmaf(p, z, -5.37397155531e-2f);
-    p = fmaf(p, z, 1.33314422036e-1f);
-    p = fmaf(p, z, -3.33332819422e-1f);
+    float p = HORNER_5(fmaf, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+        -3.33332819422e-1f);
     float small = fmaf(p * z, x, x);
     float bounded = magnitude < 10.0f ? magnitude : 10.0f;
     float u = expm1_bounded(2.0f * bounded);
@@ -116,7 +124,7 @@ INLINE float sigmoid_float(float x) {
     return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
 }
 
-/* log(1 + f) for the fraction of x between sqrt(1/2) and sqrt(2), plus the exponent times ln(2). */
+/* Return log(1 + f), where 1 + f is the fraction of x between sqrt(1/2) and sqrt(2), plus the exponent times ln(2). */
 INLINE float log_float(float x) {
     int subnormal = x < 1.17549435e-38f;
     float scaled = subnormal ? x * 8388608.0f : x;
@@ -124,15 +132,8 @@ INLINE float log_float(float x) {
     int32_t e = bits >> 23;
     float f = as_float((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
     float n = (float)e - (subnormal ? 23.0f : 0.0f);
-    float p = 7.0376836292e-2f;
-    p = fmaf(p, f, -1.1514610310e-1f);
-    p = fmaf(p, f, 1.1676998740e-1f);
-    p = fmaf(p, f, -1.2420140846e-1f);
-    p = fmaf(p, f, 1.4249322787e-1f);
-    p = fmaf(p, f, -1.6668057665e-1f);
-    p = fmaf(p, f, 2.0000714765e-1f);
-    p = fmaf(p, f, -2.4999993993e-1f);
-    p = fmaf(p, f, 3.3333331174e-1f);
+    float p = HORNER_9(fmaf, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+        1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f);
     float square = f * f;
     float tail = fmaf(p * f, square, n * -2.12194440e-4f);
     float y = fmaf(n, 0.693359375f, f + fmaf(-0.5f, square, tail));
@@ -141,44 +142,33 @@ INLINE float log_float(float x) {
     return x < 0.0f || x != x ? NAN : y;
 }
 
-/* Up to 0.92, x + x q(x^2); above, 1 - e^(a r(a)) with a = |x|: q and r by minimax fits. */
+/* Return x + x q(x^2) up to 0.92, and 1 - e^(a r(a)) with a = |x| above. q and r are minimax fits. */
 INLINE float erf_float(float x) {
     float magnitude = fabsf(x);
     float a = magnitude < 3.95f ? magnitude : 3.95f;
     float z = x * x;
-    float q = 8.316775347e-5f;
-    q = fmaf(q, z, -8.130013011e-4f);
-    q = fmaf(q, z, 5.199906882e-3f);
-    q = fmaf(q, z, -2.685894072e-2f);
-    q = fmaf(q, z, 1.128368750e-1f);
-    q = fmaf(q, z, -3.761263192e-1f);
-    q = fmaf(q, z, 1.283791661e-1f);
-    float r = -5.297069947e-6f;
-    r = fmaf(r, a, 4.994125629e-5f);
-    r = fmaf(r, a, 2.743147343e-5f);
-    r = fmaf(r, a, -2.869111486e-3f);
-    r = fmaf(r, a, 2.257560194e-2f);
-    r = fmaf(r, a, -1.051694825e-1f);
-    r = fmaf(r, a, -6.356731653e-1f);
-    r = fmaf(r, a, -1.128541470e+0f);
+    float q = HORNER_7(fmaf, z, 8.316775347e-5f, -8.130013011e-4f, 5.199906882e-3f, -2.685894072e-2f,
+        1.128368750e-1f, -3.761263192e-1f, 1.283791661e-1f);
+    float r = HORNER_8(fmaf, a, -5.297069947e-6f, 4.994125629e-5f, 2.743147343e-5f, -2.869111486e-3f,
+        2.257560194e-2f, -1.051694825e-1f, -6.356731653e-1f, -1.128541470e+0f);
     float large = copysignf(-expm1_bounded(r * a), x);
     float y = magnitude < 0.92f ? fmaf(q, x, x) : large;
     return x != x ? x : y;
 }
 
-/* log(1 + x) for 0 <= x <= 1: the logarithm of the rounded sum, and what rounding took. */
+/* Return log(1 + x) for 0 <= x <= 1: the logarithm of the rounded sum, corrected by the error of rounding. */
 INLINE float log1p_unit(float x) {
     float sum = 1.0f + x;
     return log_float(sum) + (x - (sum - 1.0f)) / sum;
 }
 
-/* log(1 + e^x) */
+/* Return log(1 + e^x). */
 INLINE float softplus_float(float x) {
     float y = (x > 0.0f ? x : 0.0f) + log1p_unit(exp_float(-fabsf(x)));
     return x != x ? x : y;
 }
 
-/* x tanh(log(1 + e^x)) = x n / (n + 2), where n = e^x (e^x + 2); in e^-x above 0. */
+/* Return x tanh(log(1 + e^x)) = x n / (n + 2), where n = e^x (e^x + 2), written in e^-x above 0. */
 INLINE float mish_float(float x) {
     float e = exp_float(-fabsf(x));
     float above = 1.0f + 2.0f * e, below = e * (e + 2.0f);
@@ -212,42 +202,27 @@ INLINE int64_t as_bits_double(double x) {
 
 #define TO_INTEGER_DOUBLE 6755399441055744.0 /* 1.5 2^52 */
 
-/* 2^x, for -1022 <= x <= 1023 */
+/* Return 2^x, for -1022 <= x <= 1023. */
 INLINE double exp2_double(double x) {
     double n = x + TO_INTEGER_DOUBLE;
     double r = x - (n - TO_INTEGER_DOUBLE);
-    double p = 1.5303700711365694e-5;
-    p = fma(p, r, 1.5469729214118297e-4);
-    p = fma(p, r, 1.3333478473685415e-3);
-    p = fma(p, r, 9.6180256133180342e-3);
-    p = fma(p, r, 5.5504109063258666e-2);
-    p = fma(p, r, 2.4022651213498093e-1);
-    p = fma(p, r, 6.9314718055683241e-1);
-    p = fma(p, r, 9.9999999995956175e-1);
+    double p = HORNER_8(fma, r, 1.5303700711365694e-5, 1.5469729214118297e-4, 1.3333478473685415e-3,
+        9.6180256133180342e-3, 5.5504109063258666e-2, 2.4022651213498093e-1, 6.9314718055683241e-1,
+        9.9999999995956175e-1);
     return p * as_double((int64_t)((uint64_t)(as_bits_double(n) + 1023) << 52));
 }
 
 #define PER_LOG_2 1.4426950408889634
 
-/* log(x) for normal x > 0; 0 is -infinity, and infinity and NaN stay. */
+/* Return log(x) for normal x > 0. The logarithm of 0 is -infinity; infinity and NaN stay. */
 INLINE double log_double(double x) {
     int64_t bits = as_bits_double(x) + 0x3ff0000000000000 - 0x3fe6a09e667f3bcd; /* 1 and sqrt(1/2) */
     double n = as_double((int64_t)((uint64_t)bits >> 52) | 0x4330000000000000) - 4503599627371519.0; /* 2^52 + 1023 */
     double f = as_double((bits & 0x000fffffffffffff) + 0x3fe6a09e667f3bcd) - 1;
-    double p = -4.7177590533593856e-2;
-    p = fma(p, f, 9.0897545094535187e-2);
-    p = fma(p, f, -9.3428814519668432e-2);
-    p = fma(p, f, 9.0545055509250049e-2);
-    p = fma(p, f, -9.8789698109920537e-2);
-    p = fma(p, f, 1.1102988279786334e-1);
-    p = fma(p, f, -1.2506640703431108e-1);
-    p = fma(p, f, 1.4286366102434627e-1);
-    p = fma(p, f, -1.6666490142581625e-1);
-    p = fma(p, f, 1.999998295912731e-1);
-    p = fma(p, f, -2.5000002048164391e-1);
-    p = fma(p, f, 3.3333333479574099e-1);
-    p = fma(p, f, -4.9999999992971808e-1);
-    p = fma(p, f, 9.9999999999808685e-1);
+    double p = HORNER_14(fma, f, -4.7177590533593856e-2, 9.0897545094535187e-2, -9.3428814519668432e-2,
+        9.0545055509250049e-2, -9.8789698109920537e-2, 1.1102988279786334e-1, -1.2506640703431108e-1,
+        1.4286366102434627e-1, -1.6666490142581625e-1, 1.999998295912731e-1, -2.5000002048164391e-1,
+        3.3333333479574099e-1, -4.9999999992971808e-1, 9.9999999999808685e-1);
     double y = fma(n, 0.69314718055994531, p * f);
     y = x <= DBL_MAX ? y : x;
     return x == 0 ? -INFINITY : y;
@@ -270,8 +245,8 @@ INLINE float swish_float(float x, float alpha) {
     return x * (1 / (1 + (t > 1000 ? INFINITY : power)));
 }
 
-/* 2 / pi as sums of numbers of 28, 28 and 53 bits. The i-th sum lacks the bits that make, with x >= 2^(16 i + 25),
-   multiples of 4. */
+/* These sums of numbers of 28, 28 and 53 bits are 2 / pi. The i-th sum lacks the bits that make, with
+ * x >= 2^(16 i + 25), multiples of 4. */
 static const double TURNS[3][7] __attribute__((unused)) = {
     {0x1.45f306c000000p-1, 0x1.06dc9c8000000p-17, 0x1.3910548000000p-34, 0x1.529fc20000000p-52,
      0x1.f84eafa000000p-65, 0x1.5f47d4c000000p-82, 0x1.ea69bb8000000p-97},
@@ -281,8 +256,8 @@ static const double TURNS[3][7] __attribute__((unused)) = {
      0x1.81b6c52b32788p-121, 0x1.8a5664f10e410p-138, 0x1.3278872083fcap-153},
 };
 
-/* Payne and Hanek's reduction: x = (n + r) pi / 2 for x >= 0; return r, |r| <= 1/2, and n modulo 4. The products with the
-   numbers of 28 bits are exact. */
+/* Payne and Hanek's reduction is x = (n + r) pi / 2, for x >= 0. Return r, |r| <= 1/2, and n modulo 4. The products with
+ * the numbers of 28 bits are exact. */
 INLINE double turned(float x, int64_t *n) {
     int32_t i = (as_bits(x) >> 23) - 152;
     i = (i < 0 ? 0 : i) >> 4;
@@ -292,27 +267,21 @@ INLINE double turned(float x, int64_t *n) {
     return (second - more) + x * TURNS[2][i];
 }
 
-/* sin(r pi / 2) */
+/* Return sin(r pi / 2). */
 INLINE double sin_turned(double r) {
-    double z = r * r, p = 1.5820630355647733e-4;
-    p = fma(p, z, -4.6812662567262455e-3);
-    p = fma(p, z, 7.969258272563062e-2);
-    p = fma(p, z, -6.4596409614679535e-1);
-    p = fma(p, z, 1.5707963267880999);
-    return p * r;
+    double z = r * r;
+    return r * HORNER_5(fma, z, 1.5820630355647733e-4, -4.6812662567262455e-3, 7.969258272563062e-2,
+        -6.4596409614679535e-1, 1.5707963267880999);
 }
 
-/* cos(r pi / 2) */
+/* Return cos(r pi / 2). */
 INLINE double cos_turned(double r) {
-    double z = r * r, p = -2.4850963357813637e-5;
-    p = fma(p, z, 9.1916173695395725e-4);
-    p = fma(p, z, -2.0863468002244644e-2);
-    p = fma(p, z, 2.5366950715370432e-1);
-    p = fma(p, z, -1.2337005501201592);
-    return fma(p, z, 9.9999999999994441e-1);
+    double z = r * r;
+    return HORNER_6(fma, z, -2.4850963357813637e-5, 9.1916173695395725e-4, -2.0863468002244644e-2,
+        2.5366950715370432e-1, -1.2337005501201592, 9.9999999999994441e-1);
 }
 
-/* x, or -x if the sign bit of `bits` is set */
+/* Return x, or -x if the sign bit of `bits` is set. */
 INLINE float signed_as(float x, int32_t bits) { return as_float(as_bits(x) ^ (bits & INT32_MIN)); }
 
 INLINE float sin_float(float x) {
@@ -336,22 +305,17 @@ INLINE float tan_float(float x) {
     return signed_as(y, as_bits(x));
 }
 
-/* asin(x), for 0 <= x <= 1/2 and z = x^2 */
+/* Return asin(x), for 0 <= x <= 1/2 and z = x^2. */
 INLINE double asin_half(double x, double z) {
-    double p = 3.4748424808083896e-2;
-    p = fma(p, z, 7.4010072390753794e-3);
-    p = fma(p, z, 2.4650862660604088e-2);
-    p = fma(p, z, 3.0102506899661488e-2);
-    p = fma(p, z, 4.4661139308668963e-2);
-    p = fma(p, z, 7.4999419087547185e-2);
-    p = fma(p, z, 1.6666667364186447e-1);
-    p = fma(p, z, 9.9999999998635368e-1);
+    double p = HORNER_8(fma, z, 3.4748424808083896e-2, 7.4010072390753794e-3, 2.4650862660604088e-2,
+        3.0102506899661488e-2, 4.4661139308668963e-2, 7.4999419087547185e-2, 1.6666667364186447e-1,
+        9.9999999998635368e-1);
     return p * x;
 }
 
 #define PI 3.14159265358979324
 
-/* From 1/2, asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2)). */
+/* From 1/2 on, asin(x) is pi / 2 - 2 asin(sqrt((1 - x) / 2)). */
 INLINE float asin_float(float x) {
     double a = fabsf(x), z = a > 0.5 ? 0.5 * (1 - a) : a * a;
     double y = asin_half(a > 0.5 ? sqrt(z) : a, z);
@@ -367,27 +331,16 @@ INLINE float acos_float(float x) {
 
 INLINE float atan_float(float x) {
     double a = fabsf(x), r = a > 1 ? 1 / a : a, z = r * r;
-    double p = -6.6339545711047872e-4;
-    p = fma(p, z, 4.7324841934219207e-3);
-    p = fma(p, z, -1.5828322749149416e-2);
-    p = fma(p, z, 3.3826218952786872e-2);
-    p = fma(p, z, -5.3956680571371718e-2);
-    p = fma(p, z, 7.2282783453772522e-2);
-    p = fma(p, z, -8.9741719583638811e-2);
-    p = fma(p, z, 1.1091922963683302e-1);
-    p = fma(p, z, -1.4283813255743194e-1);
-    p = fma(p, z, 1.9999901102171554e-1);
-    p = fma(p, z, -3.3333331290889988e-1);
-    p = fma(p, z, 9.9999999992930368e-1);
+    double p = HORNER_12(fma, z, -6.6339545711047872e-4, 4.7324841934219207e-3, -1.5828322749149416e-2,
+        3.3826218952786872e-2, -5.3956680571371718e-2, 7.2282783453772522e-2, -8.9741719583638811e-2,
+        1.1091922963683302e-1, -1.4283813255743194e-1, 1.9999901102171554e-1, -3.3333331290889988e-1,
+        9.9999999992930368e-1);
     return copysign(a > 1 ? PI / 2 - p * r : p * r, x);
 }
 
 INLINE float sinh_float(float x) {
-    double a = fabsf(x), z = a * a, p = 2.7714303304728886e-6;
-    p = fma(p, z, 1.9840926153673171e-4);
-    p = fma(p, z, 8.3333336403113427e-3);
-    p = fma(p, z, 1.6666666665707199e-1);
-    p = fma(p, z, 1.000000000000048);
+    double a = fabsf(x), z = a * a, p = HORNER_5(fma, z, 2.7714303304728886e-6, 1.9840926153673171e-4,
+        8.3333336403113427e-3, 1.6666666665707199e-1, 1.000000000000048);
     double power = exp2_double((a > 200 ? 200 : a) * PER_LOG_2);
     return copysign(a < 0.5 ? p * a : 0.5 * (power - 1 / power), x);
 }
@@ -414,7 +367,7 @@ INLINE float atanh_float(float x) {
     return a > 1 ? NAN : copysign(y, x);
 }
 
-/* The remainder of x / (y 2^k), where the quotient is below 2^29. */
+/* Return the remainder of x / (y 2^k), where the quotient is below 2^29. */
 INLINE double remainder_of(double x, double y, double inverse, double scale) {
     double divisor = y * scale;
     double r = fma(-trunc(x * (inverse * (1 / scale))), divisor, x);
@@ -422,7 +375,7 @@ INLINE double remainder_of(double x, double y, double inverse, double scale) {
     return r >= divisor ? r - divisor : r;
 }
 
-/* C's fmod, 28 bits of the quotient at a time: it has up to 277. */
+/* Return C's fmod, with 28 bits of the quotient at a time. The quotient has up to 277. */
 INLINE float fmod_float(float x, float y) {
     double divisor = fabsf(y), inverse = 1 / divisor, r = fabsf(x);
     r = remainder_of(r, divisor, inverse, 0x1p252);

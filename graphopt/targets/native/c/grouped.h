@@ -1,6 +1,6 @@
-/* Convolutions whose groups have few channels or few filters: no matrix products, but sums of shifted rows.
+/* Convolutions whose groups have few channels or few filters are sums of shifted rows, not matrix products.
  *
- * A channel is copied with zeros around it, apart for each remainder of its indices by the strides. Each tap then reads
+ * A channel is copied with zeros around it, once for each remainder of its indices by the strides. Each tap then reads
  * one of these copies at a fixed distance from the place, so that all places of an image are one long row:
  *
  *     y[place] += w[tap] * copy[place + distance of the tap]
@@ -9,14 +9,11 @@
  * product of the kernel with the copy, at the distance of the place.
  */
 #pragma once
-
-typedef float Lanes __attribute__((vector_size(GEMM_BYTES)));
-typedef float FreeLanes __attribute__((vector_size(GEMM_BYTES), aligned(4), may_alias));
-#define AT(pointer) (*(FreeLanes *)(pointer))
+#include "geometry.h"
 
 enum { TOGETHER = 4 }; /* vectors of a row, or products with a kernel, that are computed at once */
 
-/* What all tasks share. Axes have positions in the long row, and shifts of it. */
+/* All tasks share this. Axes have positions in the long row, and shifts of it. */
 typedef struct {
     const Convolution *u;
     int64_t positions[3], moves[3], shifts[3], shift_moves[3];
@@ -26,8 +23,6 @@ typedef struct {
     int by_kernel;
     float *scratch;
 } Grouped;
-
-static int64_t upto(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 static Grouped grouped(const Convolution *u) {
     Grouped a = {.u = u, .by_kernel = product_of(u->taps) > product_of(u->places)};
@@ -54,7 +49,7 @@ static Grouped grouped(const Convolution *u) {
     return a;
 }
 
-/* Copy a channel. */
+/* Copy a channel, once for each remainder by the strides. */
 static void make_copies(const Grouped *a, const float *x, float *to) {
     const Convolution *u = a->u;
     int64_t r[3], e[3];
@@ -86,7 +81,7 @@ static void make_copies(const Grouped *a, const float *x, float *to) {
             }
 }
 
-/* Where each shift begins in the copies. */
+/* Find where each shift begins in the copies. */
 static void find_shifts(const Grouped *a, int64_t *shifts) {
     int64_t s[3];
     for (s[0] = 0; s[0] < a->shifts[0]; s[0]++)
@@ -102,16 +97,8 @@ static void find_shifts(const Grouped *a, int64_t *shifts) {
             }
 }
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
-/* y += the sum of w[t] * x[shifts[t]...] */
+/* Add w[t] * x[shifts[t]...] to y, for all t. */
 GEMM_WIDE static void add_shifted(const Grouped *a, const float *x, const float *w, const int64_t *shifts, float *y) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     for (int64_t p = 0; p < a->length; p += TOGETHER * LANES) {
         Lanes s0 = AT(y + p), s1 = AT(y + p + LANES), s2 = AT(y + p + 2 * LANES), s3 = AT(y + p + 3 * LANES);
         for (int64_t t = 0; t < a->many; t++) {
@@ -123,11 +110,8 @@ GEMM_WIDE static void add_shifted(const Grouped *a, const float *x, const float 
     }
 }
 
-/* sums[t] += w * x[shifts[t]...], vector by vector */
+/* Add w * x[shifts[t]...] to sums[t], vector by vector. */
 GEMM_WIDE static void add_products(const Grouped *a, const float *x, const float *w, const int64_t *shifts, float *sums) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     for (int64_t t = 0; t < a->many; t += TOGETHER, sums += TOGETHER * LANES) {
         const float *x0 = x + shifts[t], *x1 = x + shifts[t + 1], *x2 = x + shifts[t + 2], *x3 = x + shifts[t + 3];
         Lanes s0 = AT(sums), s1 = AT(sums + LANES), s2 = AT(sums + 2 * LANES), s3 = AT(sums + 3 * LANES);
@@ -139,11 +123,7 @@ GEMM_WIDE static void add_products(const Grouped *a, const float *x, const float
     }
 }
 
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
-
-/* Write a kernel's taps: side by side, or where the copies have the elements that they meet. */
+/* Write the taps of a kernel: contiguous, or where the copies have the elements that they are multiplied with. */
 static void spread_kernel(const Grouped *a, const float *w, float *to) {
     const Convolution *u = a->u;
     for (int64_t i = 0; i < u->taps[0]; i++)
@@ -206,9 +186,8 @@ static OrtStatus *convolve_groups(Context *context, const Convolution *u) {
     const double work = (double)units * (double)(u->channels * u->filters * a.many) * (double)a.length;
     a.tasks = work > 1e5 ? gemm_min(thread_count, units) : 1;
     a.scratch = borrow((size_t)(a.tasks * a.elements) * sizeof(float));
-    if (!a.scratch) return api->CreateStatus(1, "native kernel: out of memory");
-    if (a.tasks > 1) parallel_for(context, run_groups, (size_t)a.tasks, &a);
-    else run_groups(&a, 0);
+    if (!a.scratch) return out_of_memory();
+    parallel_for(context, run_groups, (size_t)a.tasks, &a);
     give_back(a.scratch);
     return NULL;
 }

@@ -1,14 +1,14 @@
-/* Scans: a kernel that calls others for each element of sequences, on a table of tensors.
+/* The kernel of a scan calls other kernels for each element of sequences, on a table of tensors.
  *
- * The tensors are, in order: the operator's inputs, which are states, sequences and what the body reads besides; the
- * body's inputs, which are states and elements of sequences; and what the body computes.
+ * The tensors are, in order: the operator's inputs, which are states, sequences and what the body reads from outside;
+ * the body's inputs, which are states and elements of sequences; and what the body computes.
  */
 #pragma once
 #include "ort.h"
 
 enum { SCAN_ROWS = 8 }; /* of a task, at least */
 
-/* A step of the body: a kernel or, without one, a move between tensors and one that has them side by side. */
+/* A step of the body is a kernel or, without one, a move between tensors and one tensor that joins them. */
 typedef struct {
     OrtStatus *(*compute)(Context *);
     int many_inputs, many_outputs;
@@ -17,7 +17,7 @@ typedef struct {
     const int *inputs, *outputs;
 } Step;
 
-/* What the body returns, in order: new states, and elements of new sequences. */
+/* The body returns, in order, new states and elements of new sequences. */
 typedef struct {
     int tensor;
     int copied;   /* or computed where it belongs */
@@ -32,7 +32,7 @@ typedef struct {
     const unsigned char *reversed;      /* for each sequence that is read */
     const Step *step;
     const Result *result;
-} Scan;
+} ScanForm;
 
 static inline int64_t scan_product(const int64_t *dims, size_t rank) {
     int64_t product = 1;
@@ -46,7 +46,7 @@ static inline int scan_alike(const Tensor *x, const Tensor *y) {
     return x->rank == y->rank && memcmp(x->dims, y->dims, x->rank * sizeof *x->dims) == 0;
 }
 
-/* The tensors of a step that lie side by side, and the one that has them all; equal sizes if it is only one. */
+/* Find the tensors of a move that are joined, and the one that joins them. A single tensor has the same elements. */
 static inline int scan_parts(const Step *step, const int **parts, int *whole) {
     const int joins = step->many_outputs == 1;
     *parts = joins ? step->inputs : step->outputs, *whole = joins ? step->outputs[0] : step->inputs[0];
@@ -95,9 +95,9 @@ static void scan_move(const Step *step, Tensor *tensors, const unsigned char *si
     }
 }
 
-/* A call: what all tasks share, each of which computes some rows. */
+/* All tasks of a call share this. Each task computes some rows. */
 typedef struct {
-    const Scan *scan;
+    const ScanForm *scan;
     OrtKernelContext *ort; /* or NULL, if there are several tasks */
     const Tensor *tensors;
     const size_t *bytes;
@@ -112,7 +112,7 @@ static size_t scan_threads = 1;
 
 static void scan_task(void *user, size_t task) {
     const ScanCall *c = user;
-    const Scan *s = c->scan;
+    const ScanForm *s = c->scan;
     const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
     const int64_t first = c->rows * (int64_t)task / (int64_t)c->tasks, end = c->rows * (int64_t)(task + 1) / (int64_t)c->tasks;
     Tensor tensors[s->tensors];
@@ -173,7 +173,7 @@ static void scan_task(void *user, size_t task) {
     c->status[task] = status;
 }
 
-static OrtStatus *scan(Context *context, const Scan *s) {
+static OrtStatus *scan(Context *context, const ScanForm *s) {
     const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
     size_t most = 0, bytes[s->tensors];
     int64_t count = 0, many = 0;
@@ -221,8 +221,7 @@ static OrtStatus *scan(Context *context, const Scan *s) {
     const size_t tasks = most_tasks < 2 || scan_threads < 2 ? 1 : most_tasks < scan_threads ? most_tasks : scan_threads;
     OrtStatus *status[tasks], *failed = NULL;
     ScanCall call = {s, tasks > 1 ? NULL : context->ort, tensors, bytes, owned, initial, sequence, result, count, rows, status, tasks};
-    if (tasks == 1) scan_task(&call, 0);
-    else CHECK(in_parallel(context, scan_task, tasks, &call));
+    CHECK(in_parallel(context, scan_task, tasks, &call));
     for (size_t i = 0; i < tasks; i++)
         if (!failed) failed = status[i];
         else if (status[i]) api->ReleaseStatus(status[i]);

@@ -1,5 +1,5 @@
-/* The part of ONNX Runtime's C API that generated kernels call. The API is a table of functions to which releases only
-   append; version 19 is the one of ONNX Runtime 1.19. */
+/* Declare the part of ONNX Runtime's C API that generated kernels call. The API is a table of functions, to which
+ * releases only append. Version 19 is that of ONNX Runtime 1.19. */
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -91,7 +91,7 @@ typedef struct {
     size_t rank;
 } Tensor;
 
-/* What a kernel is called with: ONNX Runtime's context and, if a kernel calls it, the tensors of that kernel. */
+/* A kernel is called with ONNX Runtime's context and, if another kernel calls it, the tensors of that kernel. */
 typedef struct {
     OrtKernelContext *ort;       /* or NULL, within a task */
     const Tensor *tensors;       /* or NULL */
@@ -99,7 +99,7 @@ typedef struct {
     void **packed;               /* or NULL; where a product whose second operand stays the same keeps it packed */
 } Context;
 
-/* A kernel: the operator that ONNX Runtime knows, followed by what describes it. */
+/* A kernel is the operator that ONNX Runtime knows, followed by its description. */
 typedef struct {
     OrtCustomOp op;
     const char *name;
@@ -146,7 +146,7 @@ static OrtStatus *register_kernels(OrtSessionOptions *options, const OrtApiBase 
     return api->AddCustomOpDomain(options, domain);
 }
 
-/* Return memory; end the process if there is none, as a task has no way to report an error. */
+/* Return memory. End the process if there is none, because a task cannot report an error. */
 static inline void *allocate(size_t bytes) {
     void *memory = malloc(bytes ? bytes : 1);
     if (!memory) {
@@ -160,7 +160,7 @@ static OrtStatus *unlike(void) {
     return api->CreateStatus(2, "native kernel: an input has another shape than the graph says");
 }
 
-/* Return the data of an input in `data`, and its shape in `dims`; fail if its rank is another. */
+/* Return the data of an input in `data`, and its shape in `dims`. Fail if its rank is another. */
 static OrtStatus *input(Context *context, size_t index, void *data, int64_t *dims, size_t rank) {
     const OrtValue *value;
     OrtTensorTypeAndShapeInfo *info;
@@ -182,7 +182,7 @@ static OrtStatus *input(Context *context, size_t index, void *data, int64_t *dim
     return status;
 }
 
-/* Return where an output of a shape belongs. */
+/* Return in `data` where an output of a shape is to be written. */
 static OrtStatus *output(Context *context, size_t index, void *data, const int64_t *dims, size_t rank) {
     OrtValue *value;
     if (context->tensors) {
@@ -195,9 +195,9 @@ static OrtStatus *output(Context *context, size_t index, void *data, const int64
     return api->GetTensorMutableData(value, (void **)data);
 }
 
-/* Run tasks on ONNX Runtime's threads. */
+/* Run several tasks on ONNX Runtime's threads, unless a task calls this. */
 static inline OrtStatus *in_parallel(Context *context, task_t task, size_t count, void *user) {
-    for (size_t i = 0; !context->ort && i < count; i++) task(user, i);
-    if (!context->ort) return NULL;
-    return api->KernelContext_ParallelFor(context->ort, task, count, 0, user);
+    if (context->ort && count > 1) return api->KernelContext_ParallelFor(context->ort, task, count, 0, user);
+    for (size_t i = 0; i < count; i++) task(user, i);
+    return NULL;
 }

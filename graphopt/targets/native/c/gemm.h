@@ -14,7 +14,8 @@
  * The loops, from the outside: blocks of rows, whose part of A fits the L2 cache; blocks of k; panels of columns, whose
  * part of B fits the L1 cache; tiles of up to GEMM_MR rows, whose sums stay in registers.
  *
- * Compile with -O3 and for the machine's own instruction set (-march=native).
+ * Compile with -O3, with -ffp-contract=fast, so that a * b + c is one instruction with one rounding, and for the
+ * machine's own instruction set (-march=native).
  */
 #ifndef GRAPHOPT_GEMM_H
 #define GRAPHOPT_GEMM_H
@@ -23,20 +24,22 @@
 #include <stdint.h>
 #include <string.h>
 
-/* In elements; 0 repeats. C has column 1, and no two elements of C lie in one place. */
+/* Strides are counted in elements, and a stride of 0 repeats. The columns of C have stride 1, and the elements of C do
+ * not overlap. */
 typedef struct {
     int64_t row, column, batch[2];
 } gemm_strides;
 
-/* Gets a block of C when it is final and still in a cache. The blocks together are C, each element once. */
+/* An epilogue gets each block of C once, when the block is final and still in a cache. */
 typedef void (*gemm_epilogue)(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
                               int64_t column1);
 
-/* Writes rows and columns of op(A) or op(B) to rows that lie to_row elements apart. */
+/* A packing function writes rows and columns of A or B to rows whose stride is to_row. */
 typedef void (*gemm_packing)(void *user, const int64_t batch[2], int64_t row, int64_t rows, int64_t column,
                              int64_t columns, void *to, int64_t to_row);
 
-/* Runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are done. */
+/* parallel_for runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are
+ * done. */
 typedef void (*gemm_task)(void *user, size_t index);
 typedef void (*gemm_parallel_for)(void *pool, gemm_task task, size_t count, void *user);
 
@@ -84,12 +87,12 @@ static const int64_t gemm_nowhere[GEMM_KC / 2] = {0}; /* what `ahead` points to,
 
 static inline int64_t gemm_min(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t gemm_parts(int64_t size, int64_t most) { return size > most ? (size + most - 1) / most : 1; }
-/* Where part number `part` of `parts` nearly equal ones begins. */
+/* Return where a part begins if a size is cut into nearly equal parts. */
 static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
     return size / parts * part + gemm_min(part, size % parts);
 }
 
-/* The rows of a block: fewer with whole_rows, so that a block with all columns still fits a cache. */
+/* Return the rows of a block. With whole_rows, they are so few that a block with all columns still fits a cache. */
 static inline int64_t gemm_block_rows(const gemm_product *g) {
     if (!g->pack_b && !g->panels && g->b_strides.column == 1 && g->k <= 2 * GEMM_BYTES && g->n >= 256)
         return 32 / GEMM_MR * GEMM_MR; /* to store C takes longest, and few rows of it are stored fast */
@@ -98,20 +101,20 @@ static inline int64_t gemm_block_rows(const gemm_product *g) {
     return fitting > 8 * GEMM_MR ? fitting : 8 * GEMM_MR;
 }
 
-/* The rows of a packed panel of B. */
+/* Return the rows of a packed panel of B. */
 static inline int64_t gemm_panel_rows(const gemm_product *g) { return g->k < 16 ? 16 : gemm_min(g->k, GEMM_KC); }
 
-/* From one row to the next in a packed block of A: an odd number of cache lines, which spreads rows over the cache. */
+/* Return the stride of rows in a packed block of A. An odd number of cache lines spreads the rows over the cache. */
 static inline int64_t gemm_padded(int64_t depth) { return ((depth + 15) / 16 | 1) * 16; }
 
-/* The elements that one task needs: a block of A, a panel of B, a tile of C. */
+/* Return how many elements a task needs for a block of A, a panel of B and a tile of C. */
 static inline size_t gemm_task_elements(const gemm_product *g, int64_t nr) {
     const int64_t depth = gemm_panel_rows(g), rows = gemm_min(g->m, GEMM_MC);
     const int64_t block = (rows / GEMM_MR + 2) * GEMM_STEP * gemm_padded(depth);
     return (size_t)(block + (depth + GEMM_MR) * nr + 64) / 16 * 16;
 }
 
-/* How many ways the rows and the columns of each product are split: least work for a task, and least to read. */
+/* Split the rows and the columns of each product so that a task has the least to compute and to read. */
 static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_ways, int64_t *column_ways) {
     const int64_t products = g->batch[0] * g->batch[1];
     int64_t best = INT64_MAX;
@@ -146,29 +149,21 @@ static inline void gemm_split(const gemm_product *g, int64_t nr, int64_t *row_wa
 #define GEMM_LANES (GEMM_BYTES / GEMM_NAME(GEMM_SIZE))
 #define GEMM_NR (2 * GEMM_LANES)
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast") /* a * b + c is one instruction here, whatever the command line says */
-#endif
-
 typedef GEMM_REAL GEMM_NAME(gemm_vector) __attribute__((vector_size(GEMM_BYTES)));
 typedef GEMM_REAL GEMM_NAME(gemm_unaligned)
     __attribute__((vector_size(GEMM_BYTES), aligned(GEMM_NAME(GEMM_SIZE)), may_alias));
 #define GEMM_VECTOR GEMM_NAME(gemm_vector)
 #define GEMM_AT(pointer) (*(GEMM_NAME(gemm_unaligned) *)(pointer))
 
-/* What a tile multiplies. Strides of A and B are in bytes here. */
+/* These are the operands of a tile. Their strides of A and B are in bytes. */
 #define GEMM_OPERANDS                                                                                                \
     int64_t k, const char *a, int64_t a_row, int64_t a_column, const char *ahead, const int64_t *places,             \
         const char *b, int64_t b_row, char *kept, GEMM_REAL *c, int64_t c_row, int accumulate
 
-/* mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. At
- * every second step, two lines are fetched into the cache, from ahead + places[step / 2]. mr, vectors and keep are
- * constants, so that the sums stay in registers. */
+/* Compute mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. Every
+ * second step fetches two lines into the cache, from ahead + places[step / 2]. mr, vectors and keep are constants, so
+ * that the sums stay in registers. */
 GEMM_INLINE void GEMM_NAME(gemm_tile)(int mr, int vectors, int keep, GEMM_OPERANDS) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     GEMM_VECTOR sums[GEMM_MR][2] = {{{0}}};
     const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
     int64_t a_row3 = 3 * a_row;
@@ -223,7 +218,7 @@ typedef void (*GEMM_NAME(gemm_tile_function))(GEMM_OPERANDS);
 #define GEMM_10(X) GEMM_6(X) X(7) X(8) X(9) X(10)
 #define GEMM_14(X) GEMM_10(X) X(11) X(12) X(13) X(14)
 GEMM_PASTE(GEMM, GEMM_MR)(GEMM_TILES)
-/* By rows, then: one vector, two vectors, two vectors and keep B. */
+/* For each number of rows, the tiles have one vector, two vectors, or two vectors and keep B. */
 static const GEMM_NAME(gemm_tile_function) GEMM_NAME(gemm_tiles)[][3] = {GEMM_PASTE(GEMM, GEMM_MR)(GEMM_POINTERS)};
 
 #if GEMM_LANES == 16
@@ -246,7 +241,7 @@ typedef GEMM_NAME(GEMM_INDEX) GEMM_NAME(gemm_order) __attribute__((vector_size(G
 #define GEMM_ZIP(x, y, ...) __builtin_shuffle(x, y, (GEMM_NAME(gemm_order)){__VA_ARGS__})
 #endif
 
-/* Transpose a square. To zip the two halves as often as 2 divides the size is to transpose. */
+/* Transpose a square: interleave its two halves, once for each factor 2 of its size. */
 GEMM_INLINE void GEMM_NAME(gemm_transpose)(const GEMM_REAL *from, int64_t from_row, GEMM_REAL *to, int64_t to_row) {
     GEMM_VECTOR x[GEMM_LANES], y[GEMM_LANES];
 #pragma GCC unroll 16
@@ -294,7 +289,7 @@ GEMM_WIDE static void GEMM_NAME(gemm_pack)(int64_t depth, int64_t width, int64_t
             for (int64_t j = 0; j < width; j++) to[j] = from[j * column];
 }
 
-/* Rows i0 to i1 and columns j0 to j1 of one product. */
+/* Compute rows i0 to i1 and columns j0 to j1 of one product. */
 static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0,
                                    int64_t j1, char *scratch) {
     const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
@@ -398,7 +393,7 @@ static void GEMM_NAME(gemm_region)(const gemm_product *g, const int64_t batch[2]
     }
 }
 
-/* The bytes of all of B in panels. */
+/* Return how many bytes all of B has in panels. */
 static inline size_t GEMM_NAME(gemm_panel_bytes)(const gemm_product *g) {
     return (size_t)(gemm_parts(g->n, GEMM_NR) * g->k + GEMM_LANES) * GEMM_NR * sizeof(GEMM_REAL);
 }
@@ -450,9 +445,6 @@ static inline void GEMM_NAME(gemm)(const gemm_product *g) {
     else GEMM_NAME(gemm_run)(&plan, 0);
 }
 
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
 #undef GEMM_LOW
 #undef GEMM_HIGH
 #undef GEMM_REAL

@@ -1,73 +1,18 @@
-/* Convolutions of any geometry, and their gradients: a product of matrices if the kernel has size 1, otherwise sums of
- * products of elements of the input with rows of filters (direct.h), or of shifted rows with elements of filters if
- * filters are few or groups are small (grouped.h).
+/* Convolutions of any geometry, and their gradients. A convolution with a kernel of size 1 is a product of matrices.
+ * Others multiply elements of the input with rows of filters (direct.h) or, if filters are few or groups are small,
+ * shifted rows with elements of filters (grouped.h).
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
 #pragma once
-#include "product.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "direct.h"
+#include "grouped.h"
 
 enum {
-    LANES = GEMM_BYTES / (int)sizeof(float),
-    FEW_FILTERS = 5,    /* of one group, below which they fill too little of a vector */
-    LEAST_OF_GROUP = 8, /* channels and filters, below which that holds of groups */
+    LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
 };
 
-/* x, w and y are found by a step for each index. An element of x is at place * place_move + tap * tap_move - pad. */
-typedef struct {
-    int64_t groups, images, channels, filters; /* channels and filters of a group */
-    int64_t sizes[3], taps[3], places[3];      /* of x, w and y */
-    int64_t place_moves[3], tap_moves[3], pads[3];
-    const float *x, *w, *bias;
-    float *y;
-    int64_t x_image, x_channel, steps[3];
-    int64_t w_batch, w_filter, w_channel, w_steps[3];
-    int64_t y_batch, y_image, y_filter, y_steps[3];
-    int relu;
-} Convolution;
-
-static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
-
-static int64_t product_of(const int64_t sizes[3]) { return sizes[0] * sizes[1] * sizes[2]; }
-
-/* Find the place of a number, after what holds all places that often. */
-static inline void indices(const int64_t sizes[3], int64_t number, int64_t at[4]) {
-    for (int i = 2; i >= 0; number /= sizes[i--]) at[i + 1] = number % sizes[i];
-    at[0] = number;
-}
-
-static inline void advance(const int64_t sizes[3], int64_t at[4]) {
-    for (int i = 3; ++at[i] == (i ? sizes[i - 1] : INT64_MAX); i--) at[i] = 0;
-}
-
-/* Copy a result to where it belongs, `step` apart, with its bias. */
-static inline void finish(float *restrict to, const float *restrict from, int64_t step, int64_t length, float bias,
-                          int relu) {
-    int64_t i = 0;
-#ifdef __AVX512F__
-    const __m512i spread = _mm512_setr_epi32(0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0);
-    for (; step == 2 && i < length; i += LANES / 2) {
-        const int64_t count = gemm_min(length - i, LANES / 2);
-        const __mmask16 read = (__mmask16)((1u << count) - 1), written = (__mmask16)((1u << 2 * count) - 1) & 0x5555;
-        const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(read, from + i), _mm512_set1_ps(bias));
-        const __mmask16 positive = _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_NLE_UQ); /* or NaN */
-        const __m512 x = relu ? _mm512_maskz_mov_ps(positive, sum) : sum;
-        _mm512_mask_storeu_ps(to + 2 * i, written, _mm512_permutexvar_ps(spread, x));
-    }
-#endif
-    if (step != 1)
-        for (; i < length; i++) to[i * step] = relu && from[i] + bias <= 0 ? 0 : from[i] + bias;
-    else if (relu)
-        for (; i < length; i++) to[i] = from[i] + bias <= 0 ? 0 : from[i] + bias;
-    else
-        for (; i < length; i++) to[i] = from[i] + bias;
-}
-
-/* Add the bias where the result lies. */
+/* Add the bias to the result in place. */
 static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
                         int64_t column1) {
     const Convolution *u = user;
@@ -82,14 +27,7 @@ static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_
     }
 }
 
-static int side_by_side(const int64_t sizes[3], const int64_t steps[3]) {
-    int64_t step = 1;
-    for (int i = 2; i >= 0; step *= sizes[i--])
-        if (sizes[i] != 1 && steps[i] != step) return 0;
-    return 1;
-}
-
-/* Make the last axis the first one, if it has size 1 everywhere: the last axis is copied in vectors. */
+/* Make the last axis the first one if it has size 1 everywhere, because the last axis is copied in vectors. */
 static void skip_last(Convolution *u) {
     int64_t *all[] = {u->sizes, u->taps, u->places, u->place_moves, u->tap_moves,
                       u->pads,  u->steps, u->w_steps, u->y_steps};
@@ -100,11 +38,8 @@ static void skip_last(Convolution *u) {
     }
 }
 
-#include "grouped.h"
-#include "direct.h"
-
-/* Compute products one after the other: each image with a kernel of size 1, or the sum over channels of images with a
- * kernel as large as they are. */
+/* Compute products one after the other: of each image with a kernel of size 1 or, with `sums`, of images with kernels of
+ * the same size, summed over channels. */
 static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     gemm_product g = {.m = u->filters, .k = u->channels, .n = product_of(u->places), .batch = {u->images, u->groups}};
     g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
@@ -117,7 +52,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     if (!sums && (u->bias || u->relu)) g.epilogue = finish_rows;
     g.user = (void *)u, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
     g.scratch = borrow(gemm_scratch_float(&g));
-    if (!g.scratch) return api->CreateStatus(1, "native kernel: out of memory");
+    if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
         g.a = u->w + c * u->w_channel, g.b = u->x + c * u->x_channel, g.accumulate = c > 0;
         gemm_float(&g);
@@ -126,7 +61,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     return NULL;
 }
 
-/* Leave out the elements of an axis between those that are read, if there is one tap or one place. */
+/* If an axis has one tap or one place, skip its elements that are not read. */
 static void skip_unread(Convolution *u, int axis) {
     const int64_t places = u->places[axis], taps = u->taps[axis];
     int64_t *move = taps == 1 ? &u->place_moves[axis] : &u->tap_moves[axis];
@@ -153,22 +88,26 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     return convolve_directly(context, u);
 }
 
-/* Compute an output of the operator from its first two inputs, and a bias from the third. */
-OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
-    int64_t stored_x[5], stored_w[5], stored_y[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5];
-    Convolution u = {.relu = form->relu, .groups = form->groups};
-    CHECK(input(context, 0, &u.x, stored_x, form->rank_x));
-    CHECK(input(context, 1, &u.w, stored_w, form->rank_w));
-    const int axes = form->axes, missing = 3 - axes;
-    for (int i = 0; i < axes + 2; i++) {
-        x[i] = w[i] = 1, x_steps[i] = w_steps[i] = y_steps[i] = 0;
-        int64_t step = 1;
-        for (int j = form->rank_x - 1; j >= 0; step *= stored_x[j--])
-            if (form->x[i] == j) x[i] = stored_x[j], x_steps[i] = step;
-        step = 1;
-        for (int j = form->rank_w - 1; j >= 0; step *= stored_w[j--])
-            if (form->w[i] == j) w[i] = stored_w[j], w_steps[i] = step;
+/* Read an operand, and the size and the stride of each axis from where it is stored. */
+static OrtStatus *read_operand(Context *context, size_t index, const float **data, int rank, const signed char stored[5],
+                               int64_t sizes[5], int64_t strides[5]) {
+    int64_t dims[5], steps[5];
+    CHECK(input(context, index, data, dims, rank));
+    strides_of(rank, dims, steps);
+    for (int i = 0; i < 5; i++) {
+        const int is_stored = stored[i] >= 0 && stored[i] < rank;
+        sizes[i] = is_stored ? dims[stored[i]] : 1, strides[i] = is_stored ? steps[stored[i]] : 0;
     }
+    return NULL;
+}
+
+/* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
+OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
+    int64_t stored_y[5], steps[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5] = {0};
+    Convolution u = {.relu = form->relu, .groups = form->groups};
+    CHECK(read_operand(context, 0, &u.x, form->rank_x, form->x, x, x_steps));
+    CHECK(read_operand(context, 1, &u.w, form->rank_w, form->w, w, w_steps));
+    const int axes = form->axes, missing = 3 - axes;
     const int64_t first = form->transposed ? w[1] : w[0], second = form->transposed ? w[0] : w[1];
     u.images = x[0], u.channels = x[1] / u.groups;
     u.filters = form->transposed ? first : first / u.groups;
@@ -183,9 +122,9 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     }
     for (int j = 0; j < form->rank_y; j++) stored_y[j] = form->y[j] < 0 ? 1 : y[form->y[j]];
     CHECK(output(context, 0, &u.y, stored_y, form->rank_y));
-    int64_t step = 1;
-    for (int j = form->rank_y - 1; j >= 0; step *= stored_y[j--])
-        if (form->y[j] >= 0) y_steps[form->y[j]] = step;
+    const int64_t elements = strides_of(form->rank_y, stored_y, steps);
+    for (int j = 0; j < form->rank_y; j++)
+        if (form->y[j] >= 0) y_steps[form->y[j]] = steps[j];
     if (form->biased) {
         int64_t size;
         CHECK(input(context, 2, &u.bias, &size, 1));
@@ -200,7 +139,7 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
     int empty = 0; /* a part that no tap reaches */
     for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
-    if (empty) memset(u.y, 0, (size_t)step * sizeof(float));
+    if (empty) memset(u.y, 0, (size_t)elements * sizeof(float));
     for (int64_t part = 0; part < product_of(strides); part++) {
         Convolution v = u;
         int64_t rest = part;

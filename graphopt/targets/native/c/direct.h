@@ -9,6 +9,7 @@
  * As in gemm.h, each sum is always added up in one order.
  */
 #pragma once
+#include "geometry.h"
 
 enum {
     WIDTH = 2 * LANES, /* filters of a panel */
@@ -17,7 +18,7 @@ enum {
     PART = 3 << 15,    /* elements of the copy and the sums that a task has in its cache */
 };
 
-/* What all tasks share. */
+/* All tasks share this. */
 typedef struct {
     const Convolution *u;
     int64_t first, channels, terms; /* of a block of channels */
@@ -30,23 +31,13 @@ typedef struct {
     float *w, *copies, *c;
 } Direct;
 
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
-typedef int32_t Ints __attribute__((vector_size(GEMM_BYTES)));
-
 #define TILE_OPERANDS                                                                                                  \
     int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
         float *c, int64_t c_row, int accumulate
 
-/* mr rows times `vectors` vectors of sums. Row i of a term lies at a + terms_at[term], then i * a_row further on, or
- * rows_at[i] if `anywhere`. mr, vectors and anywhere are constants. */
+/* Add terms to mr rows of `vectors` vectors of sums. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
+ * `anywhere`, at a + terms_at[term] + rows_at[i]. mr, vectors and anywhere are constants. */
 GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* as in gemm.h */
@@ -74,10 +65,6 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
     }
 }
 
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
-
 typedef void (*Tile)(TILE_OPERANDS);
 #define TILE(name, mr, vectors, anywhere)                                                            \
     GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
@@ -90,7 +77,7 @@ typedef void (*Tile)(TILE_OPERANDS);
 GEMM_PASTE(GEMM, GEMM_MR)(TILES)
 static const Tile tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
 
-/* Pack a panel of filters: for each term, its vectors. */
+/* Pack a panel of filters, term by term. */
 static void pack_panel(void *user, size_t index) {
     const Direct *d = user;
     const Convolution *u = d->u;
@@ -120,13 +107,13 @@ static void pack_panel(void *user, size_t index) {
     }
 }
 
-/* Copy elements of which at least `many` lie side by side, a constant, and at most twice as many. */
+/* Copy a line of at least `many` and at most twice as many elements, where `many` is a constant. */
 GEMM_INLINE void copy_ends(float *to, const float *from, int64_t length, int64_t many) {
     memcpy(to, from, (size_t)many * sizeof *to);
     memcpy(to + length - many, from + length - many, (size_t)many * sizeof *to);
 }
 
-/* Copy elements that lie side by side. To call memcpy takes longer than to copy a short line. */
+/* Copy contiguous elements. To call memcpy takes longer than to copy a short line. */
 GEMM_INLINE void copy_line(float *to, const float *from, int64_t length) {
     for (; length > 2 * LANES; length -= LANES, to += LANES, from += LANES) AT(to) = AT(from);
     if (length >= LANES) copy_ends(to, from, length, LANES);
@@ -171,7 +158,7 @@ static void activate(const float *bias, int64_t many, int relu, int64_t rows, fl
     }
 }
 
-/* Transpose rows of sums, which are places from number `first` on, to where they belong in the result. */
+/* Transpose rows of sums to the result. The rows are the places from number `first` on. */
 static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t end, float *c) {
     const Convolution *u = d->u;
     const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
@@ -200,8 +187,8 @@ static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t en
     }
 }
 
-/* Add terms to `rows` rows of sums, for a panel of a group's filters. Rows lie `step` apart in a copy, or at rows_at if
- * that is not NULL. */
+/* Add terms to rows of sums, for a panel of a group's filters. The rows have the stride `step` in a copy, or lie at
+ * rows_at if that is not NULL. */
 static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t term, int64_t terms, const float *a,
                       int64_t step, const int64_t *rows_at, int64_t rows, float *c) {
     const int two = d->u->filters - panel * WIDTH > LANES;
@@ -211,7 +198,8 @@ static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t ter
          term > 0 || d->first > 0);
 }
 
-/* Compute some of the parts of all planes, one after the other: lines or a piece of a line, all filters of a group. */
+/* Compute some of the parts of all planes, one after the other. A part is some lines, or a piece of a line, with all
+ * filters of a group. */
 static void convolve_parts(void *user, size_t task) {
     const Direct *d = user;
     const Convolution *u = d->u;
@@ -254,7 +242,7 @@ static void copy_image(void *user, size_t index) {
     copy_region(d, x, d->lowest, d->extents, d->copies + (int64_t)index * d->image);
 }
 
-/* Add a block of channels to some of the places of all images and groups, all filters of a group. */
+/* Add a block of channels to some of the places of all images and groups, for all filters of a group. */
 static void convolve_places(void *user, size_t task) {
     const Direct *d = user;
     const Convolution *u = d->u;
@@ -280,7 +268,7 @@ static void store_places(void *user, size_t task) {
         store_rows(d, g, row, end, d->c + g * d->sums + row * d->row);
 }
 
-/* Find where terms or rows lie in a copy, in bytes. They move as the indices that indices() finds. */
+/* Find where terms or rows lie in a copy, in bytes: at the sum of their indices times their moves. */
 static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], int64_t start, int64_t *found) {
     int64_t at[4] = {0};
     for (int64_t n = 0; n < many; n++, advance(sizes, at)) {
@@ -290,11 +278,10 @@ static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], i
     }
 }
 
-/* Run tasks on all threads if there are several. */
+/* Run tasks, on one thread if there is work for one only. */
 static void share(Context *context, Direct *d, task_t task, int64_t count) {
+    for (int64_t i = 0; d->tasks <= 1 && i < count; i++) task(d, (size_t)i);
     if (d->tasks > 1) parallel_for(context, task, (size_t)count, d);
-    else
-        for (int64_t i = 0; i < count; i++) task(d, (size_t)i);
 }
 
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
@@ -336,7 +323,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
     const int64_t listed = d.terms + (anywhere ? rows : 0);
     void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
-    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    if (!memory) return out_of_memory();
     d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
     int64_t of_terms[4] = {d.channel}, of_rows[4] = {d.image}, start = 0;

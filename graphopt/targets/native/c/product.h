@@ -1,13 +1,14 @@
-/* Matrix products as ONNX Runtime calls them: operands and results may be stored transposed. */
+/* Matrix products as ONNX Runtime calls them. Operands and results may be stored transposed. */
 #pragma once
 #include <stdatomic.h>
 
 #include "calls.h"
 #include "gemm.h"
 
+/* A bias with its strides, and the product that it is added to. */
 typedef struct {
     const float *bias;
-    int64_t row, column; /* strides */
+    int64_t row, column;
     const gemm_product *to;
 } Bias;
 
@@ -15,7 +16,7 @@ static int64_t thread_count;
 
 void begin_products(const OrtApi *functions, int64_t threads) { api = functions, thread_count = threads; }
 
-/* One spare buffer, so that a step does not ask the system for pages again and again. */
+/* One buffer is kept between calls, so that a step does not ask the system for pages again and again. */
 static _Atomic(size_t *) spare;
 
 static void *borrow(size_t bytes) {
@@ -30,6 +31,8 @@ static void *borrow(size_t bytes) {
 }
 
 static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((char *)data - 64))); }
+
+static OrtStatus *out_of_memory(void) { return api->CreateStatus(1, "native kernel: out of memory"); }
 
 static void *aligned(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
 
@@ -52,25 +55,29 @@ static void parallel_for(void *context, task_t task, size_t count, void *user) {
     (void)failed;
 }
 
-/* Compute an output of the operator from its first two inputs, and a bias from the third. */
+/* Find the strides of contiguous elements, and return how many elements there are. */
+static int64_t strides_of(int rank, const int64_t *dims, int64_t *strides) {
+    int64_t stride = 1;
+    for (int i = rank - 1; i >= 0; stride *= dims[i--]) strides[i] = stride;
+    return stride;
+}
+
+/* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
 OrtStatus *product(Context *context, const ProductForm *form) {
-    int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES];
+    int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], logical[MOST_AXES];
+    int64_t sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES], strides_a[MOST_AXES], strides_b[MOST_AXES], strides_c[MOST_AXES];
     gemm_product g = {0};
     CHECK(input(context, 0, &g.a, da, form->rank_a));
     CHECK(input(context, 1, &g.b, db, form->rank_b));
     const int rank = form->rank_c;
-    int64_t steps_a[MOST_AXES], steps_b[MOST_AXES], step = 1;
-    for (int i = form->rank_a - 1; i >= 0; step *= da[i--]) steps_a[i] = step;
-    step = 1;
-    for (int i = form->rank_b - 1; i >= 0; step *= db[i--]) steps_b[i] = step;
+    strides_of(form->rank_a, da, strides_a), strides_of(form->rank_b, db, strides_b);
     for (int i = 0; i < rank; i++) {
         const int ia = i - (rank - form->rank_a), ib = i - (rank - form->rank_b);
-        la[i] = ia < 0 ? 1 : da[form->a[ia]], sa[i] = la[i] == 1 ? 0 : steps_a[form->a[ia]];
-        lb[i] = ib < 0 ? 1 : db[form->b[ib]], sb[i] = lb[i] == 1 ? 0 : steps_b[form->b[ib]];
+        la[i] = ia < 0 ? 1 : da[form->a[ia]], sa[i] = la[i] == 1 ? 0 : strides_a[form->a[ia]];
+        lb[i] = ib < 0 ? 1 : db[form->b[ib]], sb[i] = lb[i] == 1 ? 0 : strides_b[form->b[ib]];
     }
     g.m = la[rank - 2], g.k = la[rank - 1], g.n = lb[rank - 1];
     if (lb[rank - 2] != g.k) return unlike();
-    int64_t logical[MOST_AXES];
     for (int i = 0; i < rank - 2; i++) {
         if (la[i] != lb[i] && la[i] != 1 && lb[i] != 1) return unlike();
         logical[i] = la[i] == 1 ? lb[i] : la[i];
@@ -78,8 +85,8 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     logical[rank - 2] = g.m, logical[rank - 1] = g.n;
     for (int i = 0; i < rank; i++) dc[i] = logical[form->c[i]];
     CHECK(output(context, 0, &g.c, dc, rank));
-    step = 1;
-    for (int i = rank - 1; i >= 0; step *= dc[i--]) sc[form->c[i]] = step;
+    strides_of(rank, dc, strides_c);
+    for (int i = 0; i < rank; i++) sc[form->c[i]] = strides_c[i];
     g.a_strides.row = sa[rank - 2], g.a_strides.column = sa[rank - 1];
     g.b_strides.row = sb[rank - 2], g.b_strides.column = sb[rank - 1];
     g.c_strides.row = sc[rank - 2], g.c_strides.column = 1;
@@ -87,22 +94,25 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     if (form->rank_bias >= 0) {
         int64_t d[MOST_AXES];
         CHECK(input(context, 2, &bias.bias, d, form->rank_bias));
-        int64_t columns = form->rank_bias > 0 ? d[form->rank_bias - 1] : 1, rows = form->rank_bias > 1 ? d[form->rank_bias - 2] : 1;
-        if (form->is_bias_turned) rows = columns, columns = 1;
+        int64_t columns = form->rank_bias > 0 ? d[form->rank_bias - 1] : 1;
+        int64_t rows = form->rank_bias > 1 ? d[form->rank_bias - 2] : 1;
+        if (form->is_bias_transposed) rows = columns, columns = 1;
         if ((columns != 1 && columns != g.n) || (rows != 1 && rows != g.m)) return unlike();
         bias.row = rows == 1 ? 0 : columns, bias.column = columns != 1;
         g.epilogue = add_bias, g.user = &bias;
     }
     int outer = rank - 2;
-    while (outer > 0 && !bias.row && (logical[outer - 1] == 1 || (sb[outer - 1] == 0 && sa[outer - 1] == g.m * g.a_strides.row && sc[outer - 1] == g.m * g.c_strides.row)))
-        g.m *= logical[--outer]; /* these are rows of one product */
+    /* Products whose rows lie one after the other, and that have B in common, are rows of one product. */
+    while (outer > 0 && !bias.row && (logical[outer - 1] == 1 || (sb[outer - 1] == 0 &&
+           sa[outer - 1] == g.m * g.a_strides.row && sc[outer - 1] == g.m * g.c_strides.row)))
+        g.m *= logical[--outer];
     g.batch[0] = g.batch[1] = 1;
     for (int i = 0; i < outer; i++) {
         const int at = i + 2 - outer;
         g.batch[at] = logical[i];
         g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
     }
-    /* B is packed once if it is the same in all calls, or is stored transposed and the same in all products of a call. */
+    /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
     const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];
     const int packs = common && !context->packed && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
     const size_t panels = packs ? gemm_panel_bytes_float(&g) + 64 : 0;
@@ -114,7 +124,7 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = parallel_for, g.pool = context;
     char *memory = borrow(panels + gemm_scratch_float(&g));
-    if (!memory) return api->CreateStatus(1, "native kernel: out of memory");
+    if (!memory) return out_of_memory();
     g.scratch = memory + panels;
     if (packs) {
         gemm_panels_float(&g, aligned(memory));
