@@ -16,7 +16,7 @@ from graphopt.graph.names import next_of, slot_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 
 APPLY = "apply"
@@ -102,7 +102,7 @@ def _update_if(
     """Move the nodes that update parameters, slots and `step` into a branch; `kept` and `fresh` are accumulators."""
     graph = model.graph
     nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
-    updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
+    updates = {nexts[name_of(y)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"

@@ -12,6 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.values import name_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ReportGradients(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         gradients = {value_of(g): g for g in _gradients(model, self)}
-        trained = {str(p.name): p for p in with_role(model, Role.PARAMETER)}
+        trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
         chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:
             raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")

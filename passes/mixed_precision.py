@@ -25,7 +25,7 @@ from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import LOSS_SCALE
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 
 WIDE = ir.DataType.FLOAT
@@ -83,7 +83,7 @@ class MixedPrecision(Pass):
             )
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
-            known = ", ".join(str(node.name) for node in nodes if node.op_type in PRODUCTS)
+            known = ", ".join(name_of(node) for node in nodes if node.op_type in PRODUCTS)
             raise GraphoptError(f"MixedPrecision: keep={self.keep!r} matches no node; the model has: {known}")
         ensure_typed(model)
         narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
@@ -205,7 +205,7 @@ class DynamicLossScale(Pass):
             total = op.Sum(*sums)
             finite = op.Less(op.Abs(total), math.inf)
             for y in following:
-                x = states[str(y.name)]
+                x = states[name_of(y)]
                 model.graph.outputs.remove(y)
                 retire(model, y)
                 state.set_next(model, x, like(op.Where(finite, y, x), x))

@@ -27,11 +27,11 @@ from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_nam
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
-from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
+from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.state import make_room
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of, swap
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.lowering import classical
 from passes.lowering.gelu_pattern import GELU
@@ -73,7 +73,7 @@ class Normalize(Pass):
         remember(model)
         _set_givens_aside(model)
         _rename_what_the_runtime_names(model)
-        with keep_interface(model):
+        with interface_kept(model):
             self._prepare(model)
             infer(model)
             lower_sequences(model)
@@ -92,8 +92,8 @@ class Normalize(Pass):
         if left_out:
             LeftOut(tuple(left_out)).write(model)
         for value in model.graph.initializers.values():
-            if str(value.name) in origins and is_floating(value) and Origin.read(value) is None:
-                origins[str(value.name)].write(value)
+            if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
+                origins[name_of(value)].write(value)
         check_constants(model)
         make_room(model)
         for value in model.graph.inputs:
@@ -220,7 +220,7 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
     A file that it has written has them, too, and it then refuses the training graph (MatMulAddFusion, version 1.32).
     """
     for value in list(model.graph.initializers.values()):
-        if str(value.name).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
+        if name_of(value).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
             ORIGINAL_NAME.write(value, original_name(value))
             value.name = f"from_file/{value.name}"
 
@@ -317,14 +317,9 @@ def materialize(model: ir.Model) -> None:
             continue
         if math.prod(shape.numpy().tolist()) < 2:
             continue
-        tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype), name=node.outputs[0].name)
+        tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype))
         weight = ir.Value(
-            name=tensor.name,
-            type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(shape.numpy().tolist()),
-            const_value=tensor,
+            type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape.numpy().tolist()), const_value=tensor
         )
-        node.outputs[0].name = f"{tensor.name}/replaced"
-        ir.convenience.replace_all_uses_with(node.outputs[0], weight, replace_graph_outputs=True)
+        model.graph.register_initializer(swap(node.outputs[0], weight))
         model.graph.remove(node, safe=True)
-        model.graph.register_initializer(weight)

@@ -18,7 +18,7 @@ from graphopt.graph.names import constant_copy_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import evidence, exporters, ties
@@ -204,7 +204,7 @@ def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
     if pattern and not any(selects(pattern, value) for value in floating):
         raise GraphoptError(
             f"{field}={pattern!r} matches no floating-point initializer; the model has: "
-            f"{', '.join(str(value.name) for value in floating) or 'none'}"
+            f"{', '.join(name_of(value) for value in floating) or 'none'}"
         )
 
 
@@ -246,7 +246,7 @@ def _origin(value: ir.Value) -> Origin:
     found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
     if found is not None:
         return replace(found, named=written is not None and written.named)
-    if written is None and str(value.name).startswith(exporters.FOLDED_BY_TF2ONNX):
+    if written is None and name_of(value).startswith(exporters.FOLDED_BY_TF2ONNX):
         return Origin(
             Kind.PARAMETER, "folded by tf2onnx, of a variable or of numbers of the program", certain=False
         )
@@ -293,7 +293,7 @@ def _have_one_source(weight: ir.Value, copy: ir.Value) -> bool:
 
 def _are_clones(first: ir.Value, second: ir.Value) -> bool:
     """Return whether names differ only in digits, as those of layers that start as copies of each other."""
-    names = [re.sub(r"\d+", "#", str(value.name)) for value in (first, second)]
+    names = [re.sub(r"\d+", "#", name_of(value)) for value in (first, second)]
     return names[0] == names[1]
 
 

@@ -17,6 +17,7 @@ from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role
+from graphopt.graph.values import name_of
 from graphopt.intervals import within
 
 
@@ -53,7 +54,7 @@ class Regularizer(Pass):
         if not chosen:
             raise GraphoptError(
                 f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "
-                f"{', '.join(str(w.name) for w in trained) or 'none'}"
+                f"{', '.join(name_of(w) for w in trained) or 'none'}"
             )
         loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}

@@ -17,7 +17,7 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from graphopt.moments import Moments
 
 Numbers = float | Sequence[float]
@@ -75,7 +75,7 @@ class Standardize(Pass):
     def adapted(self, model: ir.Model, read: Read) -> Standardize:
         mean, scale = {}, {}
         for x in self._chosen(model):
-            name, moments = str(x.name), Moments(self.axis)
+            name, moments = name_of(x), Moments(self.axis)
             try:
                 for piece in read(name):
                     moments.add(piece)
@@ -90,7 +90,7 @@ class Standardize(Pass):
                 "Standardize: expected mean and scale, found none: learn them by graphopt.adapt, or by "
                 "graphopt.data.mean_and_scale"
             )
-        chosen = {str(x.name): x for x in self._chosen(model)}
+        chosen = {name_of(x): x for x in self._chosen(model)}
         means: Any = self.mean
         scales: Any = self.scale
         if not isinstance(means, Mapping) and len(chosen) == 1:

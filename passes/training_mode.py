@@ -18,7 +18,7 @@ from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like
+from graphopt.graph.values import constant_of, like, name_of, swap
 from graphopt.intervals import within
 from passes.gradients.rules.normalization import channels
 from passes.weights import initializers
@@ -132,7 +132,7 @@ def _kind(node: ir.Node) -> str | None:
 def _names(node: ir.Node) -> list[str]:
     """Return the names by which a node is known: its own, and those of the weights that it reads."""
     read = [_stored(x) for x in node.inputs[1:] if x is not None]
-    return [str(node.name), *(metadata.original_name(x) for x in read if x is not None)]
+    return [name_of(node), *(metadata.original_name(x) for x in read if x is not None)]
 
 
 def _is_in_training(node: ir.Node) -> bool:
@@ -212,7 +212,7 @@ def _normalize_batches(
             with Emitter(model) as op:
                 for index, statistic in zip((3, 4), following, strict=True):
                     node.replace_input_with(index, stop_gradient_at(op.Identity(statistic)))
-        in_inference(node, inputs={3: str(running[0].name), 4: str(running[1].name)})
+        in_inference(node, inputs={3: name_of(running[0]), 4: name_of(running[1])})
     with Emitter(model) as op:
         for old, new in zip(running, following, strict=True):
             state.set_next(model, old, op.Identity(new))
@@ -303,12 +303,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
             dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:
                 ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
-        like(dropped, y)
-    name = y.name
-    y.name = f"{name}/replaced"
-    ir.convenience.replace_all_uses_with(y, dropped, replace_graph_outputs=True)
-    dropped.name = name
-    metadata.copy(y, dropped)
+    swap(y, like(dropped, y))
     model.graph.remove(node, safe=True)
     producer = dropped.producer()
     assert producer is not None

@@ -15,7 +15,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like
+from graphopt.graph.values import constant_of, like, swap
 from passes.gradients.loop_bodies import padded
 
 LOOPS = ("Loop", "Scan")
@@ -84,10 +84,7 @@ def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
         if own.uses() or own.is_graph_output():
             if y is None:
                 raise _refused(node, f"expected turns for its output {own.name!r}, found none")
-            name, own.name = own.name, None
-            y = like(op.Identity(y), own)
-            y.name = name
-            ir.convenience.replace_all_uses_with(own, y, replace_graph_outputs=True)
+            swap(own, like(op.Identity(y), own))
     assert node.graph is not None
     node.graph.remove(node, safe=True)
 

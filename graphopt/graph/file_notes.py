@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.metadata import PREFIX, Notes
+from graphopt.graph.values import name_of
 
 MOST_UNREAD = 2**20  # bytes
 Denoted = tuple[str, list[str]]  # a denotation of a type, and one of each dimension
@@ -24,9 +25,9 @@ def remember(model: ir.Model) -> None:
         "graph": _own(graph.metadata_props),
         "weights": list(graph.initializers),
         "unread": _unread(graph),
-        "docs": {str(x.name): doc for x in graph.initializers.values() if (doc := _doc(x))},
+        "docs": {name_of(x): doc for x in graph.initializers.values() if (doc := _doc(x))},
         "denotations": {
-            str(x.name): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
+            name_of(x): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
         },
         "nodes": {
             node.outputs[0].name: said for node in graph if node.outputs and any((said := _said(node))[1:])
@@ -73,7 +74,7 @@ def _unread(graph: ir.Graph) -> dict[str, str]:
     unread = [x for x in graph.initializers.values() if x not in outputs and not x.uses()]
     if sum(x.const_value.nbytes for x in unread if x.const_value is not None) > MOST_UNREAD:
         return {}
-    tensors = {str(x.name): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
+    tensors = {name_of(x): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
     return {name: base64.b64encode(tensor.SerializeToString()).decode() for name, tensor in tensors.items()}
 
 

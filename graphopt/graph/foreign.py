@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.operators import INTEGER_OPERATORS
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 
 NCHWC = "com.microsoft.nchwc"
 FOR_ONE_PROCESSOR = (
@@ -47,4 +47,4 @@ def _may_train(weight: ir.Value) -> bool:
 
 
 def _name(node: ir.Node) -> str:
-    return node.name or str(node.outputs[0].name)
+    return node.name or name_of(node.outputs[0])

@@ -16,11 +16,11 @@ from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
-from graphopt.graph.rewriting import keep_interface, needed, protect
+from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.stored import store
 from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of, swap
 
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
 
@@ -38,9 +38,7 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
     inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
     for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
         if own.name:
-            metadata.copy(own, y)
-            y.name, own.name = own.name, f"{own.name}/replaced"
-            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+            swap(own, like(y, own))
             if not InferenceForm.is_on(y):  # keep an earlier form: that of the model's own operator
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
@@ -53,7 +51,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
         return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
     extracted = part(model.graph, outputs)
-    with keep_interface(extracted):
+    with interface_kept(extracted):
         _switch_to_inference(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
@@ -85,7 +83,7 @@ def _switch_to_inference(graph: ir.Graph) -> None:
         if form.same_as is not None:
             x, y = node.inputs[form.same_as], node.outputs[0]
             assert x is not None
-            same[str(y.name)] = x
+            same[name_of(y)] = x
             if y.is_graph_output():
                 x.type = y.type
             elif x.dtype != y.dtype:
@@ -96,9 +94,7 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             other = _operator(graph, node, made, same, form)
             if other is None:
                 continue
-            other.name, y.name = y.name, f"{y.name}/training"
-            other.type, other.shape = y.type, y.shape
-            ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
+            swap(y, like(other, y))
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
+from graphopt.graph.values import name_of
+
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
 SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
@@ -64,7 +66,7 @@ def is_large(model: ir.Model) -> bool:
 @contextlib.contextmanager
 def weights_apart(model: ir.Model) -> Iterator[dict[str, ir.TensorProtocol]]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
-    values = {str(x.name): x for x in model.graph.initializers.values() if bytes_of(x.const_value) > SMALL}
+    values = {name_of(x): x for x in model.graph.initializers.values() if bytes_of(x.const_value) > SMALL}
     weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.roles import role_of
 from graphopt.graph.schemas import defaults
+from graphopt.graph.values import name_of
 
 
 def listing(model: ir.Model) -> str:
@@ -44,12 +45,8 @@ class _Names:
         self._numbers: dict[ir.Value, int] = {}
 
     def __getitem__(self, value: ir.Value) -> str:
-        if (
-            not self._ANONYMOUS.fullmatch(str(value.name))
-            or value.is_graph_input()
-            or value.is_graph_output()
-        ):
-            return str(value.name)
+        if not self._ANONYMOUS.fullmatch(name_of(value)) or value.is_graph_input() or value.is_graph_output():
+            return name_of(value)
         return f"%{self._numbers.setdefault(value, len(self._numbers))}"
 
 

@@ -28,6 +28,7 @@ from graphopt.graph.metadata import (
     original_name,
 )
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
+from graphopt.graph.values import name_of
 
 _OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
@@ -125,7 +126,7 @@ def check_detached(model: ir.Model) -> None:
     detached = Detached.read(model)
     if detached is None:
         return
-    names = {str(output.name) for output in model.graph.outputs}
+    names = {name_of(output) for output in model.graph.outputs}
     try:
         parts = detached.models()
     except (ValueError, DecodeError) as error:

@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
 from graphopt.graph.schemas import defaults
-from graphopt.graph.values import like
+from graphopt.graph.values import like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
@@ -113,10 +113,7 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     with Emitter(model) as op:
-        result = like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y)
-    name, y.name = y.name, f"{y.name}/replaced"
-    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
-    result.name = name
+        swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
     model.graph.remove(node, safe=True)
     model.graph.sort()
 

@@ -23,6 +23,7 @@ from graphopt.graph.metadata import STOP_GRADIENT, STORED, InferenceForm
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import clear_role
 from graphopt.graph.state import detached
+from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals
 
 Read = Callable[[str], Iterator[np.ndarray]]
@@ -86,24 +87,26 @@ class Pass(ir.passes.InPlacePass):
 
 
 @contextlib.contextmanager
-def keep_interface(model: ir.Model) -> Iterator[None]:
+def interface_kept(model: ir.Model) -> Iterator[None]:
     """Restore the names of inputs and outputs, and the outputs' metadata, after the rewriters in the block."""
     outputs = model.graph.outputs
-    given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
-    kept = [(str(output.name), metadata.all_of(output)) for output in outputs]
-    taken = {name for name, _ in kept}
-    yield
-    with Emitter(model) as op:
-        for i, (name, notes) in enumerate(kept):
-            output = outputs[i]
-            if output.producer() is not None and output.name not in taken:
-                output.name = name
-            if output.name != name:
-                outputs[i] = op.Identity(output, _outputs=[name])
-            metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
-    for value, own in given:
-        if value.name != own:
-            value.name = own
+    names = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
+    before = [(name_of(output), metadata.all_of(output)) for output in outputs]
+    taken = {name for name, _ in before}
+    try:
+        yield
+    finally:
+        with Emitter(model) as op:
+            for i, (name, notes) in enumerate(before):
+                output = outputs[i]
+                if output.producer() is not None and output.name not in taken:
+                    output.name = name
+                if output.name != name:
+                    outputs[i] = op.Identity(output, _outputs=[name])
+                metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
+        for value, own in names:
+            if value.name != own:
+                value.name = own
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from graphopt.graph.limits import check_constants, limits_of, set_limits
 from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.traversal import forward_nodes, subgraphs
+from graphopt.graph.values import name_of
 
 REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
@@ -235,7 +236,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
     """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
     typed = ir.from_proto(onnx.shape_inference.infer_shapes(without_weights(model)))
-    found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
+    found = ir.convenience.create_value_mapping(typed.graph).get(name_of(x))
     return None if found is None else found.shape
 
 
@@ -256,7 +257,7 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
             value.const_value = tensor
     for value, tensor in large.items():
         dims = tensor.shape.numpy()
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(str(value.name), tensor.dtype, dims))
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(name_of(value), tensor.dtype, dims))
     small = [tensor for tensor in proto.graph.initializer if initializers[tensor.name] not in large]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(small)

@@ -24,7 +24,7 @@ from onnxscript.rewriter.rules.common import (
 
 from graphopt.graph import metadata
 from graphopt.graph.folding import fold
-from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
+from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.traversal import results_when_ready
 
 
@@ -101,7 +101,7 @@ def _one_output(model: ir.Model) -> Iterator[None]:
 
 def simplify(model: ir.Model) -> None:
     """Simplify a graph inside a pass, and keep the order of the remaining nodes."""
-    with keep_interface(model), protect(needed(model)):
+    with interface_kept(model), protect(needed(model)):
         with _one_output(model):
             _rewrite(model)
             fold(model)

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import STORED, STORED_TYPE
 from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import name_of
 
 
 def store(model: ir.Model) -> None:
@@ -19,7 +20,7 @@ def store(model: ir.Model) -> None:
         weight, y = _weight(node), node.outputs[0]
         if weight is not None:
             stored = _computed(model, weight, y)
-            y.name, name = f"{y.name}/computed", str(weight.name)
+            y.name, name = f"{y.name}/computed", name_of(weight)
             del graph.initializers[name]
             weight.name = f"{name}/float"
             graph.register_initializer(weight)
@@ -88,5 +89,5 @@ def _computed(model: ir.Model, weight: ir.Value, y: ir.Value) -> ir.TensorProtoc
     proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
     if weight.const_value is None:
         raise GraphoptError(f"weight {weight.name!r}: expected its numbers, found none")
-    (found,) = ReferenceEvaluator(proto).run(None, {str(weight.name): weight.const_value.numpy()})
-    return ir.tensor(found, dtype=y.dtype, name=str(weight.name))
+    (found,) = ReferenceEvaluator(proto).run(None, {name_of(weight): weight.const_value.numpy()})
+    return ir.tensor(found, dtype=y.dtype, name=name_of(weight))

@@ -1,4 +1,4 @@
-"""Return facts about values: type, dimensions, constant contents."""
+"""Return facts about values (name, type, dimensions, constant contents), and exchange one value for another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
 
 SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 TYPES = {
@@ -16,6 +17,11 @@ TYPES = {
         ir.DataType.__getitem__, ("FLOAT", "DOUBLE", "FLOAT16", "BOOL", "INT64", "INT32", "INT8", "UINT8")
     )
 }
+
+
+def name_of(x: ir.Value | ir.Node) -> str:
+    """Return the name of a value or a node, which has one."""
+    return str(x.name)
 
 
 def is_floating(value: ir.Value | None) -> bool:
@@ -46,6 +52,15 @@ def like(value: ir.Value, model: ir.Value) -> ir.Value:
     value.shape = model.shape
     value.type = model.type
     return value
+
+
+def swap(old: ir.Value, new: ir.Value) -> ir.Value:
+    """Give `new` the name, the metadata and the readers of `old`, and return it."""
+    name, old.name = old.name, f"{old.name}/replaced"
+    metadata.copy(old, new)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    new.name = name
+    return new
 
 
 def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:

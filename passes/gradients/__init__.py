@@ -20,6 +20,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
 from graphopt.graph.state import LOSS_SCALE
+from graphopt.graph.values import name_of
 from graphopt.intervals import within
 from passes.gradients import rules as rules
 from passes.gradients.walk import backward, dead_ends, lost
@@ -79,7 +80,7 @@ class GradientSource(Pass):
                 if inverse is not None:
                     gradient = gradient * op.Cast(inverse, to=gradient.dtype)
                 gradient = op.Identity(gradient, _outputs=[gradient_of(parameter)])
-                GRADIENT_OF.write(gradient, str(parameter.name))
+                GRADIENT_OF.write(gradient, name_of(parameter))
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)
 

@@ -11,7 +11,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.schemas import attributes_of
 from graphopt.graph.traversal import ancestors, captured
-from graphopt.graph.values import dims_of, is_floating, like
+from graphopt.graph.values import dims_of, is_floating, like, name_of
 from passes.gradients.registry import (
     NO_GRADIENT,
     QUANTIZING,
@@ -161,8 +161,8 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 
 def _blocking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> BlockingOperator:
-    names = tuple(str(node.name) for node in nodes)
-    blocks = tuple(str(x.name) for x in wrt if reaches(x, nodes))
+    names = tuple(name_of(node) for node in nodes)
+    blocks = tuple(name_of(x) for x in wrt if reaches(x, nodes))
     domain, op_type = nodes[0].domain, nodes[0].op_type
     return BlockingOperator(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
 

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, set_role
-from graphopt.graph.values import tensor_type
+from graphopt.graph.values import name_of, tensor_type
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_target, report_loss
 
@@ -56,7 +56,7 @@ class CustomLoss(Loss):
         return op.trace(function, prediction, *([] if target is None else [target]), *operands)
 
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
-        outputs = {str(y.name): y for y in model.graph.outputs}
+        outputs = {name_of(y): y for y in model.graph.outputs}
         for name in self.other_outputs:
             if name not in outputs:
                 raise GraphoptError(unknown("CustomLoss: output", name, outputs))

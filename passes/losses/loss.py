@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Loss(Pass):
         """Return what the prediction is compared with, by default a new input for the target."""
         dtype, shape = self.target_type(prediction)
         target = new_target(model, target_name, dtype, shape)
-        TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
+        TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         return [target]
 
     def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import swap
 from passes.gradients.registry import has_rule
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
@@ -71,9 +72,7 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
         if result.producer() not in emitted or results.count(result) > 1:
             result = op.Identity(result)
         result.shape = result.shape or output.shape
-        name, output.name = output.name, f"{output.name}/replaced"
-        ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
-        result.name = name
+        swap(output, result)
     graph.remove(node, safe=True)
 
 

@@ -17,7 +17,7 @@ from onnxscript.rewriter.pattern import RewriteRule
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.values import is_floating, rank
+from graphopt.graph.values import is_floating, name_of, rank
 from passes.gradients.registry import no_gradient
 from passes.lowering.registry import freeze, frozen, lowers, weight
 
@@ -69,7 +69,7 @@ def freeze_preprocessing(model: ir.Model) -> None:
     The predictor begins at the first initializers with the names that its weights have, or else at the last product.
     """
     weights = [x for x in model.graph.initializers.values() if is_floating(x)]
-    predicting = [x for x in weights if _PREDICTOR.search(str(x.name))]
+    predicting = [x for x in weights if _PREDICTOR.search(name_of(x))]
     if not predicting:
         products = [node for node in model.graph if node.op_type in MATRIX_PRODUCTS and _is_weighted(node)]
         last = [node for node in products if not _after(node) & set(products)]
@@ -77,7 +77,7 @@ def freeze_preprocessing(model: ir.Model) -> None:
     ends = {node for x in predicting for node in x.consumers()}
     for x in weights:
         before = any(_after(node) & ends for node in x.consumers())
-        if _STATISTICS.fullmatch(str(x.name)) or (before and x not in predicting):
+        if _STATISTICS.fullmatch(name_of(x)) or (before and x not in predicting):
             freeze(x)
 
 

@@ -14,7 +14,7 @@ from graphopt.graph.folding import MANY
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import like, swap
 
 __all__ = ["lower_sequences"]
 
@@ -325,8 +325,4 @@ def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Cont
 
 def _replace(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
     """Replace `y` by a copy of `result` with the name of `y`, and return it."""
-    result = like(op.Identity(result), y)
-    name, y.name = y.name, f"{y.name}/replaced"
-    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
-    result.name = name
-    return result
+    return swap(y, like(op.Identity(result), y))

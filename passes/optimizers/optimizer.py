@@ -20,6 +20,7 @@ from graphopt.graph.names import gradient_of, slot_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals, within
 from passes.optimizers.emission import Emission, Row, wide
 
@@ -120,7 +121,7 @@ class Optimizer(Pass):
         counter = state.counter(model)
         rows: dict[tuple[float, float], list[Row]] = {}
         for gradient in gradients:
-            w = parameters[str(gradient.name)]
+            w = parameters[name_of(gradient)]
             group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
             decay = self.weight_decay if group.weight_decay is None else group.weight_decay
             row = Row(w, gradient, self._declare_slots(model, w))
@@ -160,5 +161,5 @@ class Optimizer(Pass):
             if not any(selects(group.pattern, parameter) for parameter in parameters):
                 raise GraphoptError(
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
-                    f"{', '.join(str(parameter.name) for parameter in parameters)}"
+                    f"{', '.join(name_of(parameter) for parameter in parameters)}"
                 )

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import needs_training_runtime
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of, swap
 from passes.gradients import GradientSource
 from passes.gradients.walk import between
 from passes.ort_gradient.builder import Builder, seeded
@@ -83,7 +82,7 @@ def _insert_gradients(
     graph.remove(added)
     model.graph.extend(added)
     for value in [value for name, value in graph.initializers.items() if name not in known]:
-        del graph.initializers[str(value.name)]
+        del graph.initializers[name_of(value)]
         value.name = f"{value.name}.{len(model.graph)}" if value.name in ours else value.name
         model.graph.register_initializer(value)
     for domain in {node.domain for node in added}:
@@ -92,8 +91,7 @@ def _insert_gradients(
 
 
 def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    metadata.copy(old, like(new, old))
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    swap(old, like(new, old))
     node = old.producer()
     if node is not None and node.graph is model.graph:
         model.graph.remove(node)

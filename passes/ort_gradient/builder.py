@@ -16,6 +16,7 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import name_of
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
@@ -56,7 +57,7 @@ class Builder:
         graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():
-                del graph.initializers[str(x.name)]
+                del graph.initializers[name_of(x)]
                 x.const_value = None
         for i, y in enumerate(graph.outputs):  # the gradient of a value that has other readers is a sum
             output = ir.Value(name=seeded(y), type=y.type, shape=y.shape)
@@ -67,9 +68,9 @@ class Builder:
 
     def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
         """Return `part` with its gradients NAME_grad. For outputs with other readers it is left undefined."""
-        names = {str(y.name) for y in part.graph.outputs}
+        names = {name_of(y) for y in part.graph.outputs}
         text = ir.to_proto(part).SerializeToString()
-        builder = self._builder(text, names, {str(x.name) for x in wrt}, "", self._options)
+        builder = self._builder(text, names, {name_of(x) for x in wrt}, "", self._options)
         builder.build()
         return onnx.load_from_string(builder.get_model())
 
@@ -87,8 +88,8 @@ class Builder:
         blocking = []
         wrt = [x for x in active if x.producer() not in path]
         for (domain, op_type), nodes in sorted(refused.items()):
-            blocks = tuple(sorted(str(x.name) for x in wrt if reaches(x, list(nodes))))
-            names = tuple(str(node.name) for node in nodes)
+            blocks = tuple(sorted(name_of(x) for x in wrt if reaches(x, list(nodes))))
+            names = tuple(name_of(node) for node in nodes)
             blocking.append(BlockingOperator(domain, op_type, names, blocks, next(iter(nodes.values()))))
         return NoGradient(blocking, "use Gradient")
 

@@ -20,6 +20,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
 from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import name_of
 from passes.weights.initializers import is_weight, register
 
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
@@ -83,13 +84,13 @@ def stop(model: ir.Model) -> list[str]:
             node.replace_input_with(index, stops[x])
     for index, output in enumerate(list(model.graph.outputs)):
         if names.is_detached_output(index, output):
-            name, output.name = str(output.name), f"{output.name}/attached"
+            name, output.name = name_of(output), f"{output.name}/attached"
             stops[output] = _stopped(output)
             stops[output].name = name
             model.graph.outputs[index] = stops[output]
     stopped += stops.values()
     _check_lost(names, merged, stopped)
-    return [str(x.name) for x in stopped]
+    return [name_of(x) for x in stopped]
 
 
 def stop_at_padding(model: ir.Model) -> None:
@@ -148,7 +149,7 @@ class _Names:
         }
         self.parameters = set(re.findall(r"^\w+: PARAMETER target='([^']*)'", inputs, re.MULTILINE))
         users = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
-        self.inputs = dict(zip((str(x.name) for x in model.graph.inputs), users, strict=False))
+        self.inputs = dict(zip((name_of(x) for x in model.graph.inputs), users, strict=False))
         self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
         self.present = {*self.placeholders.values(), *users}
         for node in model.graph.all_nodes():
@@ -157,7 +158,7 @@ class _Names:
 
     def of(self, x: ir.Value) -> str:
         """Return the name of a value in the exported program, or its own."""
-        name, node = str(x.name), x.producer()
+        name, node = name_of(x), x.producer()
         if node is None:
             return self.inputs.get(name) or self.placeholders.get(name, name)
         call = Call.of(node)
@@ -186,7 +187,7 @@ class _Names:
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
         ends = [y for node in traces if node in inside for y in node.outputs if self._leaves(y, inside)]
-        return [str(y.name) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
+        return [name_of(y) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
 
     def _leaves(self, y: ir.Value, nodes: Collection[ir.Node]) -> bool:
         """Return whether nodes outside of a set read a value."""
@@ -198,7 +199,7 @@ class _Names:
         return any(y is not None and is_weight(y) and self._is_parameter(y) for y in inputs)
 
     def _is_parameter(self, x: ir.Value) -> bool:
-        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), str(x.name)]
+        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), name_of(x)]
         return any(name in self.parameters for name in named)
 
     def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
@@ -268,7 +269,7 @@ class _Names:
         node = x.producer()
         if node is not None:
             return node.op_type == "Constant"
-        return x.is_initializer() and bool(_INNER.fullmatch(str(x.name))) and not x.is_graph_input()
+        return x.is_initializer() and bool(_INNER.fullmatch(name_of(x))) and not x.is_graph_input()
 
 
 def _lines(node: ir.Node) -> list[str]:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
+from graphopt.graph.values import name_of
 from passes.weights import folds, gathers, ties
 from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
@@ -104,8 +105,8 @@ def signature(model: ir.Model) -> dict[str, Spec]:
     for value in floating(model):
         kind = note_of(value, _KIND)
         if kind in _KINDS and value.name not in targets:
-            placeholder = note_of(value, _PLACEHOLDER) or str(value.name)
-            specs[placeholder] = Spec(_KINDS[kind], str(value.name))
+            placeholder = note_of(value, _PLACEHOLDER) or name_of(value)
+            specs[placeholder] = Spec(_KINDS[kind], name_of(value))
     return specs
 
 
@@ -113,7 +114,7 @@ def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
     if model.producer_name != "pytorch" or note_of(model.graph, SIGNATURE) is not None:
         return False
-    return any(re.fullmatch(r"val_\d+", str(x.name)) for x in model.graph.initializers.values()) or any(
+    return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
     )
 
@@ -124,7 +125,7 @@ def restore_records(model: ir.Model, specs: Signature) -> None:
         return
     parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
     targets = {spec.target for spec in specs.values()}
-    folded = [x for x in floating(model) if str(x.name) not in targets and fill(x) is None]
+    folded = [x for x in floating(model) if name_of(x) not in targets and fill(x) is None]
     sources = {
         x: {parameters[name] for name in _arguments_of_readers(x) if name in parameters} for x in folded
     }
@@ -155,9 +156,9 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
     if not leaves_open:
         for node in model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
-                yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a constant of the exported program")
+                yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
     for value in floating(model):
-        name = str(value.name)
+        name = name_of(value)
         sources = tuple(source for source in _sources(value) if source in kinds)
         if leaves_open and (name in kinds or (sources and _call_of(name) in _MOVING)):
             continue
@@ -206,7 +207,7 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for call, uses in calls.items():
         taken = [name for name in _arguments(call) if name in specs]
         own = {
-            x: {placeholders[n] for n in (str(x.name), *_sources(x)) if n in placeholders} for x, _, _ in uses
+            x: {placeholders[n] for n in (name_of(x), *_sources(x)) if n in placeholders} for x, _, _ in uses
         }
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
@@ -220,7 +221,7 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
                 name, origin = spec.target, _named(spec.kind, f", merged with {x.name}")
             copy = copies.get((x, name)) or duplicate(model, x, name)
             copies[x, name] = copy
-            parted[str(copy.name)] = origin
+            parted[name_of(copy)] = origin
             node.replace_input_with(index, copy)
     return parted
 
@@ -232,7 +233,7 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for value in floating(model):
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
-        calls = [_call_of(name) for name in (*sources, str(value.name)) if name not in paths]
+        calls = [_call_of(name) for name in (*sources, name_of(value)) if name not in paths]
         if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERTIBLE.keys() >= set(calls):
             continue
         numbers = array(value).astype(np.float64)
@@ -254,7 +255,7 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
             last.name, last.type, last.shape = f"{value.name}/{call}", value.type, value.shape
         model.graph.insert_before(model.graph[0], nodes)
         ir.convenience.replace_all_uses_with(value, last, replace_graph_outputs=True)
-        del model.graph.initializers[str(value.name)]
+        del model.graph.initializers[name_of(value)]
     return inverted
 
 
@@ -265,7 +266,7 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for value in floating(model):
         sources = _sources(value)
         paths = [source for source in sources if kinds.get(source) is Kind.PARAMETER]
-        folded = (*sources, str(value.name))
+        folded = (*sources, name_of(value))
         calls = {_call_of(name) for name in folded if name not in kinds} - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
@@ -299,7 +300,7 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
                 continue  # tying computes it by simpler nodes
             rest = folds.move(model, value, [*parameters, *constants], missing, bool(detached))
             if rest is not None and missing:
-                restored[str(rest.name)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
+                restored[name_of(rest)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
         elif not missing:
             functions = sorted(calls - (_MOVING - _TURNING))
             folds.compute(model, value, parameters, constants, functions, bool(detached))
@@ -315,13 +316,13 @@ def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]
         repeats = calls & _REPEATING and gathers.repeats(array(value))
         if len(sources) == 1 and calls <= _LAYOUT and not repeats:
             found.setdefault(sources[0], value)
-    own = {str(x.name): x for x in floating(model) if str(x.name) in kinds}
+    own = {name_of(x): x for x in floating(model) if name_of(x) in kinds}
     return found | own
 
 
 def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
     """Return the calls that made a folded value."""
-    return {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs}
+    return {_call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
@@ -366,7 +367,7 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
 
 def _names_present(model: ir.Model) -> set[str]:
     """Return the names of the values in the file, and of those from which the exporter computed its values."""
-    return {name for value in floating(model) for name in (str(value.name), *_sources(value))}
+    return {name for value in floating(model) for name in (name_of(value), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:
@@ -395,7 +396,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
     move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
     """
-    folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
+    folded = {_call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs} - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
         return False
     calls = [_arguments(note_of(node, EXPORTED_CALL) or "") for node in value.consumers()]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import floating
 
@@ -61,5 +62,5 @@ def left_out(model: ir.Model) -> list[str]:
 
 def _read_tensorflow(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     for value in floating(model):
-        if "ReadVariableOp" in str(value.name):
-            yield str(value.name), Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
+        if "ReadVariableOp" in name_of(value):
+            yield name_of(value), Origin(Kind.PARAMETER, "a variable of the exported program", named=True)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import STOP_GRADIENT
+from graphopt.graph.values import name_of
 from passes.weights.initializers import array, register
 
 
@@ -136,7 +137,7 @@ def _replace(model: ir.Model, value: ir.Value, computed: ir.Value, detached: boo
     if detached:
         computed = STOP_GRADIENT.mark(_emit(model, value, "detached", "Identity", [computed]))
     ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
-    del model.graph.initializers[str(value.name)]
+    del model.graph.initializers[name_of(value)]
     model.graph.sort()
 
 

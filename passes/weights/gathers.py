@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.values import name_of
 from passes.weights.initializers import array, register
 
 
@@ -39,7 +40,7 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
         output.name, output.type, output.shape = node.name, value.type, ir.Shape(shape)
     model.graph.insert_before(model.graph[0], [gathered, moved])
     ir.convenience.replace_all_uses_with(value, moved.outputs[0], replace_graph_outputs=True)
-    del model.graph.initializers[str(value.name)]
+    del model.graph.initializers[name_of(value)]
     return table
 
 

@@ -20,7 +20,7 @@ from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
 from graphopt.graph.roles import Role, set_role, stop_gradient_at
 from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 
 WIDE = ir.DataType.FLOAT
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
@@ -81,7 +81,7 @@ class QuantizedWeights:
     def _show(self, integers: ir.Value, nodes: Sequence[ir.Node]) -> None:
         numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
         assert numbers is not None and integers.const_value is not None and y.dtype is not None
-        name = str(integers.name)
+        name = name_of(integers)
         self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
         tensor = ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
         shown = ir.Value(name=name, type=ir.TensorType(y.dtype), shape=integers.shape, const_value=tensor)
@@ -117,7 +117,7 @@ class QuantizedWeights:
             _detach(quantized.node)
 
     def _restore(self, op: Emitter, weight: ir.Value, quantized: Quantized) -> None:
-        name = str(weight.name)
+        name = name_of(weight)
         del self._model.graph.initializers[name]
         tensor = quantized.integers
         integers = ir.Value(
@@ -162,7 +162,7 @@ def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
     """Declare state with the name and the notes of an initializer, which it replaces."""
-    name = str(weight.name)
+    name = name_of(weight)
     del model.graph.initializers[name]
     weight.const_value = None  # renaming a value renames its tensor, which may belong to the caller
     weight.name = f"{name}/stored"

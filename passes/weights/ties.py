@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Copy
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 from passes.weights.initializers import array, duplicate
 
 _FEWEST = 8  # the fewest equal elements that indicate a tie
@@ -61,7 +61,7 @@ def tells(weight: ir.Value) -> bool:
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
     """Compute an initializer from the weight of which it is a copy."""
     op_type, argument = made_by
-    name, shape = str(copy.name), array(copy).shape
+    name, shape = name_of(copy), array(copy).shape
     with Emitter(model) as op:
         emit: dict[str, Callable[[], ir.Value]] = {
             "Identity": lambda: weight,

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
+from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
 from passes.weights.initializers import array, duplicate, floating, is_weight, register
 
@@ -67,7 +68,7 @@ _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
     for value in floating(model):
-        name = str(value.name)
+        name = name_of(value)
         if _is_power_vector(value, model):
             why = "a singular vector, which spectral normalization estimates"
             yield name, Origin(Kind.BUFFER, why, certain=False, named=True)
@@ -75,13 +76,13 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
             yield name, _origin(value, name, value.consumers(), model.graph.initializers)
     for node in model.graph.all_nodes():
         if node.op_type in LITERALS and node.domain == "":
-            yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
+            yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
     for value in floating(model):
-        name = str(value.name)
+        name = name_of(value)
         if _is_buffer(name):
             yield name, _origin(value, name, value.consumers(), model.graph.initializers)
 
@@ -97,14 +98,14 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
         x, y = node.inputs[0], node.outputs[0]
         if x is None or not is_weight(x) or y.is_graph_output():
             continue
-        name, readers = str(y.name), list(y.consumers())
+        name, readers = name_of(y), list(y.consumers())
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
         y.name = f"{name}/alias"
         copy = x
         if not (_is_folded(name) and _modules(own, modules) & _modules(readers, modules)):
             copy = duplicate(model, x, name)
             origin = _origin(copy, name, readers, model.graph.initializers)
-            parted[str(copy.name)] = replace(origin, named=True)
+            parted[name_of(copy)] = replace(origin, named=True)
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
     return parted
@@ -114,13 +115,13 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     """Recompute gathers and sums that the exporter folded, as for biases of relative positions; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        name, readers = str(value.name), list(value.consumers())
+        name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
             table = gathers.undo(model, value, f"{name}.table")
             if table is not None:
                 why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
-                restored[str(table.name)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
+                restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     return restored
 
 
@@ -128,7 +129,7 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
     """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        name, uses = str(value.name), list(value.uses())
+        name, uses = name_of(value), list(value.uses())
         folded = _is_folded(name) and bool(uses)
         if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
             numbers = array(value)
@@ -144,7 +145,7 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
             model.graph.insert_before(model.graph[0], [masked])
             why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
             restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
-            restored[str(mask.name)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+            restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
     return restored
 
 
@@ -196,7 +197,7 @@ def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
     layers = [module] if module else []
     for reader in product.outputs[0].consumers():
         layers += [
-            str(x.name).removesuffix(".bias") for x in reader.inputs if x and str(x.name).endswith(".bias")
+            name_of(x).removesuffix(".bias") for x in reader.inputs if x and name_of(x).endswith(".bias")
         ]
     return any(f"{layer}.weight" not in known for layer in layers)
 
@@ -210,7 +211,7 @@ def _is_buffer(name: str) -> bool:
 
 def _is_power_vector(value: ir.Value, model: ir.Model) -> bool:
     """Return whether a value is one of the vectors `weight_u` and `weight_v` of spectral normalization."""
-    stem, end = str(value.name)[:-1], str(value.name)[-1:]
+    stem, end = name_of(value)[:-1], name_of(value)[-1:]
     pair = [model.graph.initializers.get(stem + letter) for letter in "uv"]
     return end in ("u", "v") and stem[-1:] == "_" and all(x is not None and array(x).ndim == 1 for x in pair)
 

@@ -11,7 +11,7 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import plain
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.rewriting import Pass, keep_interface
+from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.targets.onnxruntime.arithmetic import CombineScalarFactors, SquareAsProduct
@@ -84,7 +84,7 @@ class Fuse(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         unfused = model.clone()
-        with keep_interface(model):
+        with interface_kept(model):
             changed = [
                 fusion(model) and _sorted(model)
                 for name, fusion in FUSIONS.items()
