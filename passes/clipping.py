@@ -12,7 +12,6 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, retire
@@ -44,9 +43,7 @@ class Clip(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = roles.with_role(model, Role.GRADIENT)
-        if not gradients:
-            raise GraphoptError(f"{type(self).__name__} needs gradients, found none: run Gradient first")
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         with Emitter(model) as op:
             for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
                 place = list(model.graph.outputs).index(gradient)

@@ -29,7 +29,7 @@ class GradientNorm(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = _gradients(model, self)
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         with Emitter(model) as op:
             report_norm(op, model, gradients)
 
@@ -54,7 +54,7 @@ class ReportGradients(Pass):
     parameters: Pattern = "*"
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {value_of(g): g for g in _gradients(model, self)}
+        gradients = {value_of(g): g for g in self.required(model, Role.GRADIENT, "run Gradient first")}
         trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
         chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:
@@ -72,13 +72,6 @@ def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> 
     norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
     model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
     return norm
-
-
-def _gradients(model: ir.Model, needed_by: Pass) -> list[ir.Value]:
-    found = with_role(model, Role.GRADIENT)
-    if not found:
-        raise GraphoptError(f"{type(needed_by).__name__} needs gradients, found none: run Gradient first")
-    return found
 
 
 def _wide(op: Emitter, value: ir.Value) -> ir.Value:

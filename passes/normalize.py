@@ -24,12 +24,11 @@ from graphopt.graph.file_notes import remember
 from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_name
-from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
-from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
 from graphopt.graph.values import is_floating, name_of, swap
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
@@ -282,20 +281,10 @@ def _is_older(node: ir.Node) -> bool:
 
     Since opset 22, a last pooling window does not start in the padding.
     """
-    try:
-        old = onnx.defs.get_schema(node.op_type, OPSET)
-    except onnx.defs.SchemaError:
+    old = schemas.schema_of("", node.op_type, OPSET)
+    if old is None or len(node.inputs) > old.max_input or is_ceiled(node):
         return False
-    ceiling = node.attributes.get("ceil_mode")
-    if node.op_type in POOLS and ceiling is not None and ceiling.as_int():
-        return False
-    formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
-    typed = all(
-        x is None or x.dtype is None or f"tensor({x.dtype.name.lower()})" in formal.types
-        for formal, x in zip(formals, node.inputs, strict=False)
-        if x is None or isinstance(x.type, ir.TensorType)
-    )
-    return typed and set(node.attributes) <= set(old.attributes) and len(node.inputs) <= old.max_input
+    return set(node.attributes) <= set(old.attributes) and schemas.fits(old, node.inputs)
 
 
 def _set_opset(model: ir.Model, version: int) -> None:

@@ -15,7 +15,7 @@ from graphopt.graph.memory import base_of, bytes_of
 from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role
 from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
 from graphopt.graph.values import is_floating, like
@@ -53,8 +53,7 @@ class Recompute(Pass):
     batch: int = 32
 
     def rewrite(self, model: ir.Model) -> None:
-        if not with_role(model, Role.GRADIENT):
-            raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
+        self.required(model, Role.GRADIENT, "run Gradient first")
         simplify(model)  # a later Simplify would merge equal nodes of both passes
         forward = _Forward(model, self.batch)
         _rerun(model, forward, forward.choose(self.budget))

@@ -140,7 +140,7 @@ MUTANTS = [
         "pooling.py",
         (
             "MaxPool",
-            "share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))",
+            "share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))",
             "share = dy",
         ),
         ("MaxPool", "[0] * (rank(x) + 2) + missing", "missing + [0] * (rank(x) + 2)"),
@@ -260,7 +260,7 @@ MUTANTS = [
         "sampling.py",
         ("RoiAlign", "(sample + 0.5) / count", "sample / count"),
         ("MaxRoiPool", "op.Floor(x + 0.5)", "op.Round(x)"),
-        ("DeformConv", "steps[i] * dilation - pad", "steps[i] - pad"),
+        ("DeformConv", "steps[i] * window.dilations[i] - ", "steps[i] - "),
     ),
     *of(
         "recurrent.py",

@@ -58,9 +58,7 @@ def check_domains(model: ir.Model) -> None:
         if found is not None:
             names = [found.name, *(y.name for y in found.outputs)]
             raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
-        whole.opset_imports.pop(
-            KERNELS, None
-        )  # ONNX Runtime writes all domains that it has met in the process
+        whole.opset_imports.pop(KERNELS, None)  # ONNX Runtime writes all domains that its process has used
     if any(function.domain == KERNELS for function in model.functions.values()):
         raise _reserved("a function")
 
@@ -161,14 +159,11 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
         raise GraphoptError(
             f"tensor {tensor.name!r}: expected an element type of ONNX, found {tensor.data_type}"
         )
-    count = 1
-    for dim in tensor.dims:
-        if dim < 0:
-            raise GraphoptError(
-                f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
-            )
-        count *= dim
-    expected, found, unit = _amounts(tensor, dtype, count)
+    if any(dim < 0 for dim in tensor.dims):
+        raise GraphoptError(
+            f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
+        )
+    expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims))
     if expected != found:
         raise GraphoptError(
             f"tensor {tensor.name!r}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.large_models import bytes_of
 from graphopt.graph.operators import SHAPE_READERS
-from graphopt.graph.traversal import captured, subgraphs
+from graphopt.graph.traversal import subgraphs, values_read
+from graphopt.graph.values import bytes_of
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
@@ -159,17 +160,10 @@ def _is_constant(node: ir.Node, constant: set[ir.Value]) -> bool:
     if node.op_type in SHAPE_READERS and node.inputs and node.inputs[0] is not None:
         shape = node.inputs[0].shape
         return shape is not None and shape.is_static()
-    return constant.issuperset(_read(node))
-
-
-def _read(node: ir.Node) -> Iterable[ir.Value]:
-    return [x for x in [*node.inputs, *captured(node)] if x is not None]
+    return constant.issuperset(values_read(node))
 
 
 def _bytes(value: ir.Value) -> int:
     if value.shape is None or not value.shape.is_static() or value.dtype in (None, ir.DataType.STRING):
         return 0
-    count = 1
-    for dim in value.shape.numpy():
-        count *= dim
-    return int(count * value.dtype.itemsize) if value.dtype else 0
+    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
-from graphopt.graph.schemas import defaults
+from graphopt.graph.schemas import defaults, fits, formal_of, schema_of
 from graphopt.graph.values import like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
@@ -118,21 +117,12 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     model.graph.sort()
 
 
-@functools.cache
-def _schema(op_type: str, version: int) -> onnx.defs.OpSchema | None:
-    try:
-        schema = onnx.defs.get_schema(op_type, version, "")
-    except onnx.defs.SchemaError:
-        return None
-    return None if schema.deprecated else schema
-
-
 def _form(node: ir.Node, now: int, version: int) -> Form | None:
     """Return a node's attributes and inputs in another opset, or None if it has no equivalent."""
-    new, old = _schema(node.op_type, now), _schema(node.op_type, version)
+    new, old = (schema_of("", node.op_type, opset) for opset in (now, version))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     inputs = list(node.inputs)
-    if new is None or old is None:
+    if new is None or old is None or new.deprecated or old.deprecated:
         return None
     if new.since_version == old.since_version:
         return attributes, inputs
@@ -244,15 +234,11 @@ def _is_typed(node: ir.Node, inputs: Sequence[ir.Value | None], old: onnx.defs.O
     """Return whether a schema accepts inputs of these types and its type constraints hold."""
     bound: dict[str, ir.DataType] = {}
     for i, x in enumerate(inputs):
-        formal = old.inputs[min(i, len(old.inputs) - 1)]
-        if x is None:
-            if formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
-                return False
-            continue
-        if x.dtype is None or not isinstance(x.type, ir.TensorType):
-            continue
-        if f"tensor({x.dtype.name.lower()})" not in formal.types:
+        formal = formal_of(old, i)
+        if x is None and formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
             return False
+        if x is None or x.dtype is None or not isinstance(x.type, ir.TensorType):
+            continue
         if formal.is_homogeneous and bound.setdefault(formal.type_str, x.dtype) != x.dtype:
             return False
-    return True
+    return fits(old, inputs)

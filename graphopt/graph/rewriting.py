@@ -21,7 +21,7 @@ from graphopt.graph import metadata, plain
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT, STORED, InferenceForm
 from graphopt.graph.opsets import IR_VERSION
-from graphopt.graph.roles import clear_role
+from graphopt.graph.roles import Role, clear_role, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals
@@ -84,6 +84,17 @@ class Pass(ir.passes.InPlacePass):
     @abstractmethod
     def rewrite(self, model: ir.Model) -> None:
         """Rewrite `model` in place."""
+
+    def required(self, model: ir.Model, role: Role, advice: str) -> list[ir.Value]:
+        """Return the values with a role that the pass cannot do without.
+
+        Raises:
+            GraphoptError: there are none. The message ends with the advice.
+        """
+        found = with_role(model, role)
+        if not found:
+            raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
+        return found
 
 
 @contextlib.contextmanager

@@ -47,6 +47,11 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+    """Return the size of a tensor of numbers in bytes; 0 for text, whose size has no bound that matters here."""
+    return 0 if tensor is None or tensor.dtype is ir.DataType.STRING else tensor.nbytes
+
+
 def like(value: ir.Value, model: ir.Value) -> ir.Value:
     """Declare that `value` has the shape and element type of `model`, where inference cannot see it."""
     value.shape = model.shape

@@ -61,11 +61,7 @@ class GradientSource(Pass):
                 f"Gradient needs a loss that is one number, found shape {loss.shape}: set "
                 "loss.reduction to 'mean' or 'sum'"
             )
-        parameters = roles.with_role(model, Role.PARAMETER)
-        if not parameters:
-            raise GraphoptError(
-                "Gradient needs parameters, found none: run Parameters first, or loosen its pattern"
-            )
+        parameters = self.required(model, Role.PARAMETER, "run Parameters first, or loosen its pattern")
         ensure_typed(model)
         with Emitter(model) as op:
             seed, inverse = op.constant(1.0, like=loss), None

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import onnx_ir as ir
 from onnxscript import OnnxFunction
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
 Gradients = Sequence[ir.Value | None]
@@ -52,12 +53,24 @@ WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
 }
 
 
+def enter(table: dict[tuple[str, str], F], operator: tuple[str, str], function: F) -> None:
+    """Register a function for an operator in a table.
+
+    Raises:
+        GraphoptError: the operator has another function.
+    """
+    if table.setdefault(operator, function) is not function:
+        raise GraphoptError(
+            f"{'::'.join(filter(None, operator))}: expected one rule, found a second: passes.gradient replaces a rule"
+        )
+
+
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register the decorated function as the gradient rule of these operators."""
 
     def register(function: Rule) -> Rule:
         for op_type in op_types:
-            RULES[domain, op_type] = function
+            enter(RULES, (domain, op_type), function)
         return function
 
     return register
@@ -81,6 +94,8 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
+        for facts in (NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES):  # of the rule that it replaces
+            facts.discard((domain, op_type))
         return function
 
     return register
@@ -97,7 +112,7 @@ def _scripted(function: OnnxFunction[..., Any]) -> Rule:
 def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
     """Register a gradient rule for each row of local derivatives."""
     for op_type, locals_ in table.items():
-        RULES[domain, op_type] = _chain(locals_)
+        enter(RULES, (domain, op_type), _chain(locals_))
         WITH_LOCAL_DERIVATIVES.add((domain, op_type))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.schemas import schema_of
 from graphopt.graph.values import rank
 from passes.lowering.registry import lowers
 
@@ -25,9 +25,19 @@ def plus(x: Value, bias: Value | None) -> Value:
     return x if bias is None else x + bias
 
 
-@lowers("Gelu", domain=DOMAIN)
-def gelu(op: Emitter, x: Value) -> Value:
-    return op.Gelu(x)
+@lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=DOMAIN)
+def standard(
+    op: Emitter,
+    x: Value,
+    scale: Value | None = None,
+    more: Value | None = None,
+    *,
+    node: ir.Node,
+    **attributes: Any,
+) -> Value:
+    """Emit the operator of the same name in ONNX's domain, which has the same inputs and attributes."""
+    inputs = [value for value in (x, scale, more) if value is not None]
+    return op.call_op(node.op_type, inputs, attributes)  # type: ignore[return-value]
 
 
 @lowers("BiasGelu", domain=DOMAIN)
@@ -51,10 +61,9 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
         return x
     if activation == "Clip":
         return op.Clip(x, *numbers)
-    try:
-        schema = onnx.defs.get_schema(activation, op.versions[""])
-    except onnx.defs.SchemaError:
-        raise GraphoptError(f"its activation {activation!r} is not covered") from None
+    schema = schema_of("", activation, op.versions[""])
+    if schema is None:
+        raise GraphoptError(f"its activation {activation!r} is not covered")
     attributes: dict[str, Any] = dict(zip(sorted(schema.attributes), numbers, strict=False))
     given = {name: value for name, value in attributes.items() if value is not None}
     result = op.call_op(activation, [x], given)
@@ -69,16 +78,13 @@ def fused_gemm(
     b: Value,
     c: Value | None = None,
     *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
     activation: str = "",
     activation_alpha: float | None = None,
     activation_beta: float | None = None,
     activation_gamma: float | None = None,
+    **product: Any,
 ) -> Value:
-    y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    y = op.Gemm(a, b, c, **product)
     return activate(op, y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
@@ -92,11 +98,9 @@ def fused_conv(
     *,
     activation: str = "",
     activation_params: Sequence[float] = (),
-    auto_pad: str = "NOTSET",
-    group: int = 1,
     **window: Any,
 ) -> Value:
-    y = op.Conv(x, w, b, auto_pad=auto_pad, group=group, **window)
+    y = op.Conv(x, w, b, **window)
     return activate(op, plus(y, z), activation, activation_params)
 
 
@@ -126,20 +130,6 @@ def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
     if last:
         axes[-2:] = axes[:-3:-1]
     return x if axes == sorted(axes) else op.Transpose(x, perm=axes)
-
-
-@lowers("LayerNormalization", domain=DOMAIN)
-def layer_normalization(
-    op: Emitter,
-    x: Value,
-    scale: Value,
-    bias: Value | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-5,
-    stash_type: int = 1,
-) -> Value:
-    return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type)
 
 
 @lowers("SimplifiedLayerNormalization", domain=DOMAIN)

@@ -71,14 +71,7 @@ def whole_windows(model: ir.Model) -> None:
         sizes, counts = dims_of(x)[2:], dims_of(y)[2:]
         if not all(isinstance(size, int) for size in [*sizes, *counts]):
             continue
-        kernel, auto_pad = (
-            node.attributes.get_ints("kernel_shape"),
-            node.attributes.get_string("auto_pad", "NOTSET"),
-        )
-        pads, strides, dilations = (
-            list(node.attributes.get_ints(name, ())) for name in ("pads", "strides", "dilations")
-        )
-        window = window_of(x, kernel, auto_pad, pads, strides, dilations)
+        window = window_of(x, node)
         room = np.array(sizes) + window.begin + window.end - window.extent
         if (room // window.strides + 1).tolist() == list(counts):
             node.attributes.pop("ceil_mode")

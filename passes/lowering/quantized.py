@@ -12,26 +12,6 @@ from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
 
 
-@lowers("QuantizeLinear", domain=DOMAIN)
-def quantize_linear(
-    op: Emitter, x: Value, scale: Value, zero_point: Value, *, axis: int = 1, block_size: int = 0
-) -> Value:
-    return op.QuantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
-
-
-@lowers("DequantizeLinear", domain=DOMAIN)
-def dequantize_linear(
-    op: Emitter,
-    x: Value,
-    scale: Value,
-    zero_point: Value | None = None,
-    *,
-    axis: int = 1,
-    block_size: int = 0,
-) -> Value:
-    return op.DequantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
-
-
 @lowers("MatMulNBits", domain=DOMAIN)
 def mat_mul_n_bits(
     op: Emitter,

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import FROZEN
+from passes.gradients.registry import enter
 
 Lowering = Callable[..., ir.Value | Sequence[ir.Value | None]]
 
@@ -28,7 +29,7 @@ def lowers(*op_types: str, domain: str) -> Callable[[Lowering], Lowering]:
 
     def register(function: Lowering) -> Lowering:
         for op_type in op_types:
-            LOWERINGS[domain, op_type] = function
+            enter(LOWERINGS, (domain, op_type), function)
         return function
 
     return register

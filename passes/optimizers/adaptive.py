@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
+from passes.optimizers.emission import Values
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -38,9 +39,7 @@ class Adam(Optimizer):
         moment = "exp_avg" if self.fused else "exp_sum"
         return {moment: 0.0, f"{moment}_sq": 0.0}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         m, v = slots
         m = self.beta1 * m + g
         v = self.beta2 * v + g * g
@@ -93,9 +92,7 @@ class Adagrad(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"sum": self.initial_accumulator}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         s = slots[0] + g * g
         return w - rate * g / (op.Sqrt(s) + self.epsilon), s
 
@@ -126,9 +123,7 @@ class RMSprop(Optimizer):
         names = ["square_avg", *(["grad_avg"] * self.centered), *(["momentum"] if self.momentum else [])]
         return dict.fromkeys(names, 0.0)
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         new = {name: slot for name, slot in zip(self.slots(), slots, strict=True)}
         v = new["square_avg"] = self.alpha * new["square_avg"] + (1 - self.alpha) * (g * g)
         if self.centered:
@@ -164,15 +159,13 @@ class Lion(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"exp_avg": 0.0}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         (m,) = slots
         direction = op.Sign(self.beta1 * m + (1 - self.beta1) * g)
         return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g
 
 
-def _rounded(number: float, like: ir.Value) -> float:
+def _rounded(number: float, like: Value) -> float:
     """Round a number to the type of `like`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
     assert like.dtype is not None
     return float(like.dtype.numpy().type(number))

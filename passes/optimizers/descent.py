@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
+from passes.optimizers.emission import Values
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -54,9 +55,7 @@ class SGD(Optimizer):
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
         return None if self.momentum else ("SGDOptimizerV2", {})
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         if not slots:
             return (w - rate * g,)
         fresh = g

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
@@ -15,18 +16,19 @@ from passes import ort_kernels
 
 SMALL = 4096  # numbers in a vector that is updated together with others
 
-Formula = Callable[..., tuple[ir.Value, ...]]
+Values = tuple[Value, ...]
+Formula = Callable[..., Values]
 
 
 class Row(NamedTuple):
     """Hold a parameter, its gradient and its slots."""
 
-    parameter: ir.Value
-    gradient: ir.Value
-    slots: tuple[ir.Value, ...]
+    parameter: Value
+    gradient: Value
+    slots: Values
 
     @property
-    def state(self) -> tuple[ir.Value, ...]:
+    def state(self) -> Values:
         return self.parameter, *self.slots
 
     @property
@@ -51,8 +53,8 @@ class Emission:
 
     model: ir.Model
     op: Emitter
-    rate: ir.Value
-    step: ir.Value
+    rate: Value
+    step: Value
     decay: float
     decoupled: bool
 
@@ -91,7 +93,7 @@ class Emission:
         for row, new in zip(rows, zip(*results, strict=True), strict=True):
             self._set_next(row, new)
 
-    def _apply(self, formula: Formula, w: ir.Value, g: ir.Value, *slots: ir.Value) -> tuple[ir.Value, ...]:
+    def _apply(self, formula: Formula, w: Value, g: Value, *slots: Value) -> Values:
         w, g, rate, step = self._wide(w, g, self.rate, self.step)
         if self.decay and self.decoupled:
             w = w * (1 - rate * self.decay)
@@ -99,14 +101,14 @@ class Emission:
             g = self._decayed(w, g)
         return formula(self.op, w, g, rate, step, *slots)
 
-    def _decayed(self, w: ir.Value, g: ir.Value) -> ir.Value:
+    def _decayed(self, w: Value, g: Value) -> Value:
         return g + self.decay * w if self.decay else g
 
-    def _wide(self, w: ir.Value, *values: ir.Value) -> list[ir.Value]:
+    def _wide(self, w: Value, *values: Value) -> list[Value]:
         """Cast a parameter and other values to the type in which it is updated."""
         return [_cast(self.op, value, wide(w.dtype)) for value in (w, *values)]
 
-    def _set_next(self, row: Row, new: Sequence[ir.Value]) -> None:
+    def _set_next(self, row: Row, new: Sequence[Value]) -> None:
         for x, value in zip(row.state, new, strict=True):
             assert x.dtype is not None
             state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, x.dtype)))
@@ -118,5 +120,5 @@ def wide(dtype: ir.DataType | None) -> ir.DataType:
     return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
 
 
-def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _cast(op: Emitter, value: Value, dtype: ir.DataType) -> Value:
     return value if value.dtype == dtype else op.Cast(value, to=dtype)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
@@ -22,7 +23,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals, within
-from passes.optimizers.emission import Emission, Row, wide
+from passes.optimizers.emission import Emission, Row, Values, wide
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,7 @@ class Optimizer(Pass):
         return {}
 
     @abstractmethod
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1."""
 
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
@@ -101,9 +100,7 @@ class Optimizer(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = with_role(model, Role.GRADIENT)
-        if not gradients:
-            raise GraphoptError("an optimizer needs gradients, found none: run Gradient first")
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         if self.fused and self.kernel(0.0) is None:
             raise GraphoptError(
                 f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
@@ -148,7 +145,7 @@ class Optimizer(Pass):
                 rows = [row for row in rows if row not in together]
         emission.each(self.update, rows)
 
-    def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:
+    def _declare_slots(self, model: ir.Model, w: Value) -> Values:
         assert w.shape is not None
         dims, dtype = w.shape.numpy(), wide(w.dtype).numpy()
         return tuple(
@@ -156,7 +153,7 @@ class Optimizer(Pass):
             for slot, fill in self.slots().items()
         )
 
-    def _check_groups(self, parameters: list[ir.Value]) -> None:
+    def _check_groups(self, parameters: list[Value]) -> None:
         for group in self.groups:
             if not any(selects(group.pattern, parameter) for parameter in parameters):
                 raise GraphoptError(

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
+from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import name_of
 from passes.gradients.walk import inputs_of, reaches
@@ -69,7 +70,7 @@ class Builder:
     def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
         """Return `part` with its gradients NAME_grad. For outputs with other readers it is left undefined."""
         names = {name_of(y) for y in part.graph.outputs}
-        text = ir.to_proto(part).SerializeToString()
+        text = whole(part)
         builder = self._builder(text, names, {name_of(x) for x in wrt}, "", self._options)
         builder.build()
         return onnx.load_from_string(builder.get_model())

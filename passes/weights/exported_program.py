@@ -18,7 +18,7 @@ from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from graphopt.graph.values import name_of
-from passes.weights import folds, gathers, ties
+from passes.weights import folds, gathers, initializers, ties
 from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
@@ -30,36 +30,15 @@ _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR":
 # Calls of ATen that only move numbers.
 _MOVING = {
     *("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"),
-    *(
-        "chunk",
-        "diagonal",
-        "embedding",
-        "getitem",
-        "index",
-        "index_select",
-        "narrow",
-        "select",
-        "slice",
-        "split",
-    ),
-    *("split_with_sizes", "unbind", "cat", "stack", "expand", "repeat", "tile"),
+    *("chunk", "diagonal", "embedding", "getitem", "index", "index_select", "narrow", "select", "slice"),
+    *("split", "split_with_sizes", "unbind", "cat", "stack", "expand", "repeat", "tile"),
     *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
     *("flip", "movedim", "permute", "roll", "t", "transpose"),
 }
 # Calls in this list that keep all numbers.
 _LAYOUT = {
-    *(
-        "alias",
-        "clone",
-        "contiguous",
-        "lift_fresh_copy",
-        "flatten",
-        "reshape",
-        "squeeze",
-        "unflatten",
-        "unsqueeze",
-    ),
-    *("view", "_unsafe_view", "movedim", "permute", "t", "transpose", "val"),
+    *("alias", "clone", "contiguous", "lift_fresh_copy", "flatten", "reshape", "squeeze", "unflatten"),
+    *("unsqueeze", "view", "_unsafe_view", "movedim", "permute", "t", "transpose", "val"),
 }
 # Calls that make numbers out of none.
 _MAKING = {
@@ -126,23 +105,17 @@ def restore_records(model: ir.Model, specs: Signature) -> None:
     parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
     targets = {spec.target for spec in specs.values()}
     folded = [x for x in floating(model) if name_of(x) not in targets and fill(x) is None]
-    sources = {
-        x: {parameters[name] for name in _arguments_of_readers(x) if name in parameters} for x in folded
-    }
+    sources: dict[ir.Value, set[str]] = {}
     for x in folded:
+        calls = [note_of(user, EXPORTED_CALL) or "" for user in x.consumers()]
+        found = {parameters[name] for call in calls for name in _arguments(call) if name in parameters}
         own = {y.name for user in x.consumers() for y in user.inputs if y is not None}
-        sources[x] -= own if len(sources[x] - own) else set()
-    known = {source for found in sources.values() for source in found}
-    missing = [
-        name for name in parameters.values() if name not in model.graph.initializers and name not in known
-    ]
+        sources[x] = (found - own) or found
+    known = set(model.graph.initializers).union(*sources.values())
+    missing = [name for name in parameters.values() if name not in known]
     for x in folded:
         if names := sorted(sources[x]) or (missing if len(x.shape or ()) else []):
             note(x, FOLDED_FROM, repr(names))
-
-
-def _arguments_of_readers(x: ir.Value) -> list[str]:
-    return [name for user in x.consumers() for name in _arguments(note_of(user, EXPORTED_CALL) or "")]
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
@@ -183,12 +156,9 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             why = f"{_some(parameters)}, laid out anew by the exporter{joined}"
             yield name, Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
         else:
-            apart = (
-                " beside it"
-                if any(name in model.graph.initializers for name in parameters)
-                else " in its place"
-            )
-            why = f"computed from {_some(parameters)} by the exporter, and trains{apart}"
+            present = any(name in model.graph.initializers for name in parameters)
+            where = "beside it" if present else "in its place"
+            why = f"computed from {_some(parameters)} by the exporter, and trains {where}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
@@ -248,14 +218,9 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
             continue
         last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
-        nodes = []
         for call in calls:
-            nodes.append(ir.node(_INVERTIBLE[call][0], [last], name=f"{value.name}/{call}"))
-            last = nodes[-1].outputs[0]
-            last.name, last.type, last.shape = f"{value.name}/{call}", value.type, value.shape
-        model.graph.insert_before(model.graph[0], nodes)
-        ir.convenience.replace_all_uses_with(value, last, replace_graph_outputs=True)
-        del model.graph.initializers[name_of(value)]
+            last = initializers.emit(model, value, call, _INVERTIBLE[call][0], [last])
+        initializers.replace(model, value, last)
     return inverted
 
 
@@ -264,10 +229,8 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        sources = _sources(value)
-        paths = [source for source in sources if kinds.get(source) is Kind.PARAMETER]
-        folded = (*sources, name_of(value))
-        calls = {_call_of(name) for name in folded if name not in kinds} - {"val"}
+        paths = [source for source in _sources(value) if kinds.get(source) is Kind.PARAMETER]
+        calls = _calls_of(value, kinds) - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
             restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
@@ -396,7 +359,7 @@ def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[s
     Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
     move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
     """
-    folded = {_call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs} - {"val"}
+    folded = _calls_of(value, inputs) - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
         return False
     calls = [_arguments(note_of(node, EXPORTED_CALL) or "") for node in value.consumers()]

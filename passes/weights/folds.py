@@ -10,8 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import STOP_GRADIENT
-from graphopt.graph.values import name_of
-from passes.weights.initializers import array, register
+from passes.weights.initializers import array, emit, register, replace
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,7 @@ def move(
         detached: stop the gradient.
     """
     numbers = array(value)
-    if (
-        any(array(source).dtype != numbers.dtype for source in sources)
-        or len(missing) > 1
-        or numbers.size == 0
-    ):
+    if {array(source).dtype for source in sources} != {numbers.dtype} or len(missing) > 1 or not numbers.size:
         return None
     flat = np.concatenate([array(source).ravel() for source in sources])
     distinct, places = np.unique(flat, return_index=True)
@@ -84,12 +79,12 @@ def move(
     size = sum(array(source).size for source in sources)
     shape = register(model, f"{value.name}.flat", np.array([-1], np.int64))
     parts = [
-        _emit(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
+        emit(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
         for i, source in enumerate(sources)
     ]
-    whole = parts[0] if len(parts) == 1 else _emit(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
+    whole = parts[0] if len(parts) == 1 else emit(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
     gathered = [whole, register(model, f"{value.name}.places", index)]
-    _replace(model, value, _emit(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
+    _replace(model, value, emit(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
     return sources[-1]
 
 
@@ -126,19 +121,17 @@ def compute(
             shape = np.broadcast_shapes(shape, array(other).shape)
         if step.op_type == "Transpose":
             shape = tuple(shape[axis] for axis in dict(step.attributes)["perm"])  # type: ignore[attr-defined]
-        last = _emit(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
+        last = emit(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
     if shape != array(value).shape:
         target = register(model, f"{value.name}.shape", np.array(array(value).shape, np.int64))
-        last = _emit(model, value, "reshape", "Reshape", [last, target])
+        last = emit(model, value, "reshape", "Reshape", [last, target])
     _replace(model, value, last, detached)
 
 
 def _replace(model: ir.Model, value: ir.Value, computed: ir.Value, detached: bool) -> None:
     if detached:
-        computed = STOP_GRADIENT.mark(_emit(model, value, "detached", "Identity", [computed]))
-    ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
-    del model.graph.initializers[name_of(value)]
-    model.graph.sort()
+        computed = STOP_GRADIENT.mark(emit(model, value, "detached", "Identity", [computed]))
+    replace(model, value, computed)
 
 
 def _chains(
@@ -203,21 +196,3 @@ def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:
     if call == "mul" and np.isin(wanted[x != 0] / x[x != 0], (0, 1)).all():
         masks = [np.where(x != 0, wanted / np.where(x == 0, 1, x), 1.0)]
     return [np.array(number) for number in dict.fromkeys(found)] + masks
-
-
-def _emit(
-    model: ir.Model,
-    value: ir.Value,
-    what: str,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    attributes: dict[str, object] | None = None,
-    shape: Sequence[int] | None = None,
-) -> ir.Value:
-    """Add a node to a graph, which is to be sorted afterwards."""
-    node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")  # type: ignore[arg-type]
-    output = node.outputs[0]
-    output.name, output.type = node.name, value.type
-    output.shape = value.shape if shape is None else ir.Shape(shape)
-    model.graph.insert_before(model.graph[0], [node])
-    return output

@@ -16,47 +16,17 @@ from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, floating, is_weight, register
+from passes.weights.initializers import array, duplicate, emit, floating, is_weight, register
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
-    *(
-        "alibi",
-        "anchor",
-        "anchors",
-        "default_boxes",
-        "dboxes",
-        "grid",
-        "grids",
-        "prior_boxes",
-        "priors",
-        "slopes",
-    ),
-    *("stride", "strides", "attention_mask", "attn_mask", "causal_mask", "mask", "masks", "tril", "triu"),
-    *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq"),
+    *("alibi", "anchor", "anchors", "default_boxes", "dboxes", "grid", "grids", "prior_boxes", "priors"),
+    *("slopes", "stride", "strides", "attention_mask", "attn_mask", "causal_mask", "mask", "masks", "tril"),
+    *("triu", "cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq"),
     *("pe", "position_ids", "position_table", "relative_coords_table", "relative_position_index"),
-    *(
-        "running_mean",
-        "running_var",
-        "running_std",
-        "num_batches_tracked",
-        "embed_scale",
-        "final_logits_bias",
-    ),
-    *(
-        "mean",
-        "means",
-        "std",
-        "stds",
-        "ema",
-        "embed_avg",
-        "cluster_size",
-        "alphas_cumprod",
-        "betas",
-        "filt",
-        "mel_basis",
-        "window",
-    ),
+    *("running_mean", "running_var", "running_std", "num_batches_tracked", "embed_scale"),
+    *("final_logits_bias", "mean", "means", "std", "stds", "ema", "embed_avg", "cluster_size"),
+    *("alphas_cumprod", "betas", "filt", "mel_basis", "window"),
 }
 _PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_", "gaussian_", "posterior_", "sqrt_")
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
@@ -68,12 +38,11 @@ _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
     for value in floating(model):
-        name = name_of(value)
         if _is_power_vector(value, model):
             why = "a singular vector, which spectral normalization estimates"
-            yield name, Origin(Kind.BUFFER, why, certain=False, named=True)
+            yield name_of(value), Origin(Kind.BUFFER, why, certain=False, named=True)
         else:
-            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
+            yield name_of(value), _origin_of(value, model)
     for node in model.graph.all_nodes():
         if node.op_type in LITERALS and node.domain == "":
             yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a literal of the exported program")
@@ -81,10 +50,7 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
-    for value in floating(model):
-        name = name_of(value)
-        if _is_buffer(name):
-            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
+    return ((name_of(x), _origin_of(x, model)) for x in floating(model) if _is_buffer(name_of(x)))
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -137,16 +103,17 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
                 continue
             zeros = int((numbers == 0).sum())
             mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-            masked = ir.node("Mul", [value, mask], name=f"{name}/masked")
-            output = masked.outputs[0]
-            output.name, output.type, output.shape = masked.name, value.type, value.shape
+            masked = emit(model, value, "masked", "Mul", [value, mask])
             for node, index in uses:
-                node.replace_input_with(index, output)
-            model.graph.insert_before(model.graph[0], [masked])
+                node.replace_input_with(index, masked)
             why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
             restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
             restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
     return restored
+
+
+def _origin_of(value: ir.Value, model: ir.Model) -> Origin:
+    return _origin(value, name_of(value), value.consumers(), model.graph.initializers)
 
 
 def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Collection[str]) -> Origin:

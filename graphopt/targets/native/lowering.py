@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.checking import KERNELS
-from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
+from graphopt.graph.storage import skeleton
 from graphopt.graph.values import like
 from graphopt.targets.native.attributes import is_well_formed
 from graphopt.targets.native.bodies import bodies, move_into_bodies, note_rows
@@ -96,8 +96,7 @@ def lower(
     if set(LOWERINGS) <= set(without):
         return None
     threads = threads or os.cpu_count() or 1
-    with weights_apart(model) as weights:
-        content = ir.to_proto(model).SerializeToString()
+    content, weights = skeleton(model)
     digest = digest_of(content.hex(), *sorted(without), str(threads), str(in_place), *_code())
     try:
         return _kept(digest, weights) or _lowered(model, without, threads, in_place, digest)
@@ -115,8 +114,7 @@ def _lowered(
     shared, variants = write_in_place(found.model, found.calls) if in_place else ([], [])
     kernels = [*found.kernels, *variants]
     library = build(source(kernels, threads), parts(kernels))
-    with weights_apart(found.model):
-        content = ir.to_proto(found.model).SerializeToString()
+    content, _ = skeleton(found.model)
     note = json.dumps({"library": library.name, "check": found.check, "shared": shared}).encode()
     keep(f"{digest}.onnx", content)
     keep(f"{digest}.json", note)

@@ -10,7 +10,7 @@ from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, like, rank
-from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
+from passes.gradients.registry import UNIFORM, Gradients, Rule, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.walk import is_uniform
 
@@ -107,4 +107,5 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
 
 
 UNIFORM.update([("", "ReduceSum"), ("", "ReduceMean")])
-RULES.update({("", op_type): reduction(gradient) for op_type, gradient in REDUCTIONS.items()})
+for op_type, gradient in REDUCTIONS.items():
+    rule(op_type)(reduction(gradient))
