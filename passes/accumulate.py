@@ -19,6 +19,7 @@ from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 
+_Values = dict[ir.Value, ir.Value]
 APPLY = "apply"
 FORWARD = "forward_step"
 
@@ -38,7 +39,6 @@ class Accumulate(Pass):
     Raises:
         GraphoptError: `steps` is less than 1, or the model has no optimizer.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "accumulate": passes.Accumulate(4)}
     >>> step = graphopt.compile(models.linear((2,), 1), **steps)
     >>> "If" in [node.op_type for node in step.graph]
@@ -92,13 +92,7 @@ def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
             user.replace_input_with(index, every)
 
 
-def _update_if(
-    model: ir.Model,
-    op: Emitter,
-    apply: ir.Value,
-    kept: dict[ir.Value, ir.Value],
-    fresh: dict[ir.Value, ir.Value],
-) -> None:
+def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, kept: _Values, fresh: _Values) -> None:
     """Move the nodes that update parameters, slots and `step` into a branch; `kept` and `fresh` are accumulators."""
     graph = model.graph
     nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
@@ -112,14 +106,13 @@ def _update_if(
     graph.remove(moved)
     then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
     else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **kept})
-    following = op.If(
-        apply, then_branch=then_branch, else_branch=else_branch, _outputs=len(updates) + len(kept)
-    )
+    branches = {"then_branch": then_branch, "else_branch": else_branch}
+    following = op.If(apply, **branches, _outputs=len(updates) + len(kept))
     for x, y in zip([*updates, *kept], following, strict=True):
         state.set_next(model, x, like(y, x))
 
 
-def _body(op: Emitter, name: str, nodes: list[ir.Node], values: dict[ir.Value, ir.Value]) -> ir.Graph:
+def _body(op: Emitter, name: str, nodes: list[ir.Node], values: _Values) -> ir.Graph:
     """Return a graph of `nodes` that outputs each value of `values` in the shape of its key."""
     body = ir.Graph([], [], nodes=nodes, name=name)
     inner = op.within(body)

@@ -63,7 +63,6 @@ class ClipGlobalNorm(Clip):
         max_norm: the largest Euclidean norm of all gradients together.
         fused: use one kernel of onnxruntime-training. It reports no norm and supports float32 only.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipGlobalNorm(1.0), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
     ['loss', 'y', 'gradient_norm']
@@ -96,7 +95,6 @@ class ClipValue(Clip):
     Args:
         limit: the largest absolute value of an element.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipValue(0.5), "optimizer": passes.SGD(0.1)}
     >>> "Clip" in [node.op_type for node in graphopt.compile(models.linear((2,), 1), **steps).graph]
     True

@@ -12,7 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, set_role, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dtype_of, name_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class GradientNorm(Pass):
     Raises:
         GraphoptError: the model has no gradients.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
     ['loss', 'y', 'gradient_norm']
@@ -44,7 +43,6 @@ class ReportGradients(Pass):
     Raises:
         GraphoptError: the model has no gradients, or no parameter matches.
 
-    >>> from graphopt import models
     >>> report = passes.ReportGradients("*.bias")
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": report, "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
@@ -75,5 +73,4 @@ def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> 
 
 
 def _wide(op: Emitter, value: ir.Value) -> ir.Value:
-    assert value.dtype is not None
-    return op.Cast(value, to=ir.DataType.FLOAT) if value.dtype.itemsize < 4 else value
+    return op.Cast(value, to=ir.DataType.FLOAT) if dtype_of(value).itemsize < 4 else value

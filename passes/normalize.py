@@ -30,7 +30,7 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
-from graphopt.graph.values import is_floating, name_of, swap
+from graphopt.graph.values import constant_of, is_floating, name_of, swap
 from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
 from passes.lowering import classical
 from passes.lowering.gelu_pattern import GELU
@@ -58,7 +58,6 @@ class Normalize(Pass):
         GraphoptError: the model is invalid, the type of a value cannot be inferred, or a lowering does not cover how a
             node uses its operator. The error names the node.
 
-    >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> passes.Normalize()(model).model.opset_imports[""]
     21
@@ -70,7 +69,9 @@ class Normalize(Pass):
         left_out = exporters.left_out(model)
         note_versions(model)
         remember(model)
-        _set_givens_aside(model)
+        givens = [y for y in model.graph.outputs if y.producer() is None]
+        if givens:  # inputs or weights themselves
+            set_aside(model, givens, lambda value: True)
         _rename_what_the_runtime_names(model)
         with interface_kept(model):
             self._prepare(model)
@@ -140,9 +141,8 @@ def expand(model: ir.Model) -> None:
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
         defaults = schemas.defaults("", node.op_type, version)
-        node.attributes.update(
-            {x.name: x for x in ir.convenience.convert_attributes(defaults | dict(node.attributes))}
-        )
+        attributes = ir.convenience.convert_attributes(defaults | dict(node.attributes))
+        node.attributes.update({x.name: x for x in attributes})
     if nodes:
         infer(model)
     for node in nodes:
@@ -191,23 +191,17 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
         name="call",
     )
     proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
-    proto.graph.value_info.add(
-        name=""
-    ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT  # of a missing input
+    missing = proto.graph.value_info.add(name="")
+    missing.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     names = [("", name) for name in _functions()]
-    return ir.from_proto(
-        onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
-    ).graph
+    inlined = onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
+    return ir.from_proto(inlined).graph
 
 
 def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     """Remove outputs that are strings, or labels in a classical model: all outputs that are not floating-point."""
     outputs = model.graph.outputs
-    labels = [
-        output
-        for output in outputs
-        if output.dtype == ir.DataType.STRING or (is_classical and not is_floating(output))
-    ]
+    labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
         set_aside(model, labels, is_floating, role)
@@ -224,13 +218,6 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
             value.name = f"from_file/{value.name}"
 
 
-def _set_givens_aside(model: ir.Model) -> None:
-    """Remove outputs that are inputs or weights themselves; the trained model has them again."""
-    givens = [y for y in model.graph.outputs if y.producer() is None]
-    if givens:
-        set_aside(model, givens, lambda value: True)
-
-
 def upgrade(model: ir.Model) -> None:
     """Convert the default domain from an older opset to the working opset."""
     version = model.opset_imports.setdefault("", OPSET)
@@ -239,9 +226,7 @@ def upgrade(model: ir.Model) -> None:
             f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
         )
     if version < OPSET:
-        functions = dict(
-            model.functions
-        )  # functions with rules keep their opset; the converter would inline them
+        functions = dict(model.functions)  # they keep their opset, and the converter would inline them
         model.functions.clear()
         converter = logging.getLogger(onnxscript.version_converter.__name__)
         level = converter.level
@@ -272,7 +257,9 @@ def convert(model: ir.Model) -> None:
                 stacklevel=2,
             )
             return
-        _set_opset(model, OPSET)
+        model.opset_imports[""] = OPSET
+        for node in model.graph.all_nodes():
+            node.version = node.version if node.domain else None
     model.ir_version = IR_VERSION
 
 
@@ -287,28 +274,17 @@ def _is_older(node: ir.Node) -> bool:
     return set(node.attributes) <= set(old.attributes) and schemas.fits(old, node.inputs)
 
 
-def _set_opset(model: ir.Model, version: int) -> None:
-    model.opset_imports[""] = version
-    for node in model.graph.all_nodes():
-        if node.domain == "":
-            node.version = None
-
-
 def materialize(model: ir.Model) -> None:
     """Replace `ConstantOfShape` nodes of a constant floating-point shape by initializers that contain the numbers."""
     for node in list(model.graph):
         if node.op_type != "ConstantOfShape" or node.domain != "":
             continue
-        shape = ir.convenience.get_const_tensor(node.inputs[0])  # type: ignore[arg-type]
-        fill = node.attributes.get_tensor("value", None)
+        shape, fill = constant_of(node.inputs[0]), node.attributes.get_tensor("value", None)
         array = np.zeros(1, np.float32) if fill is None else fill.numpy()
-        if shape is None or array.dtype.kind != "f" or array.size != 1 or (shape.numpy() < 0).any():
+        if shape is None or array.dtype.kind != "f" or array.size != 1 or (shape < 0).any():
             continue
-        if math.prod(shape.numpy().tolist()) < 2:
+        if math.prod(shape.tolist()) < 2:
             continue
-        tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype))
-        weight = ir.Value(
-            type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape.numpy().tolist()), const_value=tensor
-        )
-        model.graph.register_initializer(swap(node.outputs[0], weight))
+        tensor = ir.tensor(np.full(shape, array.item(), array.dtype))
+        model.graph.register_initializer(swap(node.outputs[0], ir.val(None, const_value=tensor)))
         model.graph.remove(node, safe=True)

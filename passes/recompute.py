@@ -44,7 +44,6 @@ class Recompute(Pass):
     Raises:
         GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget cannot be met.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "recompute": passes.Recompute(budget=0.8)}
     >>> step = graphopt.compile(models.transformer((8,), 16, vocabulary=16), **steps)
     """
@@ -61,21 +60,13 @@ class Recompute(Pass):
 
 @dataclass
 class _Saved:
-    """Store a node whose outputs the backward pass reads, and the cost of recomputing it.
+    """Store a node whose outputs the backward pass reads, and the cost of recomputing it."""
 
-    Args:
-        size: the bytes of those outputs.
-        inner: the nodes between it and other saved nodes, which nothing keeps.
-        sources: the saved nodes from which these nodes start.
-        cost: the cost of the node and of `inner`.
-        start: the position of the first reader in the backward pass.
-    """
-
-    size: int
-    inner: set[ir.Node]
-    sources: set[ir.Node]
-    cost: float
-    start: int
+    size: int  # the bytes of those outputs
+    inner: set[ir.Node]  # the nodes between it and other saved nodes, which nothing keeps
+    sources: set[ir.Node]  # the saved nodes from which these nodes start
+    cost: float  # of the node and of `inner`
+    start: int  # the position of the first reader in the backward pass
 
 
 @dataclass
@@ -94,13 +85,12 @@ class _Forward:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
-        statistics = [
-            x for node in self.nodes if OF_BATCH.is_set(node) for x in node.inputs[3:] if x is not None
-        ]
+        normalizations = [node for node in self.nodes if OF_BATCH.is_set(node)]
+        statistics = [x for node in normalizations for x in node.inputs[3:] if x is not None]
         outputs = {base_of(y).producer() for y in (*model.graph.outputs, *statistics)}
         saved: dict[ir.Node, set[ir.Value]] = {}
         start: dict[ir.Node, int] = {}
-        fixed = {node for node in self.nodes if not _repeatable(node)}
+        fixed = {node for node in self.nodes if node.domain or node.op_type in RANDOM or subgraphs(node)}
         for i, node in enumerate(self.backward):
             for x in values_read(node):
                 producer = base_of(x).producer()
@@ -177,17 +167,12 @@ class _Forward:
                 segment.update(dict.fromkeys(merged, merged))
         segments = sorted({id(one): one for one in segment.values()}.values(), key=self.start)
         cost = sum(self.saved[node].cost for one in segments[1:] for node in one)
-        return _Choice(
-            kept + largest, cost, segments[1:]
-        )  # the first segment would stay alive until it is read anyway
+        # The first segment would stay alive until it is read anyway.
+        return _Choice(kept + largest, cost, segments[1:])
 
     def start(self, segment: Iterable[ir.Node]) -> int:
         """Return the position of the first node of the backward pass that reads a segment."""
         return min(self.saved[node].start for node in segment)
-
-
-def _repeatable(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type not in RANDOM and not subgraphs(node)
 
 
 def _cost(node: ir.Node) -> float:

@@ -88,7 +88,6 @@ class L1(Regularizer):
     Args:
         strength: the factor of the sum.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=passes.L1(1e-3))
     >>> [output.name for output in step.graph.outputs][:3]
     ['loss', 'data_loss', 'penalty']
@@ -107,7 +106,6 @@ class L2(Regularizer):
     Args:
         strength: the factor of the sum.
 
-    >>> from graphopt import models
     >>> penalty = passes.L2(1e-4, parameters="*.weight")
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
     >>> [output.name for output in step.graph.outputs][:3]
@@ -128,7 +126,6 @@ class ElasticPenalty(Regularizer):
         l1: the factor of the absolute values.
         l2: the factor of the squares.
 
-    >>> from graphopt import models
     >>> penalty = passes.ElasticPenalty(l1=1e-4, l2=1e-3)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
     >>> [output.name for output in step.graph.outputs][:3]

@@ -24,7 +24,6 @@ class SortInitializers(Pass):
     Raises:
         GraphoptError: `rename` does not produce distinct names in alphabetical order.
 
-    >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> list(passes.SortInitializers(rename="{index}_{name}")(model).model.graph.initializers)
     ['0_layers.0.weight', '1_layers.0.bias']

@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     *of(
         "quantization.py",
-        ("", "low, high = float(y.dtype.min), float(y.dtype.max)", "low, high = -1e9, 1e9"),
+        ("", "low, high = float(dtype.min), float(dtype.max)", "low, high = -1e9, 1e9"),
         (
             "",
             "rounded = rounded + stretched(op, zero, x, axis, block_size)",

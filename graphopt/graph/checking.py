@@ -26,9 +26,6 @@ def check_proto(proto: onnx.ModelProto) -> None:
     """Raise an error unless text is UTF-8, shapes are possible and tensors have the size that their shape requires.
 
     Attribute references must name an attribute of the surrounding function.
-
-    Raises:
-        GraphoptError: the file breaks one of these rules.
     """
     for message in messages(proto):
         if isinstance(message, onnx.TensorProto):
@@ -47,9 +44,6 @@ def check_domains(model: ir.Model) -> None:
     """Raise an error if a node at any depth or a function of a model has the domain of compiled kernels.
 
     An opset of the domain is removed.
-
-    Raises:
-        GraphoptError: names what uses the domain.
     """
     wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for whole in wholes:
@@ -84,9 +78,6 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     """Raise an error unless offsets and lengths of external data are whole numbers and lie inside the files.
 
     Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
-
-    Raises:
-        GraphoptError: a tensor breaks one of these rules.
     """
     asked, sizes = 0, {}
     for tensor in list(tensors(proto)):  # complete first, so that all text is known to be UTF-8

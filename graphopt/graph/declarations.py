@@ -31,9 +31,6 @@ def forget(model: ir.Model) -> None:
     """Infer the shape of every value from the inputs and weights, whatever the model declares.
 
     The model gets a note of the values whose declared shapes are wrong.
-
-    Raises:
-        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
     """
     shapes.name_dimensions(model.graph.inputs, (f"unknown_{i}" for i in itertools.count()))
     declared = _clear(model.graph)
@@ -249,9 +246,8 @@ def _names_of_outputs(
 
 def _note_wrong(model: ir.Model, declared: Declared) -> None:
     given = _symbols_of(model.graph.inputs)
-    wrong = {
-        x: shape for x, shape in declared.items() if x.shape is not None and _differs(shape, x.shape, given)
-    }
+    pairs = ((x, shape, x.shape) for x, shape in declared.items())
+    wrong = {x: a for x, a, b in pairs if b is not None and _differs(a, b, given)}
     if wrong:
         before = Misdeclared.read(model) or Misdeclared(0, "")
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))

@@ -6,6 +6,7 @@ node, and so does arithmetic such as `1 - y * y`. A Python number takes the elem
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,13 +21,11 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
 from graphopt.graph.traversal import subgraphs
 
+Input = ir.Value | None  # of a node: None if it is left out
+
 
 class Emitter(TapeBuilder):
-    """Append nodes to the main graph of `model` in a `with` block: `with Emitter(model) as op`.
-
-    Raises:
-        GraphoptError: an operator's inputs have wrong types or shapes.
-    """
+    """Append nodes to the main graph of `model` in a `with` block: `with Emitter(model) as op`."""
 
     def __init__(self, model: ir.Model) -> None:
         super().__init__(features=BuilderFeature.FULL)
@@ -164,9 +163,8 @@ class Emitter(TapeBuilder):
                 domain=node.domain,
                 outputs=len(node.outputs),
             )
-            values.update(
-                zip(node.outputs, [emitted] if isinstance(emitted, ir.Value) else emitted, strict=True)
-            )
+            made = [emitted] if isinstance(emitted, ir.Value) else emitted
+            values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]
         return traced[0] if len(traced) == 1 else traced
 
@@ -197,11 +195,7 @@ class Emitter(TapeBuilder):
         if all(isinstance(dim, int) for dim in dims):
             return static
         axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
-        sizes = [
-            self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)
-        ]
-        dynamic = sizes[0]
-        for size in sizes[1:]:
-            dynamic = self.Mul(dynamic, size)
-        count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
+        unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
+        sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
+        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
         return count if static == 1 else self.Mul(count, static)

@@ -21,17 +21,17 @@ def remember(model: ir.Model) -> None:
     if Notes.is_on(model):
         return
     graph = model.graph
+    weights = graph.initializers.values()
+    docs = [(x, x.doc_string or getattr(x.const_value, "doc_string", None)) for x in weights]
+    denoted = [(x, _denoted(x)) for x in [*graph.inputs, *graph.outputs]]
+    notes = [(node, _said(node)) for node in graph if node.outputs]
     found = {
         "graph": _own(graph.metadata_props),
         "weights": list(graph.initializers),
         "unread": _unread(graph),
-        "docs": {name_of(x): doc for x in graph.initializers.values() if (doc := _doc(x))},
-        "denotations": {
-            name_of(x): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
-        },
-        "nodes": {
-            node.outputs[0].name: said for node in graph if node.outputs and any((said := _said(node))[1:])
-        },
+        "docs": {name_of(x): doc for x, doc in docs if doc},
+        "denotations": {name_of(x): each for x, each in denoted if any(each)},
+        "nodes": {node.outputs[0].name: said for node, said in notes if any(said[1:])},
     }
     if any(found.values()):
         Notes.pack(found).write(model)
@@ -45,9 +45,7 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     found = notes.unpacked()
     graph = proto.graph
     _write(graph.metadata_props, _texts(found.get("graph")))
-    taken = {x.name for x in [*graph.initializer, *graph.input]} | {
-        y for node in graph.node for y in node.output
-    }
+    taken = {x.name for x in [*graph.initializer, *graph.input]}.union(*(node.output for node in graph.node))
     graph.initializer.extend(x for name, x in found.get("unread", {}).items() if name not in taken)
     order = {name: i for i, name in enumerate(found.get("weights", ()))}
     weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
@@ -80,10 +78,6 @@ def _unread(graph: ir.Graph) -> dict[str, str]:
 
 def _said(node: ir.Node) -> tuple[str, str, dict[str, str]]:
     return node.op_type, node.doc_string or "", _own(node.metadata_props)
-
-
-def _doc(x: ir.Value) -> str:
-    return x.doc_string or getattr(x.const_value, "doc_string", None) or ""
 
 
 def _denoted(x: ir.Value) -> Denoted | tuple[()]:

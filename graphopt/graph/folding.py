@@ -53,13 +53,14 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         if is_floating(y) and not floating:
             return False
-        return _is_small(y) if node.op_type in GROWING else None
+        if node.op_type not in GROWING:
+            return None
+        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL
 
     try:
         with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
-            onnxscript.optimizer.fold_constants(
-                model, onnx_shape_inference=infer_shapes, should_fold=should_fold
-            )
+            options = {"onnx_shape_inference": infer_shapes, "should_fold": should_fold}
+            onnxscript.optimizer.fold_constants(model, **options)
     except RuntimeError as error:  # of a node whose constants it cannot compute with
         raise GraphoptError(
             f"expected constants that can be computed, found others: {cause(error)}"
@@ -79,7 +80,3 @@ def _weights(model: ir.Model) -> Iterator[ir.Value]:
         for x in graph.initializers.values():
             if is_floating(x) and (not chosen or UNTRAINED.is_set(x)):
                 yield x
-
-
-def _is_small(x: ir.Value) -> bool:
-    return x.shape is not None and x.shape.is_static() and math.prod(x.shape.numpy()) <= SMALL

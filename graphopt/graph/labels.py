@@ -13,20 +13,13 @@ from graphopt.graph.metadata import TargetSpec
 
 @dataclass(frozen=True)
 class Labels:
-    """Describe the labels that a loss accepts.
-
-    Args:
-        low, high: the smallest and the largest label.
-        ignored: a further label, which the loss ignores.
-        between: accept all numbers between `low` and `high`, too.
-        several: labels are class numbers; otherwise the two labels of a binary loss.
-    """
+    """Describe the labels that a loss accepts."""
 
     low: float
     high: float
-    ignored: int | None = None
-    between: bool = True
-    several: bool = True
+    ignored: int | None = None  # a further label, which the loss ignores
+    between: bool = True  # accept all numbers between `low` and `high`, too
+    several: bool = True  # labels are class numbers; otherwise the two labels of a binary loss
 
     def __str__(self) -> str:
         if self.high == math.inf:

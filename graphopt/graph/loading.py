@@ -144,9 +144,8 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
     metadata_checks.check_detached(model)
-    set_aside(
-        model, [value for value in model.graph.outputs if value.name in outputs], _is_tensor, types=outputs
-    )
+    values = [y for y in model.graph.outputs if y.name in outputs]
+    set_aside(model, values, _is_tensor, types=outputs)
     return model
 
 

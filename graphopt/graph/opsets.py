@@ -76,10 +76,8 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    nodes = [node for node in model.graph.all_nodes() if node.domain == ""]
-    nodes += [
-        node for function in model.functions.values() for node in function.all_nodes() if node.domain == ""
-    ]
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in graph.all_nodes() if node.domain == ""]
     forms: dict[ir.Node, Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"
@@ -90,9 +88,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
             return False
         forms[node] = form
     for node, (attributes, inputs) in forms.items():
-        if attributes.keys() != node.attributes.keys() or attributes != {
-            k: a.value for k, a in node.attributes.items()
-        }:
+        if attributes != {name: attribute.value for name, attribute in node.attributes.items()}:
             node.attributes.clear()
             node.attributes.update({x.name: x for x in ir.convenience.convert_attributes(attributes)})
         for i in range(len(inputs), len(node.inputs)):

@@ -39,7 +39,5 @@ def clone(model: ir.Model) -> ir.Model:
 def _signature(model: ir.Model) -> int:
     """Return a hash of a graph's nodes and of the tensors that it holds."""
     nodes = frozenset((node.op_type, tuple(x and x.name for x in node.inputs)) for node in model.graph)
-    constants = tuple(
-        (name, id(x.const_value)) for name, x in model.graph.initializers.items() if not x.is_graph_input()
-    )
-    return hash((nodes, constants))
+    constants = [x for x in model.graph.initializers.values() if not x.is_graph_input()]
+    return hash((nodes, tuple((x.name, id(x.const_value)) for x in constants)))

@@ -31,9 +31,8 @@ def set_aside(
     """
     before = Detached.read(model) or Detached([name_of(output) for output in model.graph.outputs], [])
     sources = _sources(outputs, is_source)
-    part = ir.to_proto(
-        ir.Model(extracted_between(model.graph, sources, outputs), ir_version=model.ir_version)
-    )
+    graph = extracted_between(model.graph, sources, outputs)
+    part = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
     for output in part.graph.output:
         if types is not None:
             output.type.CopyFrom(types[output.name])

@@ -54,9 +54,7 @@ def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
 
 def fits(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None]) -> bool:
     """Return whether a schema allows the element types of inputs, as far as these are known."""
-    typed = [
-        (i, x.dtype) for i, x in enumerate(inputs) if x is not None and isinstance(x.type, ir.TensorType)
-    ]
+    typed = [(i, x.dtype) for i, x in enumerate(inputs) if x and isinstance(x.type, ir.TensorType)]
     return all(_type_name(dtype) in formal_of(schema, i).types for i, dtype in typed if dtype is not None)
 
 

@@ -118,7 +118,8 @@ def infer_anew(model: ir.Model) -> None:
     def forget() -> None:
         for x in declared:
             x.shape, node = None, x.producer()
-            x.type = None if node is None or _has_schema(node) else declared[x]
+            known = node is None or (node.domain == "" and onnx.defs.has(node.op_type, ""))
+            x.type = None if known else declared[x]
 
     forget()
     try:
@@ -138,10 +139,6 @@ def _new_names(model: ir.Model) -> Iterator[str]:
     values += [y for node in model.graph.all_nodes() for y in node.outputs]
     taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
     return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
-
-
-def _has_schema(node: ir.Node) -> bool:
-    return node.domain == "" and onnx.defs.has(node.op_type, "")
 
 
 def _untyped(model: ir.Model) -> Iterator[ir.Node]:
@@ -169,9 +166,6 @@ def check_expanded(model: ir.Model) -> bool:
 
     Returns:
         whether all vectors are short enough for data propagation.
-
-    Raises:
-        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
     """
     probe = model.clone()
     set_limits(probe, limits_of(model))

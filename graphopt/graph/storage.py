@@ -11,7 +11,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,16 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     weights = [x for x in proto.graph.initializer if len(x.raw_data) > SMALL]
     copy, graph = _fields_but(proto, "graph"), _fields_but(proto.graph, "initializer")
     graph.initializer.extend(x for x in proto.graph.initializer if len(x.raw_data) <= SMALL)
+    declare_inputs(graph, weights)
+    copy.graph.CopyFrom(graph)
+    return copy
+
+
+def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) -> None:
+    """Make inputs of weights."""
     inputs = {x.name for x in graph.input}
     infos = (onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in weights)
     graph.input.extend(info for info in infos if info.name not in inputs)
-    copy.graph.CopyFrom(graph)
-    return copy
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
@@ -122,12 +127,7 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
 
 def read(path: Path, limits: Limits) -> onnx.ModelProto:
-    """Read a model from a file, with its external data.
-
-    Raises:
-        GraphoptError: the file is missing or is no ONNX model, or its external data lies outside the model's folder or
-            exceeds the limits.
-    """
+    """Read a model from a file, with its external data."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
         if kind != stat.S_IFREG:

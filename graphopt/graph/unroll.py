@@ -33,7 +33,6 @@ class Unroll(Pass):
     Raises:
         GraphoptError: `steps` is less than 1, or nothing trains.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> passes.Unroll(steps=4)(step).model.graph.inputs[0].shape
     Shape([4, SymbolicDim('batch'), 2])

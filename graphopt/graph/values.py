@@ -13,8 +13,9 @@ from graphopt.graph import metadata
 SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 TYPES = {
     dtype.numpy().name: dtype
-    for dtype in map(
-        ir.DataType.__getitem__, ("FLOAT", "DOUBLE", "FLOAT16", "BOOL", "INT64", "INT32", "INT8", "UINT8")
+    for dtype in (
+        *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL),
+        *(ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8),
     )
 }
 
@@ -27,6 +28,12 @@ def name_of(x: ir.Value | ir.Node) -> str:
 def is_floating(value: ir.Value | None) -> bool:
     """Return whether a value has a floating-point type."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def dtype_of(x: ir.Value) -> ir.DataType:
+    """Return the element type of a value, which has one."""
+    assert x.dtype is not None
+    return x.dtype
 
 
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
@@ -45,6 +52,12 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """Return the array of a constant value, or None if the value is not constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def number_of(value: ir.Value | None) -> float | None:
+    """Return the only number of a constant value, or None for other values."""
+    array = constant_of(value)
+    return array.item() if array is not None and array.size == 1 else None
 
 
 def bytes_of(tensor: ir.TensorProtocol | None) -> int:

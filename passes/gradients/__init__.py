@@ -84,11 +84,7 @@ class GradientSource(Pass):
 def _reached(
     model: ir.Model, parameters: Sequence[ir.Value], gradients: Container[ir.Value]
 ) -> list[ir.Value]:
-    """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others.
-
-    Raises:
-        GraphoptError: the loss depends on no parameter, or a node stops the gradient of one.
-    """
+    """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others."""
     missing = [parameter for parameter in parameters if parameter not in gradients]
     stopped = [parameter for parameter in missing if dead_ends(parameter)]
     if stopped or len(missing) == len(parameters):
@@ -123,7 +119,6 @@ class Gradient(GradientSource):
         GraphoptError: the model has no loss or no parameter; operators without a rule block a parameter; or the loss
             depends on no parameter.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), gradient=passes.Gradient())
     >>> [output.name for output in step.graph.outputs]
     ['loss', 'y', 'layers.0.bias.grad', 'layers.0.weight.grad']

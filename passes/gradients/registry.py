@@ -21,15 +21,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import onnx_ir as ir
+from onnx_ir import Node, Value
 from onnxscript import OnnxFunction
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
-Gradients = Sequence[ir.Value | None]
+Gradients = Sequence[Value | None]
 Rule = Callable[..., Gradients]
-Local = Callable[..., ir.Value | float]
+Local = Callable[..., Value | float]
 F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -54,11 +54,7 @@ WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
 
 
 def enter(table: dict[tuple[str, str], F], operator: tuple[str, str], function: F) -> None:
-    """Register a function for an operator in a table.
-
-    Raises:
-        GraphoptError: the operator has another function.
-    """
+    """Register a function for an operator in a table."""
     if table.setdefault(operator, function) is not function:
         raise GraphoptError(
             f"{'::'.join(filter(None, operator))}: expected one rule, found a second: passes.gradient replaces a rule"
@@ -102,9 +98,9 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
 
 def _scripted(function: OnnxFunction[..., Any]) -> Rule:
-    def traced(op: Emitter, dy: ir.Value, *inputs: ir.Value, dys: Sequence[ir.Value]) -> Gradients:
+    def traced(op: Emitter, dy: Value, *inputs: Value, dys: Sequence[Value]) -> Gradients:
         found = op.trace(function, *dys, *inputs, outputs=None)
-        return [found] if isinstance(found, ir.Value) else found
+        return [found] if isinstance(found, Value) else found
 
     return traced
 
@@ -126,7 +122,7 @@ def refused(reason: str, *op_types: str, domain: str = "") -> None:
     REFUSED.update({(domain, op_type): reason for op_type in op_types})
 
 
-def carries(node: ir.Node, index: int) -> bool:
+def carries(node: Node, index: int) -> bool:
     """Return whether a gradient can flow to an input of a node, regardless of the input's type."""
     return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
 
@@ -155,12 +151,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 def _chain(locals_: tuple[Local, ...]) -> Rule:
     def chained(
-        op: Emitter,
-        dy: ir.Value,
-        *inputs: ir.Value,
-        y: ir.Value,
-        active: frozenset[ir.Value],
-        **attributes: Any,
+        op: Emitter, dy: Value, *inputs: Value, y: Value, active: frozenset[Value], **attributes: Any
     ) -> Gradients:
         return [
             _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None
@@ -170,8 +161,8 @@ def _chain(locals_: tuple[Local, ...]) -> Rule:
     return chained
 
 
-def _scale(dy: ir.Value, local: ir.Value | float) -> ir.Value | None:
-    if isinstance(local, ir.Value):
+def _scale(dy: Value, local: Value | float) -> Value | None:
+    if isinstance(local, Value):
         return dy * local
     if local == 0:
         return None

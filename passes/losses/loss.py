@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Loss(Pass):
 
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
         """Return the element type and shape of the target, by default those of the prediction."""
-        assert prediction.dtype is not None and prediction.shape is not None
-        return prediction.dtype, prediction.shape
+        assert prediction.shape is not None
+        return dtype_of(prediction), prediction.shape
 
     @property
     def row_axis(self) -> int:
@@ -199,14 +199,12 @@ def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
 
 
 def _tiny(value: ir.Value) -> float:
-    assert value.dtype is not None
-    return float(np.finfo(value.dtype.numpy()).tiny)
+    return float(np.finfo(dtype_of(value).numpy()).tiny)
 
 
 def epsilon(value: ir.Value) -> float:
     """Return the distance from 1 to the next number in the element type of `value`."""
-    assert value.dtype is not None
-    return float(np.finfo(value.dtype.numpy()).eps)
+    return float(np.finfo(dtype_of(value).numpy()).eps)
 
 
 def positive(op: Emitter, value: ir.Value) -> ir.Value:

@@ -41,7 +41,7 @@ class CTC(Loss):
     Source: Graves et al., "Connectionist Temporal Classification: Labelling Unsegmented Sequence Data with Recurrent
     Neural Networks", ICML 2006, section 4.1.
 
-    >>> import onnx, numpy
+    >>> import onnx
     >>> model = onnx.parser.parse_model(
     ...     '''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N,T,3] x) => (float[N,T,3] y) <float[3] w = {0, 0, 0}> { y = Add(x, w) }'''
@@ -92,9 +92,8 @@ class CTC(Loss):
         labels = op.ReduceSum(op.Cast(op.GreaterOrEqual(target, 0), to=DataType.INT64), [1])
         ends = op.Concat(2 * labels, op.Max(2 * labels - 1, 0), axis=1)
         missing = op.And(op.Equal(labels, 0), op.constant([[False, True]]))
-        loss = -op.ReduceLogSumExp(
-            op.GatherElements(alpha, ends, axis=1) + _barred(op, missing, alpha), [1], keepdims=0
-        )
+        last = op.GatherElements(alpha, ends, axis=1) + _barred(op, missing, alpha)
+        loss = -op.ReduceLogSumExp(last, [1], keepdims=0)
         unfit = op.constant(0.0 if self.zero_infinity else np.inf, like=loss)
         loss = op.Where(op.Less(loss, -IMPOSSIBLE / 2), loss, unfit)
         if self.reduction == "mean":

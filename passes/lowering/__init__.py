@@ -26,11 +26,7 @@ def is_lowered(node: ir.Node) -> bool:
 
 
 def lower(model: ir.Model) -> None:
-    """Replace every operator that has a lowering by standard operators, including in bodies.
-
-    Raises:
-        GraphoptError: a lowering does not cover how a node uses its operator. The error names both.
-    """
+    """Replace every operator that has a lowering by standard operators, including in bodies."""
     with Emitter(model) as op:
         _lower(op, model.graph)
 

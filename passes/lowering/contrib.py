@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.schemas import schema_of
 from graphopt.graph.values import rank
 from passes.lowering.registry import lowers
@@ -20,20 +20,14 @@ from passes.lowering.registry import lowers
 DOMAIN = "com.microsoft"
 
 
-def plus(x: Value, bias: Value | None) -> Value:
+def plus(x: Value, bias: Input) -> Value:
     """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
 
 
 @lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=DOMAIN)
 def standard(
-    op: Emitter,
-    x: Value,
-    scale: Value | None = None,
-    more: Value | None = None,
-    *,
-    node: ir.Node,
-    **attributes: Any,
+    op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: Any
 ) -> Value:
     """Emit the operator of the same name in ONNX's domain, which has the same inputs and attributes."""
     inputs = [value for value in (x, scale, more) if value is not None]
@@ -46,7 +40,7 @@ def bias_gelu(op: Emitter, x: Value, bias: Value) -> Value:
 
 
 @lowers("FastGelu", domain=DOMAIN)
-def fast_gelu(op: Emitter, x: Value, bias: Value | None = None) -> Value:
+def fast_gelu(op: Emitter, x: Value, bias: Input = None) -> Value:
     return op.Gelu(plus(x, bias), approximate="tanh")
 
 
@@ -76,7 +70,7 @@ def fused_gemm(
     op: Emitter,
     a: Value,
     b: Value,
-    c: Value | None = None,
+    c: Input = None,
     *,
     activation: str = "",
     activation_alpha: float | None = None,
@@ -93,8 +87,8 @@ def fused_conv(
     op: Emitter,
     x: Value,
     w: Value,
-    b: Value | None = None,
-    z: Value | None = None,
+    b: Input = None,
+    z: Input = None,
     *,
     activation: str = "",
     activation_params: Sequence[float] = (),
@@ -156,8 +150,8 @@ def skip_layer_normalization(
     x: Value,
     skip: Value,
     scale: Value,
-    shift: Value | None = None,
-    bias: Value | None = None,
+    shift: Input = None,
+    bias: Input = None,
     *,
     epsilon: float = 1e-12,
 ) -> Sequence[Value | None]:
@@ -167,7 +161,7 @@ def skip_layer_normalization(
 
 @lowers("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization(
-    op: Emitter, x: Value, skip: Value, scale: Value, bias: Value | None = None, *, epsilon: float = 1e-12
+    op: Emitter, x: Value, skip: Value, scale: Value, bias: Input = None, *, epsilon: float = 1e-12
 ) -> Sequence[Value | None]:
     total = plus(x + skip, bias)
     return root_mean_square(op, total, scale, -1, epsilon, ir.DataType.FLOAT), None, None, total
@@ -177,14 +171,14 @@ def skip_simplified_layer_normalization(
 def embed_layer_normalization(
     op: Emitter,
     ids: Value,
-    segments: Value | None,
+    segments: Input,
     words: Value,
     positions: Value,
-    segment_embedding: Value | None,
+    segment_embedding: Input,
     scale: Value,
     shift: Value,
-    mask: Value | None = None,
-    position_ids: Value | None = None,
+    mask: Input = None,
+    position_ids: Input = None,
     *,
     epsilon: float = 1e-12,
     mask_index_type: int = 1,
@@ -213,9 +207,9 @@ def bias_dropout(
     op: Emitter,
     x: Value,
     bias: Value,
-    residual: Value | None = None,
-    ratio: Value | None = None,
-    training_mode: Value | None = None,
+    residual: Input = None,
+    ratio: Input = None,
+    training_mode: Input = None,
     *,
     seed: int | None = None,
 ) -> Sequence[Value]:

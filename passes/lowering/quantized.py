@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
 
@@ -18,9 +18,9 @@ def mat_mul_n_bits(
     a: Value,
     b: Value,
     scales: Value,
-    zero_points: Value | None = None,
-    group_index: Value | None = None,
-    bias: Value | None = None,
+    zero_points: Input = None,
+    group_index: Input = None,
+    bias: Input = None,
     *,
     K: int,
     N: int,

@@ -36,11 +36,7 @@ def lowers(*op_types: str, domain: str) -> Callable[[Lowering], Lowering]:
 
 
 def off(**attributes: Any) -> None:
-    """Refuse attributes that are covered only if they are 0.
-
-    Raises:
-        GraphoptError: an attribute is not 0.
-    """
+    """Refuse attributes that are covered only if they are 0."""
     for name, value in attributes.items():
         if value:
             raise GraphoptError(f"attribute {name}={value!r} is not covered: expected 0")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dtype_of
 from graphopt.intervals import within
 from passes.optimizers.emission import Values
 from passes.optimizers.optimizer import Optimizer
@@ -25,7 +26,6 @@ class Adam(Optimizer):
         beta2: the decay of the mean of squared gradients.
         epsilon: the number added to the root of the mean, to avoid division by 0.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-3))
     >>> sorted(graphopt.Executor(step).state)[:3]
     ['layers.0.bias', 'layers.0.bias.exp_sum', 'layers.0.bias.exp_sum_sq']
@@ -56,7 +56,6 @@ class AdamW(Adam):
     Args:
         weight_decay: the share of each parameter that a step removes, times the rate.
 
-    >>> from graphopt import models
     >>> optimizer = passes.AdamW(1e-3, weight_decay=0.1)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> round(graphopt.Executor(step).learning_rate, 6)
@@ -80,7 +79,6 @@ class Adagrad(Optimizer):
         initial_accumulator: the initial value of the sum.
         epsilon: the number added to the root of the sum, to avoid division by 0.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adagrad(0.1))
     >>> sorted(graphopt.Executor(step).state)[:2]
     ['layers.0.bias', 'layers.0.bias.sum']
@@ -107,7 +105,6 @@ class RMSprop(Optimizer):
         momentum: the decay of the velocity, which accumulates the steps as in PyTorch. 0 turns it off.
         centered: subtract the square of the mean gradient from the mean of squares.
 
-    >>> from graphopt import models
     >>> optimizer = passes.RMSprop(0.01, centered=True)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> sorted(graphopt.Executor(step).state)[:3]
@@ -144,7 +141,6 @@ class Lion(Optimizer):
         beta1: the share of the mean in the update's direction.
         beta2: the decay of the mean m of gradients.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Lion(1e-4))
     >>> sorted(graphopt.Executor(step).state)[:2]
     ['layers.0.bias', 'layers.0.bias.exp_avg']
@@ -167,5 +163,4 @@ class Lion(Optimizer):
 
 def _rounded(number: float, like: Value) -> float:
     """Round a number to the type of `like`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
-    assert like.dtype is not None
-    return float(like.dtype.numpy().type(number))
+    return float(dtype_of(like).numpy().type(number))

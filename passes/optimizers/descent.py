@@ -30,7 +30,6 @@ class SGD(Optimizer):
             Keras do this. Under a schedule, past gradients keep the rate of their step. At a constant rate the two
             forms are equal.
 
-    >>> from graphopt import models
     >>> optimizer = passes.SGD(0.1, momentum=0.9)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> sorted(graphopt.Executor(step).state)[:2]

@@ -12,6 +12,7 @@ from onnx_ir import Value
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dtype_of
 from passes import ort_kernels
 
 SMALL = 4096  # numbers in a vector that is updated together with others
@@ -40,23 +41,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """Emit updates with one rate and one weight decay.
-
-    Args:
-        model: the training graph.
-        op: its emitter.
-        rate: the learning rate.
-        step: the number of the step, starting at 1.
-        decay: the weight decay.
-        decoupled: whether the decay shrinks the parameter instead of being added to its gradient.
-    """
+    """Emit updates with one rate and one weight decay."""
 
     model: ir.Model
     op: Emitter
     rate: Value
-    step: Value
+    step: Value  # its number, starting at 1
     decay: float
-    decoupled: bool
+    decoupled: bool  # whether the decay shrinks the parameter instead of being added to its gradient
 
     def each(self, formula: Formula, rows: Sequence[Row]) -> None:
         """Update each parameter on its own."""
@@ -70,9 +62,8 @@ class Emission:
             for column in zip(*((row.parameter, row.gradient, *row.slots) for row in rows), strict=True)
         ]
         sizes = self.op.constant(np.array([row.parameter.shape[0] for row in rows]))  # type: ignore[index]
-        columns = [
-            self.op.Split(value, sizes, axis=0, _outputs=len(rows)) for value in self._apply(formula, *joined)
-        ]
+        updated = self._apply(formula, *joined)
+        columns = [self.op.Split(value, sizes, axis=0, _outputs=len(rows)) for value in updated]
         for row, new in zip(rows, zip(*columns, strict=True), strict=True):
             for part in new:
                 part.shape = row.parameter.shape  # if the gradient's shape is unknown
@@ -87,9 +78,8 @@ class Emission:
         columns = list(zip(*inputs, strict=True))
         updated = [column for i, column in enumerate(columns) if i != 1]  # all but the gradients
         scalars = [self.rate, self.step] if rows[0].slots else [self.rate]
-        results = ort_kernels.call(
-            self.op, self.model, op_type, scalars, columns, updated, flag=True, **attributes
-        )
+        tensors = (scalars, columns, updated)
+        results = ort_kernels.call(self.op, self.model, op_type, *tensors, flag=True, **attributes)
         for row, new in zip(rows, zip(*results, strict=True), strict=True):
             self._set_next(row, new)
 
@@ -110,8 +100,7 @@ class Emission:
 
     def _set_next(self, row: Row, new: Sequence[Value]) -> None:
         for x, value in zip(row.state, new, strict=True):
-            assert x.dtype is not None
-            state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, x.dtype)))
+            state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, dtype_of(x))))
 
 
 def wide(dtype: ir.DataType | None) -> ir.DataType:

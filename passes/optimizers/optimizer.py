@@ -112,9 +112,8 @@ class Optimizer(Pass):
             model.graph.outputs.remove(gradient)
         types = {wide(p.dtype) for p in parameters.values()}
         rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in types else ir.DataType.FLOAT
-        rate = state.declare(
-            model, LEARNING_RATE, np.array(self.learning_rate, rate_type.numpy()), Role.HYPERPARAMETER
-        )
+        initial = np.array(self.learning_rate, rate_type.numpy())
+        rate = state.declare(model, LEARNING_RATE, initial, Role.HYPERPARAMETER)
         counter = state.counter(model)
         rows: dict[tuple[float, float], list[Row]] = {}
         for gradient in gradients:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import needs_training_runtime
@@ -32,8 +33,8 @@ class OrtGradient(GradientSource):
     """
 
     def backward(
-        self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
-    ) -> dict[ir.Value, ir.Value]:
+        self, op: Emitter, model: ir.Model, seeds: Mapping[Value, Value], wrt: Sequence[Value]
+    ) -> dict[Value, Value]:
         builder = Builder(model)
         path = between(model.graph, seeds, wrt)
         wrt = [x for x in wrt if any(user in path for user in x.consumers())]
@@ -59,9 +60,9 @@ def _insert_gradients(
     model: ir.Model,
     part: ir.Model,
     built: onnx.ModelProto,
-    seeds: Mapping[ir.Value, ir.Value],
-    wrt: Sequence[ir.Value],
-) -> dict[ir.Value, ir.Value]:
+    seeds: Mapping[Value, Value],
+    wrt: Sequence[Value],
+) -> dict[Value, Value]:
     """Add the nodes of `built` that `part` lacks to `model`, and return the gradients of `wrt`."""
     built.graph.input.extend(onnx.ValueInfoProto(name=f"{seeded(y)}_grad") for y in seeds)
     graph = ir.from_proto(built).graph
@@ -90,7 +91,7 @@ def _insert_gradients(
     return {x: like(theirs[f"{x.name}_grad"], x) for x in wrt}
 
 
-def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+def _replace(model: ir.Model, old: Value, new: Value) -> None:
     swap(old, like(new, old))
     node = old.producer()
     if node is not None and node.graph is model.graph:

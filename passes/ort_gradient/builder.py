@@ -51,10 +51,10 @@ class Builder:
     def extract(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
         """Return the graph of `nodes` with each of `outputs` behind an Identity. Other values are inputs."""
         made = {y for node in nodes for y in node.outputs}
-        needed = dict.fromkeys(
-            x for node in nodes for x in inputs_of(node) if x is not None and x not in made
-        )
-        inputs = [x for x in needed if not _is_small(x)]
+        read = dict.fromkeys(x for node in nodes for x in inputs_of(node))
+        needed = [x for x in read if x is not None and x not in made]
+        constants = {x: ir.convenience.get_const_tensor(x) for x in needed}
+        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > SMALL]
         graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():
@@ -98,9 +98,8 @@ class Builder:
         """Return the builder's error for one node, or an empty text."""
         used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
         try:
-            self.build(
-                self.extract([node], used), [x for x in inputs_of(node) if x is not None and x in active]
-            )
+            wrt = [x for x in inputs_of(node) if x is not None and x in active]
+            self.build(self.extract([node], used), wrt)
         except RuntimeError as error:
             return _said(error)
         return ""
@@ -109,11 +108,6 @@ class Builder:
 def seeded(y: ir.Value) -> str:
     """Return the name of the Identity of an output."""
     return f"{y.name}.seeded"
-
-
-def _is_small(x: ir.Value) -> bool:
-    tensor = ir.convenience.get_const_tensor(x)
-    return tensor is not None and tensor.size <= SMALL
 
 
 def _said(error: RuntimeError | None) -> str:

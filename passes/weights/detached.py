@@ -10,7 +10,7 @@ import functools
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,11 +63,7 @@ def _parsed(text: str) -> Call | None:
 
 
 def stop(model: ir.Model) -> list[str]:
-    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there.
-
-    Raises:
-        GraphoptError: the exporter merged values that differ in what is detached.
-    """
+    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there."""
     names = _Names(model)
     stopped: list[ir.Value] = []
     for node in model.graph.all_nodes():
@@ -111,7 +107,7 @@ def stop_at_padding(model: ir.Model) -> None:
         chosen = ir.node("Where", [column.outputs[0], _stopped(y), y])
         for i, added in enumerate((pads, column, chosen)):
             added.outputs[0].name = added.name = f"{y.name}/unpadded.{i}"
-        in_inference(chosen, same_as=2)
+        in_inference(chosen.outputs[0], same_as=2)
         stop = chosen.inputs[1].producer()  # type: ignore[union-attr]
         assert stop is not None
         model.graph.insert_after(stop, [pads, column, chosen])
@@ -186,21 +182,16 @@ class _Names:
         inside = {node for node, trace in traces.items() if trace.startswith(_APART)}
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
-        ends = [y for node in traces if node in inside for y in node.outputs if self._leaves(y, inside)]
+        outside = {node for node in self.model.graph.all_nodes() if node not in inside and Call.of(node)}
+        made = [y for node in traces if node in inside for y in node.outputs]
+        ends = [y for y in made if y.is_graph_output() or not outside.isdisjoint(y.consumers())]
         return [name_of(y) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
-
-    def _leaves(self, y: ir.Value, nodes: Collection[ir.Node]) -> bool:
-        """Return whether nodes outside of a set read a value."""
-        return y.is_graph_output() or any(user not in nodes and Call.of(user) for user in y.consumers())
 
     def depends_on_weights(self, x: ir.Value) -> bool:
         """Return whether a parameter may affect a value."""
-        inputs = (y for node in ancestors([x]) for y in node.inputs)
-        return any(y is not None and is_weight(y) and self._is_parameter(y) for y in inputs)
-
-    def _is_parameter(self, x: ir.Value) -> bool:
-        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), name_of(x)]
-        return any(name in self.parameters for name in named)
+        weights = (y for node in ancestors([x]) for y in node.inputs if y is not None and is_weight(y))
+        names = ([*re.findall(r"'([^']*)'", note_of(y, FOLDED_FROM) or ""), name_of(y)] for y in weights)
+        return any(not self.parameters.isdisjoint(sources) for sources in names)
 
     def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
         """Yield each call with the edges by which its nodes read values of other calls."""

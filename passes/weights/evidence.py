@@ -180,9 +180,8 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
     if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
         return False
     distinct = np.unique(np.round(numbers.astype(np.float64), 5))
-    even = len(distinct) > 3 and np.allclose(
-        np.diff(distinct), distinct[1] - distinct[0], rtol=1e-3, atol=1e-6
-    )
+    steps = np.diff(distinct)
+    even = len(distinct) > 3 and np.allclose(steps, steps[0], rtol=1e-3, atol=1e-6)
     line = max(numbers.shape) == numbers.size
     if line and even and bool((np.diff(numbers.ravel()) > 0).all() or (np.diff(numbers.ravel()) < 0).all()):
         return True

@@ -176,9 +176,8 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     named = {name for call in calls for name in _arguments(call)}
     for call, uses in calls.items():
         taken = [name for name in _arguments(call) if name in specs]
-        own = {
-            x: {placeholders[n] for n in (name_of(x), *_sources(x)) if n in placeholders} for x, _, _ in uses
-        }
+        names = {x: {name_of(x), *_sources(x)} for x, _, _ in uses}
+        own = {x: {placeholders[n] for n in names[x] & placeholders.keys()} for x in names}
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
             if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill(x) is None):
@@ -212,9 +211,8 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
                 numbers = _INVERTIBLE[call][1](numbers)
         path = paths[0]
         existing = model.graph.initializers.get(path)
-        if not np.isfinite(numbers).all() or (
-            existing and not np.allclose(array(existing), numbers, rtol=1e-4, atol=1e-5)
-        ):
+        other = numbers if existing is None else array(existing)
+        if not np.isfinite(numbers).all() or not np.allclose(other, numbers, rtol=1e-4, atol=1e-5):
             continue
         last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
@@ -248,9 +246,7 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     standing = _standing(model, kinds)
     for value in floating(model):
         sources = [source for source in _sources(value) if source in kinds]
-        present = {
-            source: x for source in sources if (x := standing.get(source)) is not None and x is not value
-        }
+        present = {name: standing[name] for name in sources if standing.get(name, value) is not value}
         parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
         constants = [x for source, x in present.items() if kinds[source] is not Kind.PARAMETER]
         missing = [name for name in sources if kinds[name] is Kind.PARAMETER and name not in present]
@@ -296,9 +292,8 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
         arguments = [specs[name] for name in _arguments(note_of(node, EXPORTED_CALL) or "") if name in specs]
-        gone = [
-            spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in present
-        ]
+        parameters = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER]
+        gone = [target for target in parameters if target not in present]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:

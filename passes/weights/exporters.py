@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -50,7 +49,9 @@ def read(model: ir.Model) -> dict[str, Origin]:
         restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
-        return dict(_read_tensorflow(model))
+        variables = [name for x in floating(model) if "ReadVariableOp" in (name := name_of(x))]
+        origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
+        return dict.fromkeys(variables, origin)
     return {}
 
 
@@ -58,9 +59,3 @@ def left_out(model: ir.Model) -> list[str]:
     """Return the parameters of the exported program that the file does not contain in any form."""
     signature = exported_program.signature(model)
     return exported_program.left_out(model, signature) if signature else []
-
-
-def _read_tensorflow(model: ir.Model) -> Iterator[tuple[str, Origin]]:
-    for value in floating(model):
-        if "ReadVariableOp" in name_of(value):
-            yield name_of(value), Origin(Kind.PARAMETER, "a variable of the exported program", named=True)

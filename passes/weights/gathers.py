@@ -9,11 +9,7 @@ from passes.weights.initializers import array, emit, register, replace
 
 
 def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
-    """Compute an initializer from a table of its distinct rows, and return the table, or None if no rows repeat.
-
-    Args:
-        name: the name of the table. An initializer that already has it is the table.
-    """
+    """Compute an initializer from a table `name` of its distinct rows, and return it, or None if no rows repeat."""
     numbers = array(value)
     axis = _axis(numbers)
     if axis is None:

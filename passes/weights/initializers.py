@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.values import name_of
+from graphopt.graph.values import constant_of, name_of
 
 
 def floating(model: ir.Model) -> list[ir.Value]:
@@ -30,8 +30,7 @@ def array(value: ir.Value) -> np.ndarray:
 
 def fill(x: ir.Value | None) -> float | None:
     """Return the number with which a constant is filled, or None."""
-    tensor = None if x is None else ir.convenience.get_const_tensor(x)
-    numbers = None if tensor is None else tensor.numpy()
+    numbers = constant_of(x)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
     return float(numbers.flat[0])
@@ -51,12 +50,7 @@ def emit(
     attributes: Mapping[str, Any] | None = None,
     shape: Sequence[int] | None = None,
 ) -> ir.Value:
-    """Put a node named after an initializer, of its type, before all others; `replace` sorts them.
-
-    Args:
-        what: the end of the node's name.
-        shape: the shape of the output, by default that of the initializer.
-    """
+    """Put a node named after an initializer, of its type and shape, before all others; `replace` sorts them."""
     node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")
     output = node.outputs[0]
     output.name, output.type = node.name, value.type

@@ -163,9 +163,8 @@ def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
     module = _module(product)
     layers = [module] if module else []
     for reader in product.outputs[0].consumers():
-        layers += [
-            name_of(x).removesuffix(".bias") for x in reader.inputs if x and name_of(x).endswith(".bias")
-        ]
+        names = [name_of(x) for x in reader.inputs if x]
+        layers += [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
     return any(f"{layer}.weight" not in known for layer in layers)
 
 

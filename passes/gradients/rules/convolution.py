@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import counted, reshape_like
@@ -50,7 +50,7 @@ class Window:
         return self.extent == self.strides == self.kernel
 
 
-def window_of(x: Value, node: Node, w: Value | None = None, auto_pad: str = "") -> Window:
+def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Window:
     """Return the window that a node's attributes describe, with resolved pads.
 
     Args:
@@ -165,7 +165,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
 
 @rule("Conv")
 def conv(
-    op: Emitter, dy: Value, x: Value, w: Value, bias: Value | None = None, *, node: Node, group: int
+    op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
 ) -> Gradients:
     window = window_of(x, node, w)
     dx = like(transposed(op, window, dy, w, x, group), x)
@@ -178,7 +178,7 @@ def conv_transpose(
     dy: Value,
     x: Value,
     w: Value,
-    bias: Value | None = None,
+    bias: Input = None,
     *,
     node: Node,
     group: int,
@@ -210,7 +210,7 @@ def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     return cuts
 
 
-def by_channel(op: Emitter, dy: Value, bias: Value | None) -> Value | None:
+def by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
     """Return the gradient of a bias per channel."""
     return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
 

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like, rank
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads, wide
 from passes.gradients.walk import further_output, zeros
@@ -29,8 +29,7 @@ def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **a
 
     Convert 32-bit positions to 64 bits, which ScatterND requires.
     """
-    assert dy.dtype is not None
-    dtype = ir.DataType.FLOAT if dy.dtype.itemsize < 4 else dy.dtype
+    dtype = ir.DataType.FLOAT if dtype_of(dy).itemsize < 4 else dtype_of(dy)
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
     terms = dy if dy.dtype == dtype else op.Cast(dy, to=dtype)
     total: Value = getattr(op, scatter)(zeros, wide(op, where), terms, reduction="add", **attributes)
@@ -72,14 +71,7 @@ def left_out(x: Value, *bounds: Value) -> list[int] | None:
 
 @rule("Pad")
 def pad(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    pads: Value,
-    fill: Value | None = None,
-    axes: Value | None = None,
-    *,
-    mode: str,
+    op: Emitter, dy: Value, x: Value, pads: Value, fill: Input = None, axes: Input = None, *, mode: str
 ) -> Gradients:
     """Pad by the negative pads, or slice if no pad is negative. Add the gradient of a copied element to its origin."""
     pads = pads_of_all_axes(op, x, pads, axes)
@@ -136,10 +128,8 @@ def top_k(op: Emitter, dy: Value, x: Value, k: Value, *, axis: int, node: Node) 
 
 @rule("Compress")
 def compress(op: Emitter, dy: Value, x: Value, condition: Value, *, axis: int | None = None) -> Gradients:
-    where = positions(op, x)
-    return [
-        scatter_back(op, dy, op.Compress(where, condition, **({} if axis is None else {"axis": axis})), x)
-    ]
+    along = {} if axis is None else {"axis": axis}
+    return [scatter_back(op, dy, op.Compress(positions(op, x), condition, **along), x)]
 
 
 @rule("ScatterElements")
@@ -214,14 +204,7 @@ def one_hot(
 
 @rule("TensorScatter")
 def tensor_scatter(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    update: Value,
-    start: Value | None = None,
-    *,
-    axis: int,
-    mode: str,
+    op: Emitter, dy: Value, x: Value, update: Value, start: Input = None, *, axis: int, mode: str
 ) -> Gradients:
     """Pass no gradient to the overwritten part of the cache, which starts at a separate position for each row."""
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
@@ -159,7 +159,7 @@ def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
 
 @rule("MaxUnpool")
 def max_unpool(
-    op: Emitter, dy: Value, x: Value, indices: Value, shape: Value | None = None, *, node: Node
+    op: Emitter, dy: Value, x: Value, indices: Value, shape: Input = None, *, node: Node
 ) -> Gradients:
     """Read `dy` at the position of each element. With a given output shape, an evaluator maps the positions.
 

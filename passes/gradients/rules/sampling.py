@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import window_of
@@ -236,9 +236,8 @@ def max_roi_pool(
         number = op.constant(np.arange(bins)[None], like=rois)
         first, last = begin + op.Floor(number * step), begin + op.Ceil((number + 1) * step)
         pixel = op.Cast(op.Range(0, one_size(op, x, 2 + i), 1), to=rois.dtype)
-        inside = op.And(
-            op.GreaterOrEqual(pixel, op.Unsqueeze(first, [2])), op.Less(pixel, op.Unsqueeze(last, [2]))
-        )
+        first, last = op.Unsqueeze(first, [2]), op.Unsqueeze(last, [2])
+        inside = op.And(op.GreaterOrEqual(pixel, first), op.Less(pixel, last))
         spread_over, axis = ([1, 2], 3) if i else ([1, 4], 2)
         values = op.Where(op.Unsqueeze(inside, spread_over), op.Unsqueeze(largest, [axis]), empty)
         largest = op.ReduceMax(values, [4 if i else 3], keepdims=0)
@@ -256,8 +255,8 @@ def deform_conv(
     x: Value,
     w: Value,
     offset: Value,
-    bias: Value | None = None,
-    weights: Value | None = None,
+    bias: Input = None,
+    weights: Input = None,
     *,
     y: Value,
     node: Node,

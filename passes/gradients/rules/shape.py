@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 
@@ -28,11 +28,7 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
 
 
 def counted(*sizes: int) -> int:
-    """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large.
-
-    Raises:
-        GraphoptError: the constant exceeds the limit for gradients.
-    """
+    """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
     if count > MOST:
         raise GraphoptError(
@@ -46,7 +42,7 @@ def wide(op: Emitter, numbers: Value) -> Value:
     return numbers if numbers.dtype == ir.DataType.INT64 else op.Cast(numbers, to=ir.DataType.INT64)
 
 
-def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Value | None) -> Value:
+def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Input) -> Value:
     """Return the pads of all axes of `x`. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
     if axes is None:
         return pads
@@ -91,9 +87,7 @@ def concat(op: Emitter, dy: Value, *inputs: Value, axis: int) -> Gradients:
 
 
 @rule("Split")
-def split(
-    op: Emitter, dy: Value, x: Value, sizes: Value | None = None, *, dys: list[Value], axis: int
-) -> Gradients:
+def split(op: Emitter, dy: Value, x: Value, sizes: Input = None, *, dys: list[Value], axis: int) -> Gradients:
     return [like(op.Concat(*dys, axis=axis), x)]
 
 
@@ -111,7 +105,7 @@ def cumsum(op: Emitter, dy: Value, x: Value, axis: Value, *, exclusive: int, rev
 
 
 @rule("Trilu")
-def trilu(op: Emitter, dy: Value, x: Value, k: Value | None = None, *, upper: int) -> Gradients:
+def trilu(op: Emitter, dy: Value, x: Value, k: Input = None, *, upper: int) -> Gradients:
     return [op.Trilu(dy, k, upper=upper)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.indexing import gather
@@ -14,14 +14,7 @@ from passes.gradients.rules.shape import pads_of_all_axes, wide
 
 @rule("DFT")
 def dft(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    length: Value | None = None,
-    axis: Value | None = None,
-    *,
-    inverse: int,
-    onesided: int,
+    op: Emitter, dy: Value, x: Value, length: Input = None, axis: Input = None, *, inverse: int, onesided: int
 ) -> Gradients:
     """Pad with zeros where the transform cropped its input, and crop where it padded.
 
@@ -58,8 +51,8 @@ def stft(
     dy: Value,
     x: Value,
     step: Value,
-    window: Value | None = None,
-    length: Value | None = None,
+    window: Input = None,
+    length: Input = None,
     *,
     onesided: int,
 ) -> Gradients:
