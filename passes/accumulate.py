@@ -49,12 +49,8 @@ class Accumulate(Pass):
     mean: bool = True
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {
-            y: gradient_of
-            for node in model.graph
-            for y in node.outputs
-            if (gradient_of := GRADIENT_OF.read(y)) is not None
-        }
+        computed = [y for node in model.graph for y in node.outputs]
+        gradients = {y: name for y in computed if (name := GRADIENT_OF.read(y)) is not None}
         if not gradients or not with_role(model, Role.NEXT):
             raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
         _count_steps_apart(model, [*gradients, *with_role(model, Role.LOSS)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import onnx_ir as ir
 
@@ -73,16 +73,10 @@ class ClipGlobalNorm(Clip):
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         if self.fused:
-            return fused.call(
-                op,
-                model,
-                "InplaceClipGradNorm",
-                [],
-                [gradients],
-                [gradients],
-                flag=False,
-                max_norm=self.max_norm,
-            )[0]
+            tensors: Any = ([], [gradients], [gradients])
+            return fused.call(op, model, "InplaceClipGradNorm", *tensors, flag=False, max_norm=self.max_norm)[
+                0
+            ]
         norm = report_norm(op, model, gradients)
         scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
         return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]

@@ -12,7 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, set_role, with_role
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import name_of, wide_type
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,10 @@ class ReportGradients(Pass):
 
 def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> ir.Value:
     """Report the norm of gradients as `gradient_norm` and return it. 16-bit gradients are summed in float32."""
-    squares = [op.ReduceSumSquare(_wide(op, gradient), keepdims=0) for gradient in gradients]
+    squares = [
+        op.ReduceSumSquare(op.cast(gradient, wide_type(gradient)), keepdims=0) for gradient in gradients
+    ]
     common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
     model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
     return norm
-
-
-def _wide(op: Emitter, value: ir.Value) -> ir.Value:
-    return op.Cast(value, to=ir.DataType.FLOAT) if dtype_of(value).itemsize < 4 else value

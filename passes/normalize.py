@@ -183,13 +183,8 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     inputs = [x and ir.Value(name=f"input{i}", type=x.type, shape=x.shape) for i, x in enumerate(node.inputs)]
     outputs = [ir.Value(name=y.name and f"output{i}") for i, y in enumerate(node.outputs)]
     call = ir.Node("", node.op_type, inputs, node.attributes.values(), outputs=outputs)
-    graph = ir.Graph(
-        [x for x in inputs if x is not None],
-        [y for y in outputs if y.name],
-        nodes=[call],
-        opset_imports={"": version},
-        name="call",
-    )
+    present = [x for x in inputs if x is not None], [y for y in outputs if y.name]
+    graph = ir.Graph(*present, nodes=[call], opset_imports={"": version}, name="call")
     proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
     missing = proto.graph.value_info.add(name="")
     missing.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
@@ -243,13 +238,9 @@ def convert(model: ir.Model) -> None:
     upgrade(model)
     version = model.opset_imports[""]
     if version > OPSET:
-        newer = {
-            node.op_type
-            for node in model.graph.all_nodes()
-            if node.domain == ""
-            and onnx.defs.get_schema(node.op_type, version).since_version > OPSET
-            and not _is_older(node)
-        }
+        nodes = [node for node in model.graph.all_nodes() if node.domain == "" and not _is_older(node)]
+        since = {x.op_type: onnx.defs.get_schema(x.op_type, version).since_version for x in nodes}
+        newer = [op_type for op_type, opset in since.items() if opset > OPSET]
         if newer:
             warnings.warn(
                 f"the model uses opset {version} for {', '.join(sorted(newer))}: its training graph keeps that opset "

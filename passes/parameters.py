@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
@@ -120,10 +120,9 @@ class Parameters(Pass):
                 UNTRAINED.set(value)
         kept = self._tie(model, chosen)
         if missing := (LeftOut.read(model) or LeftOut()).names:
-            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-            some = ", ".join(map(repr, missing[:4])) + more
+            names = some([repr(name) for name in missing], 4)
             warnings.warn(
-                f"the exporter left out {len(missing)} parameters, which do not train: {some}: {EXPORT_ANEW}",
+                f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
         _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
@@ -159,7 +158,8 @@ class Parameters(Pass):
         weights = list(chosen)
         for group in ties.groups(chosen):
             kept: list[ir.Value] = []
-            for value in sorted(group, key=_order):
+            # Weights with original names come first, and weights made from others last.
+            for value in sorted(group, key=lambda x: (not _read(x).named, bool(_read(x).sources))):
                 weight, how = next(
                     ((weight, how) for weight in kept if (how := self._how_tied(weight, value))), (None, None)
                 )
@@ -265,12 +265,6 @@ def _part_constant_uses(model: ir.Model) -> None:
                 node.replace_input_with(index, copy)
 
 
-def _order(value: ir.Value) -> tuple[bool, bool]:
-    """Sort weights with original names first, and weights made from others last."""
-    origin = _read(value)
-    return not origin.named, bool(origin.sources)
-
-
 def _is_folded(weight: ir.Value, copy: ir.Value) -> bool:
     """Return whether the exporter made a copy from a weight."""
     return _read(copy).sources == (weight.name,)
@@ -285,13 +279,12 @@ def _warn(values: Sequence[ir.Value]) -> None:
     """Warn about initializers that only a rule decided."""
     unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
     if unsure:
-        some = [f"{value.name!r} ({origin.reason})" for value, origin in unsure[:4]]
-        more = f" and {len(unsure) - 4} more" if len(unsure) > 4 else ""
+        reasons = [f"{value.name!r} ({origin.reason})" for value, origin in unsure]
         numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
             f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
-            f"{', '.join(some)}{more}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
+            f"{some(reasons, 4)}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
             f"run=report lists what trains",
             stacklevel=2,
         )

@@ -219,14 +219,10 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
                 continue  # the first gradient reads it, so it is alive anyway
             inner = segment.union(*(forward.saved[node].inner for node in segment))
             copies = _copies(op, sorted(inner, key=lambda node: position[node]), zero)
-            uses = [
-                (node, i, x)
-                for node in order
-                for i, x in enumerate(node.inputs)
-                if x is not None and x.producer() in forward.nodes and base_of(x).producer() in segment
-            ]
-            for node, i, x in uses:
-                node.replace_input_with(i, _copy(op, x, copies))
+            for node in order:
+                for i, x in enumerate(node.inputs):
+                    if x and x.producer() in forward.nodes and base_of(x).producer() in segment:
+                        node.replace_input_with(i, _copy(op, x, copies))
         emitted = list(model.graph)[count:]
         model.graph.remove(emitted)
         model.graph.insert_before(order[start], emitted)

@@ -61,9 +61,7 @@ class Regularizer(Pass):
         with Emitter(model) as op:
             total = metrics.get("penalty")
             for w in chosen:
-                term = self.penalty(op, w)
-                if term.dtype != loss.dtype:
-                    term = op.Cast(term, to=loss.dtype)
+                term = op.cast(self.penalty(op, w), loss.dtype)
                 total = term if total is None else total + term
             assert total is not None
             for value in (loss, metrics.get("penalty")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +86,7 @@ class TrainingMode(Pass):
             if any(node in live for node in calls):
                 _normalize_batches(model, calls, live, unbiased)
         dropouts = (node for node in live if node.op_type == "Dropout")
-        for number, node in zip(itertools.count(), dropouts, strict=False):
+        for number, node in enumerate(dropouts):
             _drop(model, node, self.seed, number)
 
     def _is_live(self, node: ir.Node) -> bool:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx.external_data_helper as external
@@ -131,14 +130,13 @@ def messages(proto: Message) -> Iterator[Message]:
             elif field.type == FieldDescriptor.TYPE_STRING:
                 for text in value if field.is_repeated else [value]:
                     if not isinstance(text, str):
-                        raise GraphoptError(
-                            f"{_title(message)}: {field.name}: expected UTF-8 text, found {text!r}"
+                        kind, name = (
+                            message.DESCRIPTOR.name.removesuffix("Proto"),
+                            getattr(message, "name", ""),
                         )
-
-
-def _title(message: Message) -> str:
-    name: Any = getattr(message, "name", "")
-    return f"{message.DESCRIPTOR.name.removesuffix('Proto').lower()} {name!r}"
+                        raise GraphoptError(
+                            f"{kind.lower()} {name!r}: {field.name}: expected UTF-8 text, found {text!r}"
+                        )
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:

@@ -156,13 +156,9 @@ class Emitter(TapeBuilder):
             )
         values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            emitted = self.call_op(
-                node.op_type,
-                [values.get(x) for x in node.inputs],
-                dict(node.attributes),
-                domain=node.domain,
-                outputs=len(node.outputs),
-            )
+            inputs, kept = [values.get(x) for x in node.inputs], dict(node.attributes)
+            count = len(node.outputs)
+            emitted = self.call_op(node.op_type, inputs, kept, domain=node.domain, outputs=count)
             made = [emitted] if isinstance(emitted, ir.Value) else emitted
             values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]
@@ -171,6 +167,10 @@ class Emitter(TapeBuilder):
     def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
         """Return a constant from an array or numbers, in the element type of `like` if given."""
         return self._promote_constant(value, None if like is None else like.dtype)
+
+    def cast(self, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        """Return `x` in an element type; `x` itself if it has it."""
+        return x if x.dtype == dtype else self.Cast(x, to=dtype)
 
     def shape_of(self, x: ir.Value, start: int = 0, end: int | None = None) -> ir.Value:
         """Return the sizes of some axes of `x` (all by default) as an int64 vector, which is constant if they are."""

@@ -24,7 +24,11 @@ def remember(model: ir.Model) -> None:
     weights = graph.initializers.values()
     docs = [(x, x.doc_string or getattr(x.const_value, "doc_string", None)) for x in weights]
     denoted = [(x, _denoted(x)) for x in [*graph.inputs, *graph.outputs]]
-    notes = [(node, _said(node)) for node in graph if node.outputs]
+    notes = [
+        (node, (node.op_type, node.doc_string or "", _own(node.metadata_props)))
+        for node in graph
+        if node.outputs
+    ]
     found = {
         "graph": _own(graph.metadata_props),
         "weights": list(graph.initializers),
@@ -74,10 +78,6 @@ def _unread(graph: ir.Graph) -> dict[str, str]:
         return {}
     tensors = {name_of(x): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
     return {name: base64.b64encode(tensor.SerializeToString()).decode() for name, tensor in tensors.items()}
-
-
-def _said(node: ir.Node) -> tuple[str, str, dict[str, str]]:
-    return node.op_type, node.doc_string or "", _own(node.metadata_props)
 
 
 def _denoted(x: ir.Value) -> Denoted | tuple[()]:

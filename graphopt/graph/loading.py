@@ -64,7 +64,10 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
-    _take_shapes_of_weights(model)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:  # whatever the file declares
+                value.shape = ir.Shape(value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
     check_domains(model)
@@ -120,14 +123,6 @@ def _give_domains(model: ir.Model) -> None:
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
             node.domain, node.version = "com.microsoft", None
             model.opset_imports.setdefault("com.microsoft", 1)
-
-
-def _take_shapes_of_weights(model: ir.Model) -> None:
-    """Give initializers the shapes of their tensors, whatever the file declares."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                value.shape = ir.Shape(value.const_value.shape.numpy())
 
 
 def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:

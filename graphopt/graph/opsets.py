@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
 from graphopt.graph.schemas import defaults, fits, formal_of, schema_of
-from graphopt.graph.values import like, swap
+from graphopt.graph.values import constant_of, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
@@ -31,10 +31,8 @@ MEANT_ELSE_BEFORE = {
 ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along `axis` and all axes after it
 NEGATIVE_AXES_SINCE = 11
 GELU_SINCE = 20
-RENAMED = {
-    ("Pad", "constant_value"): "value",
-    ("TopK", "K"): "k",
-}  # inputs that were attributes with other names
+# Inputs that were attributes with other names.
+RENAMED = {("Pad", "constant_value"): "value", ("TopK", "K"): "k"}
 DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("AveragePool", "dilations"): 1}
 MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
@@ -127,25 +125,23 @@ def _form(node: ir.Node, now: int, version: int) -> Form | None:
     if any(attribute.is_ref() for attribute in node.attributes.values()):
         return None
     form = _as_attributes(node, attributes, inputs, new, old)
-    if form is None:
+    if form is None or not _written(node, form[0], old, version):
         return None
     attributes, inputs = form
-    if not _written(node, attributes, old, version):
-        return None
     for name, default in defaults("", node.op_type, now).items():
         if name not in old.attributes and attributes.get(name) == default:
             del attributes[name]
     for name in attributes.keys() - old.attributes.keys():
         if _does_nothing(node.op_type, name, np.asarray(attributes[name])):
             del attributes[name]
-    fits = (
+    is_valid = (
         attributes.keys() <= old.attributes.keys()
         and all(name in attributes for name, attribute in old.attributes.items() if attribute.required)
         and old.min_input <= len(inputs) <= old.max_input
         and len(node.outputs) <= old.max_output
         and _is_typed(node, inputs, old)
     )
-    return (attributes, inputs) if fits else None
+    return (attributes, inputs) if is_valid else None
 
 
 def _as_attributes(
@@ -157,19 +153,15 @@ def _as_attributes(
 ) -> Form | None:
     """Turn constant inputs into the attributes that they were in an older opset."""
     kept = len(inputs)
-    for i, formal in enumerate(new.inputs):
-        name = RENAMED.get((node.op_type, formal.name), formal.name)
-        given = inputs[i] if i < len(inputs) else None
-        was_input = i < len(old.inputs)
-        if was_input or formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
+    for i, formal in list(enumerate(new.inputs))[len(old.inputs) :]:
+        if formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
             continue
         kept = min(kept, i)
-        if given is None:
+        if i >= len(inputs) or inputs[i] is None:
             continue
-        tensor = ir.convenience.get_const_tensor(given)
-        if tensor is None:
+        name, array = RENAMED.get((node.op_type, formal.name), formal.name), constant_of(inputs[i])
+        if array is None:
             return None
-        array = tensor.numpy()
         if name in old.attributes:
             kind = old.attributes[name].type
             whole = kind in (onnx.defs.OpSchema.AttrType.INTS, onnx.defs.OpSchema.AttrType.FLOATS)
@@ -200,9 +192,9 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
             return False
         del attributes["num_outputs"]
     if node.op_type == "Reshape" and version < 14 and len(node.inputs) > 1 and node.inputs[1] is not None:
-        sizes, maker = ir.convenience.get_const_tensor(node.inputs[1]), node.inputs[1].producer()
+        sizes, maker = constant_of(node.inputs[1]), node.inputs[1].producer()
         of_values = maker is not None and maker.op_type == "Shape"  # only an empty value has a size 0
-        if of_values if sizes is None else sizes.numpy().all():
+        if of_values if sizes is None else sizes.all():
             attributes.pop("allowzero", None)
     if node.op_type == "GridSample" and version < 20:
         mode = attributes.get("mode", "linear")

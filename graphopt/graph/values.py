@@ -36,6 +36,11 @@ def dtype_of(x: ir.Value) -> ir.DataType:
     return x.dtype
 
 
+def wide_type(x: ir.Value) -> ir.DataType:
+    """Return the type in which numbers like those of `x` are summed: float32 for 16 bits."""
+    return ir.DataType.FLOAT if dtype_of(x).itemsize < 4 else dtype_of(x)
+
+
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     """Return the dimensions of `x`, numbers or symbols."""
     if x.shape is None:

@@ -211,10 +211,8 @@ def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None
     """Return a session of ONNX Runtime and a model's outputs; None without kernels, or if the model draws numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
-    device, outputs = (
-        Device("cpu", threads=1, flush_denormals=False),
-        list(map(values.name_of, model.graph.outputs)),
-    )
+    device = Device("cpu", threads=1, flush_denormals=False)
+    outputs = list(map(values.name_of, model.graph.outputs))
     if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
         return None
     try:

@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
@@ -88,9 +88,9 @@ def _reached(
     missing = [parameter for parameter in parameters if parameter not in gradients]
     stopped = [parameter for parameter in missing if dead_ends(parameter)]
     if stopped or len(missing) == len(parameters):
-        wrong = stopped or missing
+        wrong = some(list(map(lost, stopped or missing)))
         raise GraphoptError(
-            f"the loss does not depend on {_some(wrong)}: freeze them, or compare another output by a loss"
+            f"the loss does not depend on {wrong}: freeze them, or compare another output by a loss"
         )
     for parameter in missing:
         state.demote(model, parameter)
@@ -100,15 +100,10 @@ def _reached(
     if missing:
         warnings.warn(
             f"the loss does not depend on {len(missing)} of {len(parameters)} parameters, which do not train: "
-            f"{_some(missing)}",
+            f"{some(list(map(lost, missing)))}",
             stacklevel=2,
         )
     return [parameter for parameter in parameters if parameter in gradients]
-
-
-def _some(parameters: Sequence[ir.Value], most: int = 3) -> str:
-    more = f" and {len(parameters) - most} more" if len(parameters) > most else ""
-    return ", ".join(map(lost, parameters[:most])) + more
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,8 @@ QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
 
 # Floating inputs of ONNX operators that receive no gradient: ratios, regions, sizes, running statistics.
 WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
-    "BatchNormalization": (3, 4),
-    "CastLike": (1,),
-    "Dropout": (1,),
-    "MaxRoiPool": (1,),
-    "OneHot": (0, 1),
-    "Range": (1,),
-    "Resize": (1, 2),
+    **dict.fromkeys(("CastLike", "Dropout", "MaxRoiPool", "Range"), (1,)),
+    **{"BatchNormalization": (3, 4), "OneHot": (0, 1), "Resize": (1, 2)},
 }
 
 
@@ -70,6 +65,12 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def rules(table: Mapping[str, Rule]) -> None:
+    """Register a gradient rule for each row."""
+    for op_type, function in table.items():
+        rule(op_type)(function)
 
 
 def gradient(domain: str, op_type: str) -> Callable[[F], F]:

@@ -92,7 +92,10 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
     rule = RULES[node.domain, node.op_type]
     named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
     if names(rule, "dys"):
-        named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+        pairs = zip(dys, node.outputs, strict=True)
+        named["dys"] = dys = [
+            zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs
+        ]
     elif names(rule, "further"):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
@@ -112,11 +115,6 @@ def inputs_of(node: ir.Node) -> list[ir.Value | None]:
 def zeros(op: Emitter, x: ir.Value) -> ir.Value:
     """Return zeros of the shape and element type of `x`."""
     return like(op.ConstantOfShape(op.shape_of(x), value=ir.tensor([0], dtype=dtype_of(x))), x)
-
-
-def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
-    left_out = not y.name  # an optional output
-    return dy if dy is not None or left_out or not is_floating(y) else zeros(op, y)
 
 
 def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
@@ -187,8 +185,7 @@ def lost(x: ir.Value) -> str:
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, and convert it to the shape and type of `x`."""
-    if gradient.dtype != x.dtype and is_floating(x):
-        gradient = op.Cast(gradient, to=x.dtype)
+    gradient = op.cast(gradient, x.dtype) if is_floating(x) else gradient
     if is_uniform(gradient):
         return gradient
     want, have = dims_of(x), dims_of(gradient)

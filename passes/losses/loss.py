@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
@@ -88,7 +88,8 @@ class Loss(Pass):
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
         BATCH_WEIGHT.write(weights, "mean")
-        return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 if no row has a weight
+        least = float(np.finfo(dtype_of(weights).numpy()).tiny)
+        return total / op.Max(op.ReduceSum(weights, keepdims=0), least)  # 0 if no row has a weight
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
@@ -160,12 +161,11 @@ def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
     shapes = [
         f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs
     ]
-    some = ", ".join(shapes[:6]) + (f" and {len(shapes) - 6} more" if len(shapes) > 6 else "")
     first = outputs[0].name
     return (
-        f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some}: write "
-        f"loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several outputs, "
-        f"or passes.OwnLoss if the model has a loss"
+        f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some(shapes, 6)}: "
+        f"write loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several "
+        f"outputs, or passes.OwnLoss if the model has a loss"
     )
 
 
@@ -196,10 +196,6 @@ def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
     assert elements.shape is not None
     rank = len(elements.shape)
     return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
-
-
-def _tiny(value: ir.Value) -> float:
-    return float(np.finfo(dtype_of(value).numpy()).tiny)
 
 
 def epsilon(value: ir.Value) -> float:

@@ -10,7 +10,7 @@ from onnx_ir import DataType, Model, Shape, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of
+from graphopt.graph.values import dims_of, wide_type
 from graphopt.intervals import within
 from passes.gradient_stops import stop_gradient
 from passes.gradients.loop_bodies import scan_over
@@ -80,9 +80,9 @@ class CTC(Loss):
 
     def compare(self, op: Emitter, prediction: Value, target: Value, lengths: Value | None = None) -> Value:
         scores = log_probabilities(op, prediction, self.from_logits, self.axis)
-        if prediction.dtype in (DataType.FLOAT16, DataType.BFLOAT16):
-            scores = op.Cast(scores, to=DataType.FLOAT)
-        scores = op.Transpose(scores, perm=[self.time_axis % 3, self.row_axis, self.axis % 3])
+        scores = op.Transpose(
+            op.cast(scores, wide_type(prediction)), perm=[self.time_axis % 3, self.row_axis, self.axis % 3]
+        )
         states = self._states(op, target)
         sequences = [_emissions(op, scores, states)]
         if lengths is not None:
@@ -98,7 +98,7 @@ class CTC(Loss):
         loss = op.Where(op.Less(loss, -IMPOSSIBLE / 2), loss, unfit)
         if self.reduction == "mean":
             loss = loss / op.Cast(op.Squeeze(op.Max(labels, 1), [1]), to=loss.dtype)
-        return loss if loss.dtype == prediction.dtype else op.Cast(loss, to=prediction.dtype)
+        return op.cast(loss, prediction.dtype)
 
     @property
     def row_axis(self) -> int:

@@ -100,11 +100,6 @@ def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
     )
 
 
-def as_float(op: Emitter, x: Value) -> Value:
-    """Convert `x` to float32, the type in which these operators compute."""
-    return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
-
-
 def array(numbers: Sequence[float]) -> np.ndarray:
     return np.array(numbers, np.float32)
 
@@ -174,7 +169,7 @@ def linear_classifier(
 
 
 def _scores(op: Emitter, x: Value, node: ir.Node, w: np.ndarray, b: np.ndarray) -> Value:
-    x = as_float(op, x)
+    x = op.cast(x, ir.DataType.FLOAT)
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
     bias = weight(op, node, "intercepts", b) if b.size else None
@@ -203,7 +198,7 @@ def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
 def scaler(
     op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node
 ) -> Value:
-    y = as_float(op, x)
+    y = op.cast(x, ir.DataType.FLOAT)
     if offset:
         y = y - frozen(op, node, "offset", array(offset))
     if scale:
@@ -235,7 +230,7 @@ def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
     made_by = x.producer()
     if norm == "L1" and made_by is not None and made_by.op_type == "Softmax" and rank(x) == 2:
         return x  # its rows sum to 1 already, and a loss can read the logits
-    x = as_float(op, x)
+    x = op.cast(x, ir.DataType.FLOAT)
     sizes = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}
     if norm not in sizes:
         raise GraphoptError(f"its attribute norm={norm!r} is not covered")

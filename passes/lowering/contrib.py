@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.schemas import schema_of
 from graphopt.graph.values import rank
-from passes.lowering.registry import lowers
+from passes.lowering.registry import Lowering, lowers
 
 DOMAIN = "com.microsoft"
 
@@ -34,19 +34,13 @@ def standard(
     return op.call_op(node.op_type, inputs, attributes)  # type: ignore[return-value]
 
 
-@lowers("BiasGelu", domain=DOMAIN)
-def bias_gelu(op: Emitter, x: Value, bias: Value) -> Value:
-    return op.Gelu(x + bias)
-
-
-@lowers("FastGelu", domain=DOMAIN)
-def fast_gelu(op: Emitter, x: Value, bias: Input = None) -> Value:
-    return op.Gelu(plus(x, bias), approximate="tanh")
-
-
-@lowers("QuickGelu", domain=DOMAIN)
-def quick_gelu(op: Emitter, x: Value, *, alpha: float = 1.702) -> Value:
-    return x * op.Sigmoid(alpha * x)
+_GELUS: dict[str, Lowering] = {
+    "BiasGelu": lambda op, x, bias: op.Gelu(x + bias),
+    "FastGelu": lambda op, x, bias=None: op.Gelu(plus(x, bias), approximate="tanh"),
+    "QuickGelu": lambda op, x, *, alpha=1.702: x * op.Sigmoid(alpha * x),
+}
+for _op_type, _function in _GELUS.items():
+    lowers(_op_type, domain=DOMAIN)(_function)
 
 
 def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | None]) -> Value:

@@ -12,7 +12,7 @@ from onnx_ir import Value
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dtype_of
+from graphopt.graph.values import wide_type
 from passes import ort_kernels
 
 SMALL = 4096  # numbers in a vector that is updated together with others
@@ -96,18 +96,8 @@ class Emission:
 
     def _wide(self, w: Value, *values: Value) -> list[Value]:
         """Cast a parameter and other values to the type in which it is updated."""
-        return [_cast(self.op, value, wide(w.dtype)) for value in (w, *values)]
+        return [self.op.cast(value, wide_type(w)) for value in (w, *values)]
 
     def _set_next(self, row: Row, new: Sequence[Value]) -> None:
         for x, value in zip(row.state, new, strict=True):
-            state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, dtype_of(x))))
-
-
-def wide(dtype: ir.DataType | None) -> ir.DataType:
-    """Return the type in which a parameter of `dtype` is updated: float32 for 16 bits."""
-    assert dtype is not None
-    return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
-
-
-def _cast(op: Emitter, value: Value, dtype: ir.DataType) -> Value:
-    return value if value.dtype == dtype else op.Cast(value, to=dtype)
+            state.set_next(self.model, x, self.op.Identity(self.op.cast(value, x.dtype)))

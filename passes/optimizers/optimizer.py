@@ -21,9 +21,9 @@ from graphopt.graph.names import gradient_of, slot_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, wide_type
 from graphopt.intervals import check_intervals, within
-from passes.optimizers.emission import Emission, Row, Values, wide
+from passes.optimizers.emission import Emission, Row, Values
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Optimizer(Pass):
         self._check_groups(list(parameters.values()))
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
-        types = {wide(p.dtype) for p in parameters.values()}
+        types = {wide_type(p) for p in parameters.values()}
         rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in types else ir.DataType.FLOAT
         initial = np.array(self.learning_rate, rate_type.numpy())
         rate = state.declare(model, LEARNING_RATE, initial, Role.HYPERPARAMETER)
@@ -146,7 +146,7 @@ class Optimizer(Pass):
 
     def _declare_slots(self, model: ir.Model, w: Value) -> Values:
         assert w.shape is not None
-        dims, dtype = w.shape.numpy(), wide(w.dtype).numpy()
+        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
         return tuple(
             state.declare(model, slot_of(w, slot), np.full(dims, fill, dtype), Role.SLOT)
             for slot, fill in self.slots().items()

@@ -140,9 +140,8 @@ class _Names:
         self.model = model
         text = note_of(model.graph, SIGNATURE) or ""
         inputs, _, outputs = text.partition("# outputs")
-        self.placeholders = {
-            target: name for name, target in re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
-        }
+        targets = re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
+        self.placeholders = {target: name for name, target in targets}
         self.parameters = set(re.findall(r"^\w+: PARAMETER target='([^']*)'", inputs, re.MULTILINE))
         users = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
         self.inputs = dict(zip((name_of(x) for x in model.graph.inputs), users, strict=False))
@@ -203,13 +202,8 @@ class _Names:
             call = Call.of(nodes[0])
             if call is not None and not call.detaches:
                 own = {y for node in nodes for y in node.outputs}
-                edges = [
-                    (node, i, x)
-                    for node in nodes
-                    for i, x in enumerate(node.inputs)
-                    if x is not None and x not in own and not self._is_literal(x)
-                ]
-                yield call, edges
+                read = [(node, i, x) for node in nodes for i, x in enumerate(node.inputs) if x is not None]
+                yield call, [edge for edge in read if edge[2] not in own and not self._is_literal(edge[2])]
 
     def detached(self, call: Call, edges: Sequence[Edge], merged: dict[str, ir.Value]) -> list[Edge]:
         """Return the edges of a call that read a detached value, and collect values merged with others."""

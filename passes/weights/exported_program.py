@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import some
 from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
@@ -27,18 +28,16 @@ _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
-# Calls of ATen that only move numbers.
-_MOVING = {
-    *("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"),
-    *("chunk", "diagonal", "embedding", "getitem", "index", "index_select", "narrow", "select", "slice"),
-    *("split", "split_with_sizes", "unbind", "cat", "stack", "expand", "repeat", "tile"),
-    *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
-    *("flip", "movedim", "permute", "roll", "t", "transpose"),
-}
-# Calls in this list that keep all numbers.
+# Calls of ATen that only change the layout.
 _LAYOUT = {
     *("alias", "clone", "contiguous", "lift_fresh_copy", "flatten", "reshape", "squeeze", "unflatten"),
-    *("unsqueeze", "view", "_unsafe_view", "movedim", "permute", "t", "transpose", "val"),
+    *("unsqueeze", "view", "_unsafe_view", "movedim", "permute", "t", "transpose"),
+}
+# Calls that only move numbers, or leave some out.
+_MOVING = _LAYOUT | {
+    *("detach", "detach_", "to", "_to_copy", "cat", "stack", "expand", "repeat", "tile", "flip", "roll"),
+    *("chunk", "diagonal", "embedding", "getitem", "index", "index_select", "narrow", "select", "slice"),
+    *("split", "split_with_sizes", "unbind"),
 }
 # Calls that make numbers out of none.
 _MAKING = {
@@ -50,17 +49,7 @@ _TURNING = {"permute", "t", "transpose"}
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Operators from which the exporter drops a bias of zeros.
 _BIASED = CONVOLUTIONS | {"Gemm"}
-# Invertible calls of ATen: the operator and its inverse.
-_INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
-    "exp": ("Exp", np.log),
-    "log": ("Log", np.exp),
-    "neg": ("Neg", np.negative),
-    "reciprocal": ("Reciprocal", np.reciprocal),
-    "sigmoid": ("Sigmoid", lambda y: np.log(y / (1 - y))),
-    "softplus": ("Softplus", lambda y: np.where(y > 20, y, np.log(np.expm1(np.minimum(y, 20))))),
-    "sqrt": ("Sqrt", np.square),
-    "tanh": ("Tanh", np.arctanh),
-}
+_INVERSES = {call: inverse for call, (_, inverse) in folds.UNARY.items() if inverse is not None}
 
 
 @dataclass(frozen=True)
@@ -136,7 +125,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
         if leaves_open and (name in kinds or (sources and _call_of(name) in _MOVING)):
             continue
         if leaves_open and sources and fill(value) != 0:
-            why = f"computed from {_some(sources)} by the exporter, and trains in its place"
+            why = f"computed from {some(sources)} by the exporter, and trains in its place"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=sources)
             continue
         if name in kinds:
@@ -148,17 +137,17 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             why = f"made by the exporter, which folded a BatchNormalization into {layer}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
         elif not parameters or _calls_of(value, kinds) & DETACHING:
-            why = f"computed from {_some(sources)}" if sources else "a constant of the exported program"
+            why = f"computed from {some(sources)}" if sources else "a constant of the exported program"
             yield name, Origin(Kind.CONSTANT, why, sources=sources)
         elif _is_moved(value, [placeholders[source] for source in parameters], kinds):
             others = [source for source in sources if kinds[source] is not Kind.PARAMETER]
-            joined = f", joined with {_some(others)}, which is no parameter" if others else ""
-            why = f"{_some(parameters)}, laid out anew by the exporter{joined}"
+            joined = f", joined with {some(others)}, which is no parameter" if others else ""
+            why = f"{some(parameters)}, laid out anew by the exporter{joined}"
             yield name, Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
         else:
             present = any(name in model.graph.initializers for name in parameters)
             where = "beside it" if present else "in its place"
-            why = f"computed from {_some(parameters)} by the exporter, and trains {where}"
+            why = f"computed from {some(parameters)} by the exporter, and trains {where}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
@@ -203,12 +192,12 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
         calls = [_call_of(name) for name in (*sources, name_of(value)) if name not in paths]
-        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERTIBLE.keys() >= set(calls):
+        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERSES.keys() >= set(calls):
             continue
         numbers = array(value).astype(np.float64)
         with np.errstate(all="ignore"):
             for call in reversed(calls):
-                numbers = _INVERTIBLE[call][1](numbers)
+                numbers = _INVERSES[call](numbers)
         path = paths[0]
         existing = model.graph.initializers.get(path)
         other = numbers if existing is None else array(existing)
@@ -217,7 +206,7 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
         for call in calls:
-            last = initializers.emit(model, value, call, _INVERTIBLE[call][0], [last])
+            last = initializers.emit(model, value, call, call.capitalize(), [last])
         initializers.replace(model, value, last)
     return inverted
 
@@ -273,7 +262,7 @@ def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]
         sources = [source for source in _sources(value) if source in kinds]
         calls = _calls_of(value, kinds)
         repeats = calls & _REPEATING and gathers.repeats(array(value))
-        if len(sources) == 1 and calls <= _LAYOUT and not repeats:
+        if len(sources) == 1 and calls <= _LAYOUT | {"val"} and not repeats:
             found.setdefault(sources[0], value)
     own = {name_of(x): x for x in floating(model) if name_of(x) in kinds}
     return found | own
@@ -378,7 +367,3 @@ def _named(kind: Kind, more: str = "") -> Origin:
 
 def _module(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

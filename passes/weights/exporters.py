@@ -35,6 +35,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
             exported_program.restore_biases,
         ):
             restored |= undo(model, signature)
+        model.graph.sort()
         return dict(exported_program.read(model, signature)) | restored
     if exported_program.is_stripped(model):
         warnings.warn(
@@ -47,6 +48,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
     if model.producer_name == "pytorch":
         restored = torchscript.separate_merged(model)
         restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
+        model.graph.sort()
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         variables = [name for x in floating(model) if "ReadVariableOp" in (name := name_of(x))]

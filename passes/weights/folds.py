@@ -24,26 +24,27 @@ class Step:
 
 
 Chain = tuple[Step, ...]
+_Function = Callable[[np.ndarray], np.ndarray]
 
-_UNARY: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
-    "abs": ("Abs", np.abs),
-    "exp": ("Exp", np.exp),
-    "log": ("Log", np.log),
-    "neg": ("Neg", np.negative),
-    "reciprocal": ("Reciprocal", np.reciprocal),
-    "relu": ("Relu", lambda x: np.maximum(x, 0)),
-    "sigmoid": ("Sigmoid", lambda x: 1 / (1 + np.exp(-x))),
-    "softplus": ("Softplus", lambda x: np.logaddexp(x, 0)),
-    "sqrt": ("Sqrt", np.sqrt),
-    "tanh": ("Tanh", np.tanh),
+# Functions of ATen, with their inverses if they have one. ONNX's operators have the same names.
+UNARY: dict[str, tuple[_Function, _Function | None]] = {
+    "abs": (np.abs, None),
+    "exp": (np.exp, np.log),
+    "log": (np.log, np.exp),
+    "neg": (np.negative, np.negative),
+    "reciprocal": (np.reciprocal, np.reciprocal),
+    "relu": (lambda x: np.maximum(x, 0), None),
+    "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda y: np.log(y / (1 - y))),
+    "softplus": (
+        lambda x: np.logaddexp(x, 0),
+        lambda y: np.where(y > 20, y, np.log(np.expm1(np.minimum(y, 20)))),
+    ),
+    "sqrt": (np.sqrt, np.square),
+    "tanh": (np.tanh, np.arctanh),
 }
-_BINARY: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
-    "add": ("Add", np.add),
-    "sub": ("Sub", np.subtract),
-    "rsub": ("Sub", np.subtract),
-    "mul": ("Mul", np.multiply),
-    "div": ("Div", np.divide),
-    "pow": ("Pow", np.power),
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    **{"add": np.add, "sub": np.subtract, "rsub": np.subtract},
+    **{"mul": np.multiply, "div": np.divide, "pow": np.power},
 }
 _MOST_CALLS = 3
 
@@ -160,11 +161,10 @@ def _steps(
     elif call in ("t", "transpose", "permute"):
         for perm in itertools.permutations(range(min(x.ndim, 4))):
             yield Step("Transpose", (("perm", list(perm)),)), x.transpose(perm)
-    elif call in _UNARY:
-        op_type, function = _UNARY[call]
-        yield Step(op_type), function(x)
-    elif call in _BINARY:
-        op_type, function = _BINARY[call]
+    elif call in UNARY:
+        yield Step(call.capitalize()), UNARY[call][0](x)
+    elif call in _ARITHMETIC:
+        op_type, function = call.removeprefix("r").capitalize(), _ARITHMETIC[call]
         for other in [*others, *(_scalar(x, wanted, call) if last else map(np.array, _COMMON))]:
             numbers = (array(other) if isinstance(other, ir.Value) else other).astype(np.float64)
             for first in (False, True):

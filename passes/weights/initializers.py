@@ -50,7 +50,7 @@ def emit(
     attributes: Mapping[str, Any] | None = None,
     shape: Sequence[int] | None = None,
 ) -> ir.Value:
-    """Put a node named after an initializer, of its type and shape, before all others; `replace` sorts them."""
+    """Put a node named after an initializer, of its type and shape, before all others; sort the graph afterwards."""
     node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")
     output = node.outputs[0]
     output.name, output.type = node.name, value.type
@@ -63,7 +63,6 @@ def replace(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     """Remove an initializer, in whose place nodes read a computed value."""
     ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
     del model.graph.initializers[name_of(value)]
-    model.graph.sort()
 
 
 def register(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:

@@ -20,7 +20,7 @@ from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
 from graphopt.graph.roles import Role, set_role, stop_gradient_at
 from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
-from graphopt.graph.values import dtype_of, is_floating, like, name_of
+from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
 from passes.weights.initializers import array
 
 WIDE = ir.DataType.FLOAT
@@ -136,11 +136,11 @@ def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
 
 def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
     first = nodes[0]
-    scale = ir.convenience.get_const_tensor(first.inputs[1]) if first.inputs[1] is not None else None
+    scale = constant_of(first.inputs[1])
     if scale is None or dequantized(first) is None or FROZEN.is_set(x):
         return False
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
-    steps = scale.numpy().astype(np.float32)
+    steps = scale.astype(np.float32)
     return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
 
 
@@ -160,9 +160,9 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     node, dtype = quantized.node, quantized.integers.dtype
     if dtype.itemsize < 4:
         return _dequantize(op, STORED.mark(_quantize(op, master, node, dtype)), node)
-    scale = ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
+    scale = constant_of(node.inputs[1])
     assert scale is not None
-    steps = op.constant(spread(node, scale.numpy().astype(np.float32), quantized.numbers.shape))
+    steps = op.constant(spread(node, scale.astype(np.float32), quantized.numbers.shape))
     whole = op.Cast(op.Clip(op.Round(master / steps), *INT32_RANGE), to=dtype)
     whole.shape = master.shape
     rounded = _dequantize(op, STORED.mark(whole), node)
@@ -173,10 +173,9 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
 def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) -> ir.Value:
     scale = node.inputs[1]
     assert scale is not None
-    wide = scale if scale.dtype == WIDE else op.Cast(scale, to=WIDE)
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     given = {} if zero is not None else {"output_dtype": dtype}
-    quantized: ir.Value = op.QuantizeLinear(master, wide, zero, **given, **_layout(node))
+    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, WIDE), zero, **given, **_layout(node))
     quantized.shape = master.shape
     return quantized
 

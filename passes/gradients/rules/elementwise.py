@@ -10,7 +10,7 @@ from onnx_ir import Node, Value
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.values import constant_of, dtype_of, number_of
-from passes.gradients.registry import Gradients, elementwise, rule
+from passes.gradients.registry import Gradients, elementwise, rule, rules
 from passes.gradients.walk import further_output
 
 
@@ -134,15 +134,15 @@ elementwise(
 )
 
 
-@rule("Cast", "CastLike")
-def cast(op: Emitter, dy: Value, x: Value, target: Value | None = None) -> Gradients:
-    return [op.Cast(dy, to=x.dtype)]
-
-
-@rule("Where")
-def where(op: Emitter, dy: Value, condition: Value, a: Value, b: Value) -> Gradients:
-    chosen = dy * mask(op, condition, dy)
-    return [None, chosen, dy - chosen]
+rules(
+    {
+        "Cast": lambda op, dy, x: [op.Cast(dy, to=x.dtype)],
+        "CastLike": lambda op, dy, x, target: [op.Cast(dy, to=x.dtype)],
+        "Mean": lambda op, dy, *inputs: [dy * (1 / len(inputs))] * len(inputs),
+        "Sum": lambda op, dy, *inputs: [dy] * len(inputs),
+        "Where": lambda op, dy, condition, a, b: [None, chosen := dy * mask(op, condition, dy), dy - chosen],
+    }
+)
 
 
 @rule("Clip")
@@ -160,16 +160,6 @@ def clip(op: Emitter, dy: Value, x: Value, low: Input = None, high: Input = None
         low and dy * mask(op, op.And(below, op.Not(above)), x),
         high and dy * mask(op, above, x),
     ]
-
-
-@rule("Sum")
-def sum_(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
-    return [dy] * len(inputs)
-
-
-@rule("Mean")
-def mean(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
-    return [dy * (1 / len(inputs))] * len(inputs)
 
 
 @rule("Max", "Min")

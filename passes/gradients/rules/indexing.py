@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
-from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads, wide
+from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
+from passes.gradients.registry import Gradients, rule, rules
+from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads
 from passes.gradients.walk import further_output, zeros
 
 
@@ -29,11 +29,10 @@ def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **a
 
     Convert 32-bit positions to 64 bits, which ScatterND requires.
     """
-    dtype = ir.DataType.FLOAT if dtype_of(dy).itemsize < 4 else dtype_of(dy)
+    dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
-    terms = dy if dy.dtype == dtype else op.Cast(dy, to=dtype)
-    total: Value = getattr(op, scatter)(zeros, wide(op, where), terms, reduction="add", **attributes)
-    return total if dy.dtype == dtype else op.Cast(total, to=dy.dtype)
+    total = getattr(op, scatter)(zeros, where, op.cast(dy, dtype), reduction="add", **attributes)
+    return op.cast(total, dy.dtype)
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
@@ -109,9 +108,19 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
     return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
 
 
-@rule("GatherElements")
-def gather_elements(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
-    return [like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)]
+rules(
+    {
+        "Compress": lambda op, dy, x, condition, *, node: [
+            scatter_back(op, dy, op.Compress(positions(op, x), condition, **node.attributes), x)
+        ],
+        "GatherElements": lambda op, dy, x, indices, *, axis: [
+            like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)
+        ],
+        "TopK": lambda op, dy, x, k, *, axis, node: [
+            like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)
+        ],
+    }
+)
 
 
 @rule("GatherND")
@@ -119,17 +128,6 @@ def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: i
     if batch_dims == 0:
         return [like(add_up(op, "ScatterND", op.shape_of(x), indices, dy), x)]
     return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
-
-
-@rule("TopK")
-def top_k(op: Emitter, dy: Value, x: Value, k: Value, *, axis: int, node: Node) -> Gradients:
-    return [like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)]
-
-
-@rule("Compress")
-def compress(op: Emitter, dy: Value, x: Value, condition: Value, *, axis: int | None = None) -> Gradients:
-    along = {} if axis is None else {"axis": axis}
-    return [scatter_back(op, dy, op.Compress(positions(op, x), condition, **along), x)]
 
 
 @rule("ScatterElements")

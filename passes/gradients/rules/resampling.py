@@ -33,6 +33,7 @@ def resize(
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
     roi, scales, axes = _given(roi), _given(scales), list(axes or range(rank(x)))
+    known = constant_of(scales)
     in_proportion = keep_aspect_ratio_policy != "stretch"
     cropped = "coordinate_transformation_mode" in attributes and roi is not None
     for i, axis in enumerate(axes):
@@ -45,7 +46,7 @@ def resize(
         else:
             part = roi and op.Gather(roi, [i, i + len(axes)])
             size = op.shape_of(y, axis, axis + 1) if scales is None else None
-            scale = scales and _one(op, scales, i)
+            scale = scales and (op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1]))
             matrix = _along(op, square, part, scale, size, _copies(op, x, y), **attributes)
         matrix.shape = ir.Shape([dims_of(x)[axis], None])
         dy = contracted(op, dy, matrix, axis)
@@ -61,11 +62,6 @@ def _is_kept(x: Value, scales: Input, sizes: Input, i: int, axis: int) -> bool:
     """Return whether an axis is known to keep its size."""
     known = constant_of(sizes if scales is None else scales)
     return known is not None and bool(known[i] == (dims_of(x)[axis % rank(x)] if scales is None else 1))
-
-
-def _one(op: Emitter, scales: Value, i: int) -> Value:
-    known = constant_of(scales)
-    return op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1])
 
 
 def _copies(op: Emitter, x: Value, y: Value) -> Value:

@@ -11,7 +11,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
-from passes.gradients.registry import Gradients, rule
+from passes.gradients.registry import Gradients, rule, rules
 
 MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
@@ -37,11 +37,6 @@ def counted(*sizes: int) -> int:
     return count
 
 
-def wide(op: Emitter, numbers: Value) -> Value:
-    """Convert integers to 64 bits."""
-    return numbers if numbers.dtype == ir.DataType.INT64 else op.Cast(numbers, to=ir.DataType.INT64)
-
-
 def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Input) -> Value:
     """Return the pads of all axes of `x`. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
     if axes is None:
@@ -49,7 +44,7 @@ def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Input) -> Value:
     at, widths = constant_of(axes), constant_of(pads)
     if at is not None and widths is not None:
         return op.constant(spread_pads(rank(x), widths, at))
-    at = op.Mod(wide(op, axes), rank(x))
+    at = op.Mod(op.cast(axes, ir.DataType.INT64), rank(x))
     where = op.Unsqueeze(op.Concat(at, at + rank(x), axis=0), [1])
     return op.ScatterND(op.constant(np.zeros(2 * rank(x), np.int64)), where, pads)
 
@@ -66,14 +61,32 @@ def reshape(op: Emitter, dy: Value, x: Value, *shape: Value) -> Gradients:
     return [reshape_like(op, dy, x)]
 
 
-@rule("Expand")
-def expand(op: Emitter, dy: Value, x: Value, shape: Value) -> Gradients:
-    return [dy]
-
-
-@rule("Transpose")
-def transpose(op: Emitter, dy: Value, x: Value, *, perm: list[int] | None = None) -> Gradients:
-    return [op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())]
+rules(
+    {
+        "CumProd": lambda op, dy, x, axis, *, y, exclusive, reverse: [  # the factors are assumed not to be 0
+            op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x
+        ],
+        "CumSum": lambda op, dy, x, axis, *, exclusive, reverse: [
+            op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)
+        ],
+        "Expand": lambda op, dy, x, shape: [dy],
+        "Range": lambda op, dy, start, limit, delta: [
+            op.ReduceSum(dy, keepdims=0),
+            None,
+            op.ReduceSum(dy * op.Cast(op.Range(0, op.Size(dy), 1), to=dy.dtype), keepdims=0),
+        ],
+        "ReverseSequence": lambda op, dy, x, lengths, *, batch_axis, time_axis: [
+            op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)
+        ],
+        "SpaceToDepth": lambda op, dy, x, *, blocksize, mode="DCR": [  # before opset 28, the only order
+            like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)
+        ],
+        "Transpose": lambda op, dy, x, *, perm=None: [
+            op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())
+        ],
+        "Trilu": lambda op, dy, x, k=None, *, upper: [op.Trilu(dy, k, upper=upper)],
+    }
+)
 
 
 @rule("Concat")
@@ -99,29 +112,6 @@ def tile(op: Emitter, dy: Value, x: Value, repeats: Value) -> Gradients:
     return [like(op.ReduceSum(copies, [*range(0, 2 * rank(x), 2)], keepdims=0), x)]
 
 
-@rule("CumSum")
-def cumsum(op: Emitter, dy: Value, x: Value, axis: Value, *, exclusive: int, reverse: int) -> Gradients:
-    return [op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)]
-
-
-@rule("Trilu")
-def trilu(op: Emitter, dy: Value, x: Value, k: Input = None, *, upper: int) -> Gradients:
-    return [op.Trilu(dy, k, upper=upper)]
-
-
-@rule("ReverseSequence")
-def reverse_sequence(
-    op: Emitter, dy: Value, x: Value, lengths: Value, *, batch_axis: int, time_axis: int
-) -> Gradients:
-    return [op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)]
-
-
-@rule("SpaceToDepth")
-def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str = "DCR") -> Gradients:
-    """Apply DepthToSpace. Before opset 28 the only order is DCR: block, then channel."""
-    return [like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)]
-
-
 @rule("DepthToSpace")
 def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str) -> Gradients:
     """Apply SpaceToDepth, whose only order here is DCR (block, then channel), and transpose for the order CRD."""
@@ -130,17 +120,3 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
         split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
         blocks = op.Transpose(split, perm=[0, 2, 1, 3, 4])
     return [reshape_like(op, blocks, x) if mode == "CRD" else like(blocks, x)]
-
-
-@rule("CumProd")
-def cumprod(
-    op: Emitter, dy: Value, x: Value, axis: Value, *, y: Value, exclusive: int, reverse: int
-) -> Gradients:
-    """Divide by the factors, which are assumed not to be 0."""
-    return [op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x]
-
-
-@rule("Range")
-def range_(op: Emitter, dy: Value, start: Value, limit: Value, delta: Value) -> Gradients:
-    steps = op.Cast(op.Range(0, op.Size(dy), 1), to=dy.dtype)
-    return [op.ReduceSum(dy, keepdims=0), None, op.ReduceSum(dy * steps, keepdims=0)]
