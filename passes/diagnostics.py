@@ -28,9 +28,8 @@ class GradientNorm(Pass):
     """
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         with Emitter(model) as op:
-            report_norm(op, model, gradients)
+            report_norm(op, model, self.required(model, Role.GRADIENT, "run Gradient first"))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
 from graphopt.graph.values import constant_of, is_floating, name_of, swap
-from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
+from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.lowering import classical
 from passes.lowering.gelu_pattern import GELU
 from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
@@ -107,7 +107,7 @@ class Normalize(Pass):
 
     def _prepare(self, model: ir.Model) -> None:
         try:
-            common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
+            common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
         except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
+from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -248,10 +249,9 @@ def _origin(value: ir.Value) -> Origin:
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
     # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
-    likely = len(value.shape or ()) > 0 and (
-        written.named or (evidence.is_factor(value) and written.kind is Kind.PARAMETER)
-    )
-    return replace(written, certain=written.certain or likely)
+    is_factor = all(node.op_type in MATRIX_PRODUCTS | RECURRENT for node, _ in uses)
+    named = written.named or (is_factor and written.kind is Kind.PARAMETER)
+    return replace(written, certain=written.certain or (named and bool(value.shape)))
 
 
 def _part_constant_uses(model: ir.Model) -> None:

@@ -18,7 +18,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
-from graphopt.graph.values import is_floating, like
+from graphopt.graph.values import constant_of, is_floating, like
 from graphopt.intervals import within
 
 ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
@@ -243,18 +243,13 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
     for node in nodes:
         inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
         if not any(x in copies for x in node.inputs if x is not None):
-            i, x = _start(node.inputs)
+            given = [(i, x) for i, x in enumerate(node.inputs) if x is not None]
+            i, x = next(((i, x) for i, x in given if constant_of(x) is None), given[0])
             if x not in tied:
                 tied[x] = _after(op, x, zero)
             inputs[i] = tied[x]
         _emit(op, node, inputs, copies)
     return copies
-
-
-def _start(inputs: Sequence[ir.Value | None]) -> tuple[int, ir.Value]:
-    """Return the position and value of the first input that is not a constant, or else of the first input."""
-    given = [(i, x) for i, x in enumerate(inputs) if x is not None]
-    return next(((i, x) for i, x in given if ir.convenience.get_const_tensor(x) is None), given[0])
 
 
 def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:

@@ -180,11 +180,8 @@ def _are_calls(nodes: Sequence[ir.Node]) -> bool:
 
 def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | None]) -> bool:
     """Return whether values are the same, or are equal constants."""
-    for a, b in zip(first, second, strict=True):
-        numbers, others = constant_of(a), constant_of(b)
-        if a is not b and (numbers is None or others is None or not np.array_equal(numbers, others)):
-            return False
-    return True
+    pairs = ((a, b, constant_of(a), constant_of(b)) for a, b in zip(first, second, strict=True))
+    return all(a is b or (m is not None and n is not None and np.array_equal(m, n)) for a, b, m, n in pairs)
 
 
 def _normalize_batches(

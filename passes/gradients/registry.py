@@ -106,11 +106,10 @@ def _scripted(function: OnnxFunction[..., Any]) -> Rule:
     return traced
 
 
-def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
+def elementwise(table: Mapping[str, tuple[Local, ...]]) -> None:
     """Register a gradient rule for each row of local derivatives."""
-    for op_type, locals_ in table.items():
-        enter(RULES, (domain, op_type), _chain(locals_))
-        WITH_LOCAL_DERIVATIVES.add((domain, op_type))
+    rules({op_type: _chain(locals_) for op_type, locals_ in table.items()})
+    WITH_LOCAL_DERIVATIVES.update(("", op_type) for op_type in table)
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:
@@ -126,11 +125,6 @@ def refused(reason: str, *op_types: str, domain: str = "") -> None:
 def carries(node: Node, index: int) -> bool:
     """Return whether a gradient can flow to an input of a node, regardless of the input's type."""
     return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
-
-
-def has_rule(domain: str, op_type: str) -> bool:
-    """Return whether an operator has its own gradient rule."""
-    return (domain, op_type) in RULES
 
 
 def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,9 +207,7 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
 
 def may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
     """Return whether only run-time shapes tell if a dimension `want` was broadcast to `have`."""
-    if isinstance(want, int) or have == 1:
-        return False
-    return want.value is None or have != want
+    return not isinstance(want, int) and have != 1 and (want.value is None or have != want)
 
 
 def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:

@@ -70,7 +70,8 @@ class Loss(Pass):
         elements = self.compare(op, prediction, *operands)
         weights = self.weight(op, prediction, operands[0]) if operands else None
         if self.sample_weight:
-            rows = _along_rows(op, _sample_weight(model, prediction, self.row_axis), elements)
+            rows, rank = _sample_weight(model, prediction, self.row_axis), len(elements.shape or ())
+            rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
             elements = elements * rows
             weights = rows if weights is None else weights * rows
         if self.reduction == "none":
@@ -190,12 +191,6 @@ def _sample_weight(model: ir.Model, prediction: ir.Value, row_axis: int) -> ir.V
     value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[row_axis]]))
     model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
     return value
-
-
-def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
-    assert elements.shape is not None
-    rank = len(elements.shape)
-    return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
 
 
 def epsilon(value: ir.Value) -> float:

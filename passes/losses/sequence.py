@@ -84,7 +84,10 @@ class CTC(Loss):
             op.cast(scores, wide_type(prediction)), perm=[self.time_axis % 3, self.row_axis, self.axis % 3]
         )
         states = self._states(op, target)
-        sequences = [_emissions(op, scores, states)]
+        sizes = op.Concat(op.Shape(scores, end=1), op.shape_of(states), axis=0)
+        emissions = op.GatherElements(scores, op.Expand(op.Unsqueeze(states, [0]), sizes), axis=2)
+        emissions.shape = Shape([dims_of(scores)[0], *dims_of(states)])
+        sequences = [emissions]  # the score of the class of each state in each step
         if lengths is not None:
             sequences.append(_running(op, scores, lengths))
         alpha = self._forward(op, states, sequences)
@@ -138,14 +141,6 @@ class CTC(Loss):
         start.shape = states.shape
         (alpha,) = scan_over(op, step, [start], sequences)
         return alpha
-
-
-def _emissions(op: Emitter, scores: Value, states: Value) -> Value:
-    """Emit the score of the class of each state in each step."""
-    sizes = op.Concat(op.Shape(scores, end=1), op.shape_of(states), axis=0)
-    found = op.GatherElements(scores, op.Expand(op.Unsqueeze(states, [0]), sizes), axis=2)
-    found.shape = Shape([dims_of(scores)[0], *dims_of(states)])
-    return found
 
 
 def _running(op: Emitter, scores: Value, lengths: Value) -> Value:

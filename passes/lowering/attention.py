@@ -75,7 +75,8 @@ def multi_head_attention(
     sizes = [_size(x, -1) * (num_heads if rank(x) == 4 else 1) for x in parts]
     if bias is not None:
         biases = op.Split(bias, sizes, axis=0, _outputs=3)
-        parts = [_biased(op, x, b, num_heads) for x, b in zip(parts, biases, strict=True)]
+        pairs = zip(parts, biases, strict=True)
+        parts = [x + (op.Reshape(b, [num_heads, 1, -1]) if rank(x) == 4 else b) for x, b in pairs]
     q, k, v = (
         x if rank(x) == 4 else _split_heads(op, x, num_heads, size)
         for x, size in zip(parts, sizes, strict=True)
@@ -108,10 +109,6 @@ def _unpacked(op: Emitter, packed: Value) -> list[Value]:
         raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
     parts = (op.Gather(packed, i, axis=3) for i in range(count))
     return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
-
-
-def _biased(op: Emitter, x: Value, bias: Value, heads: int) -> Value:
-    return x + (op.Reshape(bias, [heads, 1, -1]) if rank(x) == 4 else bias)
 
 
 def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:

@@ -29,10 +29,8 @@ def pads_for_output_shapes(model: ir.Model) -> None:
         if not all(isinstance(size, int) for size in sizes + kernel):
             continue
         strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
-        more, given = (
-            node.attributes.get_ints("output_padding", [0] * n),
-            node.attributes.get_ints("output_shape"),
-        )
+        more = node.attributes.get_ints("output_padding", [0] * n)
+        given = node.attributes.get_ints("output_shape")
         totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - given[-n:]
         if (totals < 0).any():
             continue
@@ -53,13 +51,10 @@ def pad_all_axes(model: ir.Model) -> None:
         if x is None or x.shape is None or widths is None or at is None:
             continue
         spread = ir.tensor(spread_pads(len(x.shape), widths, at))
-        constant = ir.node("Constant", [], {"value": spread})
-        constant.outputs[0].name = f"{node.outputs[0].name}/pads"
-        constant.outputs[0].type = ir.TensorType(spread.dtype)
-        constant.outputs[0].shape = ir.Shape(spread.shape.numpy())
+        output = ir.val(f"{node.outputs[0].name}/pads", spread.dtype, spread.shape.numpy())
         assert node.graph is not None
-        node.graph.insert_before(node, constant)
-        node.replace_input_with(1, constant.outputs[0])
+        node.graph.insert_before(node, ir.node("Constant", [], {"value": spread}, outputs=[output]))
+        node.replace_input_with(1, output)
         node.resize_inputs(3)
 
 

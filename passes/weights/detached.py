@@ -210,7 +210,7 @@ class _Names:
         pairs = self._in_order(call, edges) or self._by_name(call, edges)
         for name, (_, _, x) in pairs:
             producer = Call.of(x.producer())
-            if producer and name not in self.present and _stem(name) == _stem(producer.name):
+            if producer and name not in self.present and call_of(name) == call_of(producer.name):
                 merged[name] = x
         found = [edge for name, edge in pairs if self._is_gone(name)]
         gone = [name for name in call.arguments if self._is_gone(name)]
@@ -267,7 +267,8 @@ def _may_carry(x: ir.Value) -> bool:
     return x.dtype is None or x.dtype.is_floating_point()
 
 
-def _stem(name: str) -> str:
+def call_of(name: str) -> str:
+    """Return the call for which a value is named."""
     return re.sub(r"_\d+$", "", name)
 
 

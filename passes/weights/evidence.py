@@ -12,8 +12,6 @@ from graphopt.graph.operators import (
     ARITHMETIC,
     INITIAL_STATES,
     LAYOUT,
-    MATRIX_PRODUCTS,
-    RECURRENT,
     SCATTERING,
 )
 from graphopt.graph.traversal import subgraphs
@@ -22,7 +20,6 @@ from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill, is_weight
 
-_FACTORS = MATRIX_PRODUCTS | RECURRENT
 _BROADCASTING = ARITHMETIC | {"Where"}
 _LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
 _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
@@ -145,11 +142,6 @@ def is_short(x: ir.Value) -> bool:
     """Return whether a single number has at most three digits, as numbers that people write do."""
     tensor = x.const_value
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
-
-
-def is_factor(x: ir.Value) -> bool:
-    """Tell whether all uses of an initializer are in matrix products and recurrences."""
-    return all(user.op_type in _FACTORS for user in x.consumers())
 
 
 def is_sparse(numbers: np.ndarray) -> bool:

@@ -20,7 +20,7 @@ from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from graphopt.graph.values import name_of
 from passes.weights import folds, gathers, initializers, ties
-from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE
+from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE, call_of
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -122,7 +122,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
     for value in floating(model):
         name = name_of(value)
         sources = tuple(source for source in _sources(value) if source in kinds)
-        if leaves_open and (name in kinds or (sources and _call_of(name) in _MOVING)):
+        if leaves_open and (name in kinds or (sources and call_of(name) in _MOVING)):
             continue
         if leaves_open and sources and fill(value) != 0:
             why = f"computed from {some(sources)} by the exporter, and trains in its place"
@@ -191,7 +191,7 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for value in floating(model):
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
-        calls = [_call_of(name) for name in (*sources, name_of(value)) if name not in paths]
+        calls = [call_of(name) for name in (*sources, name_of(value)) if name not in paths]
         if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERSES.keys() >= set(calls):
             continue
         numbers = array(value).astype(np.float64)
@@ -270,7 +270,7 @@ def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]
 
 def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
     """Return the calls that made a folded value."""
-    return {_call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
+    return {call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
@@ -304,11 +304,12 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
     present = _names_present(model)
     taken = {name for call in _calls(model) for name in _arguments(call)}
     gone = {name: spec for name, spec in specs.items() if spec.target not in present}
-    folded = {_module(spec.target) for spec in gone.values() if spec.target.endswith(".running_mean")}
+    mean = ".running_mean"
+    folded = {spec.target.removesuffix(mean) for spec in gone.values() if spec.target.endswith(mean)}
     return [
         spec.target
         for name, spec in gone.items()
-        if spec.kind is Kind.PARAMETER and (name in taken or _module(spec.target) in folded)
+        if spec.kind is Kind.PARAMETER and (name in taken or spec.target.rpartition(".")[0] in folded)
     ]
 
 
@@ -330,11 +331,6 @@ def _calls(model: ir.Model) -> dict[str, list[_Use]]:
 def _arguments(call: str) -> list[str]:
     """Return the values that a call reads."""
     return re.findall(r"%(\w+)", call.partition("](args = ")[2])
-
-
-def _call_of(name: str) -> str:
-    """Return the call for which a value is named."""
-    return re.sub(r"_\d+$", "", name)
 
 
 def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[str]) -> bool:
@@ -363,7 +359,3 @@ def _sources(value: ir.Value) -> tuple[str, ...]:
 
 def _named(kind: Kind, more: str = "") -> Origin:
     return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)
-
-
-def _module(path: str) -> str:
-    return path.rpartition(".")[0]

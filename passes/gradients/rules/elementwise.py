@@ -50,11 +50,6 @@ def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
     return n * x if n == 2 else n * op.Pow(x, op.constant(n - 1, like=x))
 
 
-def logarithm(op: Emitter, x: Value, y: Value) -> Value:
-    """Return d(x^p)/dp = y log(x), and 0 where x is 0, because y is 0 or constant there."""
-    return y * op.Log(nonzero(op, x))
-
-
 def gelu(op: Emitter, x: Value, approximate: str) -> Value:
     """Return the derivative of Gelu, y = x Phi(x), or of its tanh approximation.
 
@@ -83,7 +78,7 @@ elementwise(
         "Mul": (lambda op, a, b, y: b, lambda op, a, b, y: a),
         "Div": (lambda op, a, b, y: 1 / b, lambda op, a, b, y: -y / b),
         "Mod": (lambda op, a, b, y: 1, lambda op, a, b, y: op.Round((y - a) / b)),
-        "Pow": (power, lambda op, x, p, y: logarithm(op, x, y)),
+        "Pow": (power, lambda op, x, p, y: y * op.Log(nonzero(op, x))),  # where x is 0, y is 0 or constant
         "PRelu": (
             lambda op, x, slope, y: 1 + mask(op, op.Less(x, 0.0), x) * (slope - 1),
             lambda op, x, slope, y: op.Min(x, 0.0),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
@@ -130,43 +128,22 @@ def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: i
     return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
 
 
-@rule("ScatterElements")
-def scatter_elements(
-    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, axis: int, reduction: str
-) -> Gradients:
-    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        return like(op.ScatterElements(base, indices, values, axis=axis, reduction=reduction), x)
-
-    def gather(values: Value) -> Value:
-        return like(op.GatherElements(values, indices, axis=axis), updates)
-
-    return scattered(op, dy, x, updates, y, reduction, scatter, gather)
-
-
-@rule("ScatterND")
-def scatter_nd(
-    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, reduction: str
-) -> Gradients:
-    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        return like(op.ScatterND(base, indices, values, reduction=reduction), x)
-
-    def gather(values: Value) -> Value:
-        return like(op.GatherND(values, indices), updates)
-
-    return scattered(op, dy, x, updates, y, reduction, scatter, gather)
-
-
+@rule("ScatterElements", "ScatterND")
 def scattered(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    updates: Value,
-    y: Value,
-    reduction: str,
-    scatter: Callable[..., Value],
-    gather: Callable[[Value], Value],
+    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, node: Node, reduction: str
 ) -> Gradients:
     """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
+    of_elements = node.op_type == "ScatterElements"
+    along = {"axis": node.attributes.get_int("axis", 0)} if of_elements else {}
+
+    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
+        write = op.ScatterElements if of_elements else op.ScatterND
+        return like(write(base, indices, values, **along, reduction=reduction), x)
+
+    def gather(values: Value) -> Value:
+        read = op.GatherElements if of_elements else op.GatherND
+        return like(read(values, indices, **along), updates)
+
     if reduction == "none":
         return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":

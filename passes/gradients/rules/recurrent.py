@@ -5,6 +5,7 @@ https://onnx.ai/onnx/operators lists the equations of a step. One Gemm computes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -238,16 +239,15 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
         defaults, function = ACTIVATIONS[name]
         pairs = zip(defaults, numbers, strict=False)
         given = [rest.pop(0) if rest else default for default, rest in pairs]
-        found.append(activation(function, given, None if i % count == 2 else clip))
+        found.append(functools.partial(_activated, function, given, None if i % count == 2 else clip))
     for i in range(0, len(found), count):
         yield found[i : i + count]
 
 
-def activation(function: Callable[..., Value], parameters: Sequence[float], clip: float | None) -> Activation:
-    def clipped(op: Emitter, x: Value) -> Value:
-        return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
-
-    return clipped
+def _activated(
+    function: Any, parameters: Sequence[float], clip: float | None, op: Emitter, x: Value
+) -> Value:
+    return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
 
 
 def parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:

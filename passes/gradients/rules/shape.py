@@ -56,13 +56,11 @@ def spread_pads(count: int, pads: np.ndarray, axes: np.ndarray) -> np.ndarray:
     return spread.ravel()
 
 
-@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def reshape(op: Emitter, dy: Value, x: Value, *shape: Value) -> Gradients:
-    return [reshape_like(op, dy, x)]
-
-
 rules(
     {
+        **dict.fromkeys(
+            ("Flatten", "Reshape", "Squeeze", "Unsqueeze"), lambda op, dy, x, *_: [reshape_like(op, dy, x)]
+        ),
         "CumProd": lambda op, dy, x, axis, *, y, exclusive, reverse: [  # the factors are assumed not to be 0
             op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x
         ],
@@ -81,6 +79,7 @@ rules(
         "SpaceToDepth": lambda op, dy, x, *, blocksize, mode="DCR": [  # before opset 28, the only order
             like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)
         ],
+        "Split": lambda op, dy, x, sizes=None, *, dys, axis: [like(op.Concat(*dys, axis=axis), x)],
         "Transpose": lambda op, dy, x, *, perm=None: [
             op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())
         ],
@@ -97,11 +96,6 @@ def concat(op: Emitter, dy: Value, *inputs: Value, axis: int) -> Gradients:
     sizes = op.Concat(*(op.shape_of(x, axis, axis + 1) for x in inputs), axis=0)
     parts = op.Split(dy, sizes, axis=axis, _outputs=len(inputs))
     return [like(part, x) for part, x in zip(parts, inputs, strict=True)]
-
-
-@rule("Split")
-def split(op: Emitter, dy: Value, x: Value, sizes: Input = None, *, dys: list[Value], axis: int) -> Gradients:
-    return [like(op.Concat(*dys, axis=axis), x)]
 
 
 @rule("Tile")
