@@ -67,7 +67,7 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     return register
 
 
-def rules(table: Mapping[str, Rule]) -> None:
+def one_line_rules(table: Mapping[str, Rule]) -> None:
     """Register a gradient rule for each row."""
     for op_type, function in table.items():
         rule(op_type)(function)
@@ -108,7 +108,7 @@ def _scripted(function: OnnxFunction[..., Any]) -> Rule:
 
 def elementwise(table: Mapping[str, tuple[Local, ...]]) -> None:
     """Register a gradient rule for each row of local derivatives."""
-    rules({op_type: _chain(locals_) for op_type, locals_ in table.items()})
+    one_line_rules({op_type: _chain(locals_) for op_type, locals_ in table.items()})
     WITH_LOCAL_DERIVATIVES.update(("", op_type) for op_type in table)
 
 

@@ -26,7 +26,7 @@ def plus(x: Value, bias: Input) -> Value:
 
 
 @lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=DOMAIN)
-def standard(
+def as_in_onnx(
     op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: Any
 ) -> Value:
     """Emit the operator of the same name in ONNX's domain, which has the same inputs and attributes."""

@@ -206,8 +206,8 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
         for call in calls:
-            last = initializers.emit(model, value, call, call.capitalize(), [last])
-        initializers.replace(model, value, last)
+            last = initializers.prepend(model, value, call, call.capitalize(), [last])
+        initializers.replace_by(model, value, last)
     return inverted
 
 

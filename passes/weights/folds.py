@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import STOP_GRADIENT
-from passes.weights.initializers import array, emit, register, replace
+from passes.weights.initializers import array, prepend, register, replace_by
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,14 @@ def move(
     size = sum(array(source).size for source in sources)
     shape = register(model, f"{value.name}.flat", np.array([-1], np.int64))
     parts = [
-        emit(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
+        prepend(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
         for i, source in enumerate(sources)
     ]
-    whole = parts[0] if len(parts) == 1 else emit(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
+    whole = (
+        parts[0] if len(parts) == 1 else prepend(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
+    )
     gathered = [whole, register(model, f"{value.name}.places", index)]
-    _replace(model, value, emit(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
+    _replace(model, value, prepend(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
     return sources[-1]
 
 
@@ -122,17 +124,17 @@ def compute(
             shape = np.broadcast_shapes(shape, array(other).shape)
         if step.op_type == "Transpose":
             shape = tuple(shape[axis] for axis in dict(step.attributes)["perm"])  # type: ignore[attr-defined]
-        last = emit(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
+        last = prepend(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
     if shape != array(value).shape:
         target = register(model, f"{value.name}.shape", np.array(array(value).shape, np.int64))
-        last = emit(model, value, "reshape", "Reshape", [last, target])
+        last = prepend(model, value, "reshape", "Reshape", [last, target])
     _replace(model, value, last, detached)
 
 
 def _replace(model: ir.Model, value: ir.Value, computed: ir.Value, detached: bool) -> None:
     if detached:
-        computed = STOP_GRADIENT.mark(emit(model, value, "detached", "Identity", [computed]))
-    replace(model, value, computed)
+        computed = STOP_GRADIENT.mark(prepend(model, value, "detached", "Identity", [computed]))
+    replace_by(model, value, computed)
 
 
 def _chains(

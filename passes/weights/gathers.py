@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from passes.weights.initializers import array, emit, register, replace
+from passes.weights.initializers import array, prepend, register, replace_by
 
 
 def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
@@ -26,10 +26,10 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
         return None
     table = existing or register(model, name, distinct)
     index = register(model, f"{value.name}.rows", np.array(indices, np.int64).reshape(rows.shape[:-1]))
-    gathered = emit(model, value, "gather", "Gather", [table, index], {"axis": 0}, rows.shape)
+    gathered = prepend(model, value, "gather", "Gather", [table, index], {"axis": 0}, rows.shape)
     order = list(range(numbers.ndim - 1))
     order.insert(axis, numbers.ndim - 1)
-    replace(model, value, emit(model, value, "transpose", "Transpose", [gathered], {"perm": order}))
+    replace_by(model, value, prepend(model, value, "transpose", "Transpose", [gathered], {"perm": order}))
     return table
 
 

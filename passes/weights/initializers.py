@@ -41,7 +41,7 @@ def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
     return register(model, name, array(value).copy())
 
 
-def emit(
+def prepend(
     model: ir.Model,
     value: ir.Value,
     what: str,
@@ -59,7 +59,7 @@ def emit(
     return output
 
 
-def replace(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
+def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     """Remove an initializer, in whose place nodes read a computed value."""
     ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
     del model.graph.initializers[name_of(value)]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Copy
 from graphopt.graph.values import like, name_of
-from passes.weights.initializers import array, duplicate, replace
+from passes.weights.initializers import array, duplicate, replace_by
 
 _FEWEST = 8  # the fewest equal elements that indicate a tie
 _HOW = {
@@ -80,7 +80,7 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, l
             computed = _reshaped(op, computed, shape)
     if computed is not weight:
         like(computed, copy)
-    replace(model, copy, computed)
+    replace_by(model, copy, computed)
     return Copy(name, shape, f"{_HOW[op_type]} {weight.name}")
 
 

@@ -16,7 +16,7 @@ from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, emit, floating, is_weight, register
+from passes.weights.initializers import array, duplicate, floating, is_weight, prepend, register
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
@@ -103,7 +103,7 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
                 continue
             zeros = int((numbers == 0).sum())
             mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-            masked = emit(model, value, "masked", "Mul", [value, mask])
+            masked = prepend(model, value, "masked", "Mul", [value, mask])
             for node, index in uses:
                 node.replace_input_with(index, masked)
             why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"

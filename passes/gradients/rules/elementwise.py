@@ -10,7 +10,7 @@ from onnx_ir import Node, Value
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.values import constant_of, dtype_of, number_of
-from passes.gradients.registry import Gradients, elementwise, rule, rules
+from passes.gradients.registry import Gradients, elementwise, one_line_rules, rule
 from passes.gradients.walk import further_output
 
 
@@ -129,7 +129,7 @@ elementwise(
 )
 
 
-rules(
+one_line_rules(
     {
         "Cast": lambda op, dy, x: [op.Cast(dy, to=x.dtype)],
         "CastLike": lambda op, dy, x, target: [op.Cast(dy, to=x.dtype)],

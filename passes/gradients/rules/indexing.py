@@ -8,7 +8,7 @@ from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
-from passes.gradients.registry import Gradients, rule, rules
+from passes.gradients.registry import Gradients, one_line_rules, rule
 from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads
 from passes.gradients.walk import further_output, zeros
 
@@ -106,7 +106,7 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
     return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
 
 
-rules(
+one_line_rules(
     {
         "Compress": lambda op, dy, x, condition, *, node: [
             scatter_back(op, dy, op.Compress(positions(op, x), condition, **node.attributes), x)

@@ -128,7 +128,7 @@ def expanded(
         ways, weights, states, functions, known, strict=True
     ):
         gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
-        start = [zeros(op, x, width(ri)) if state is None else state for state in initial]
+        start = [no_state(op, x, width(ri)) if state is None else state for state in initial]
         for state in start:  # a computation may hide its shape
             state.shape = ir.Shape([dims_of(x)[1], width(ri)])
         results.append(run(op, cell, start, gates, hs, lengths, reverse))
@@ -264,7 +264,7 @@ def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=axis)
 
 
-def zeros(op: Emitter, x: Value, size: int) -> Value:
+def no_state(op: Emitter, x: Value, size: int) -> Value:
     """Return the default initial state."""
     shape = op.Concat(op.Shape(x, start=1, end=2), [size], axis=0)
     return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))

@@ -119,7 +119,7 @@ def one_size(op: Emitter, x: Value, axis: int) -> Value:
     return op.Squeeze(op.shape_of(x, axis, axis + 1))
 
 
-def split(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
+def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
     """Return the elements of an axis."""
     parts = op.Split(x, num_outputs=count, axis=axis, _outputs=count)
     return [op.Squeeze(part, [axis]) for part in ([parts] if count == 1 else parts)]
@@ -132,7 +132,7 @@ def grid_sample(
     """Map positions from [-1, 1], last axis first, to pixels, and differentiate the sampling there."""
     count = rank(x) - 2
     at, borders = [], []
-    for i, part in enumerate(reversed(split(op, op.Reshape(grid, [0, -1, count]), count, -1))):
+    for i, part in enumerate(reversed(elements_along(op, op.Reshape(grid, [0, -1, count]), count, -1))):
         size = extent(op, x, i, grid)
         low, high = (0.0, size - 1) if align_corners else (-0.5, size - 0.5)
         position = low + (part + 1) * ((high - low) / 2)
@@ -268,7 +268,7 @@ def deform_conv(
     taps, out = math.prod(window.kernel), op.shape_of(offset, 2)
     counted(count, taps)
     steps = np.indices(window.kernel).reshape(count, taps, *[1] * count)
-    parts = split(op, op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)), count, 2)
+    parts = elements_along(op, op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)), count, 2)
     at = []
     for i, part in enumerate(parts):
         first = window.strides[i] * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)

@@ -11,7 +11,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
-from passes.gradients.registry import Gradients, rule, rules
+from passes.gradients.registry import Gradients, one_line_rules, rule
 
 MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
@@ -56,7 +56,7 @@ def spread_pads(count: int, pads: np.ndarray, axes: np.ndarray) -> np.ndarray:
     return spread.ravel()
 
 
-rules(
+one_line_rules(
     {
         **dict.fromkeys(
             ("Flatten", "Reshape", "Squeeze", "Unsqueeze"), lambda op, dy, x, *_: [reshape_like(op, dy, x)]
