@@ -13,7 +13,8 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import listing
-from graphopt.graph.loading import load, save
+from graphopt.graph.loading import load
+from graphopt.graph.storage import save
 from graphopt.hosts.export import export_hosts
 from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.layer.layer import ForwardBackward

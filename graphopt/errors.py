@@ -100,3 +100,8 @@ def cause(error: BaseException) -> str:
 def unknown(kind: str, name: str, names: Iterable[object]) -> str:
     """Return an error message for an unknown `name` that lists the known `names`."""
     return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"
+
+
+def some(texts: Sequence[str], most: int = 3) -> str:
+    """Return the first of several texts, and the number of the others."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

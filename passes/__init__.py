@@ -1,7 +1,7 @@
 """Provide the passes for graphopt's pipelines: losses, optimizers, schedules, gradients and others.
 
 Each file contains one family. The base class of a family does everything except the mathematics. Examples in
-docstrings assume `import graphopt, passes`.
+docstrings assume `import graphopt, numpy, passes` and `from graphopt import models`.
 """
 
 from graphopt.graph.simplify import Simplify

@@ -16,9 +16,10 @@ from graphopt.graph.names import next_of, slot_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 
+_Values = dict[ir.Value, ir.Value]
 APPLY = "apply"
 FORWARD = "forward_step"
 
@@ -38,7 +39,6 @@ class Accumulate(Pass):
     Raises:
         GraphoptError: `steps` is less than 1, or the model has no optimizer.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "accumulate": passes.Accumulate(4)}
     >>> step = graphopt.compile(models.linear((2,), 1), **steps)
     >>> "If" in [node.op_type for node in step.graph]
@@ -49,12 +49,8 @@ class Accumulate(Pass):
     mean: bool = True
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {
-            y: gradient_of
-            for node in model.graph
-            for y in node.outputs
-            if (gradient_of := GRADIENT_OF.read(y)) is not None
-        }
+        computed = [y for node in model.graph for y in node.outputs]
+        gradients = {y: name for y in computed if (name := GRADIENT_OF.read(y)) is not None}
         if not gradients or not with_role(model, Role.NEXT):
             raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
         _count_steps_apart(model, [*gradients, *with_role(model, Role.LOSS)])
@@ -92,17 +88,11 @@ def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
             user.replace_input_with(index, every)
 
 
-def _update_if(
-    model: ir.Model,
-    op: Emitter,
-    apply: ir.Value,
-    kept: dict[ir.Value, ir.Value],
-    fresh: dict[ir.Value, ir.Value],
-) -> None:
+def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, kept: _Values, fresh: _Values) -> None:
     """Move the nodes that update parameters, slots and `step` into a branch; `kept` and `fresh` are accumulators."""
     graph = model.graph
     nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
-    updates = {nexts[str(y.name)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
+    updates = {nexts[name_of(y)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"
@@ -112,14 +102,13 @@ def _update_if(
     graph.remove(moved)
     then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
     else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **kept})
-    following = op.If(
-        apply, then_branch=then_branch, else_branch=else_branch, _outputs=len(updates) + len(kept)
-    )
+    branches = {"then_branch": then_branch, "else_branch": else_branch}
+    following = op.If(apply, **branches, _outputs=len(updates) + len(kept))
     for x, y in zip([*updates, *kept], following, strict=True):
         state.set_next(model, x, like(y, x))
 
 
-def _body(op: Emitter, name: str, nodes: list[ir.Node], values: dict[ir.Value, ir.Value]) -> ir.Graph:
+def _body(op: Emitter, name: str, nodes: list[ir.Node], values: _Values) -> ir.Graph:
     """Return a graph of `nodes` that outputs each value of `values` in the shape of its key."""
     body = ir.Graph([], [], nodes=nodes, name=name)
     inner = op.within(body)

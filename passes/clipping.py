@@ -8,11 +8,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, retire
@@ -44,9 +43,7 @@ class Clip(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = roles.with_role(model, Role.GRADIENT)
-        if not gradients:
-            raise GraphoptError(f"{type(self).__name__} needs gradients, found none: run Gradient first")
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         with Emitter(model) as op:
             for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
                 place = list(model.graph.outputs).index(gradient)
@@ -66,7 +63,6 @@ class ClipGlobalNorm(Clip):
         max_norm: the largest Euclidean norm of all gradients together.
         fused: use one kernel of onnxruntime-training. It reports no norm and supports float32 only.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipGlobalNorm(1.0), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
     ['loss', 'y', 'gradient_norm']
@@ -77,16 +73,10 @@ class ClipGlobalNorm(Clip):
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         if self.fused:
-            return fused.call(
-                op,
-                model,
-                "InplaceClipGradNorm",
-                [],
-                [gradients],
-                [gradients],
-                flag=False,
-                max_norm=self.max_norm,
-            )[0]
+            tensors: Any = ([], [gradients], [gradients])
+            return fused.call(op, model, "InplaceClipGradNorm", *tensors, flag=False, max_norm=self.max_norm)[
+                0
+            ]
         norm = report_norm(op, model, gradients)
         scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
         return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]
@@ -99,7 +89,6 @@ class ClipValue(Clip):
     Args:
         limit: the largest absolute value of an element.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipValue(0.5), "optimizer": passes.SGD(0.1)}
     >>> "Clip" in [node.op_type for node in graphopt.compile(models.linear((2,), 1), **steps).graph]
     True

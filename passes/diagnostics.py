@@ -12,6 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.values import name_of, wide_type
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,14 @@ class GradientNorm(Pass):
     Raises:
         GraphoptError: the model has no gradients.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
     ['loss', 'y', 'gradient_norm']
     """
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = _gradients(model, self)
         with Emitter(model) as op:
-            report_norm(op, model, gradients)
+            report_norm(op, model, self.required(model, Role.GRADIENT, "run Gradient first"))
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class ReportGradients(Pass):
     Raises:
         GraphoptError: the model has no gradients, or no parameter matches.
 
-    >>> from graphopt import models
     >>> report = passes.ReportGradients("*.bias")
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": report, "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
@@ -53,8 +51,8 @@ class ReportGradients(Pass):
     parameters: Pattern = "*"
 
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {value_of(g): g for g in _gradients(model, self)}
-        trained = {str(p.name): p for p in with_role(model, Role.PARAMETER)}
+        gradients = {value_of(g): g for g in self.required(model, Role.GRADIENT, "run Gradient first")}
+        trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
         chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:
             raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
@@ -66,20 +64,10 @@ class ReportGradients(Pass):
 
 def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> ir.Value:
     """Report the norm of gradients as `gradient_norm` and return it. 16-bit gradients are summed in float32."""
-    squares = [op.ReduceSumSquare(_wide(op, gradient), keepdims=0) for gradient in gradients]
+    squares = [
+        op.ReduceSumSquare(op.cast(gradient, wide_type(gradient)), keepdims=0) for gradient in gradients
+    ]
     common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
     model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
     return norm
-
-
-def _gradients(model: ir.Model, needed_by: Pass) -> list[ir.Value]:
-    found = with_role(model, Role.GRADIENT)
-    if not found:
-        raise GraphoptError(f"{type(needed_by).__name__} needs gradients, found none: run Gradient first")
-    return found
-
-
-def _wide(op: Emitter, value: ir.Value) -> ir.Value:
-    assert value.dtype is not None
-    return op.Cast(value, to=ir.DataType.FLOAT) if value.dtype.itemsize < 4 else value

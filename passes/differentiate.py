@@ -31,7 +31,6 @@ class Differentiate(Pass):
     Raises:
         GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or an operator has no rule.
 
-    >>> from graphopt import models
     >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), grad=passes.Differentiate(("x",)))
     >>> model = pipeline(models.linear((2,), 1))
     >>> [output.name for output in model.graph.outputs]

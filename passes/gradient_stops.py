@@ -34,7 +34,6 @@ class StopGradient(Pass):
     Raises:
         GraphoptError: no value of the graph has a matching name.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.MeanSquaredError(), "gradient": [passes.StopGradient("x"), passes.Gradient()]}
     >>> step = graphopt.compile(models.linear((2,), 1), **steps)
     """

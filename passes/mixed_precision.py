@@ -25,7 +25,7 @@ from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import LOSS_SCALE
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import constant_of, like, name_of
 from graphopt.intervals import within
 
 WIDE = ir.DataType.FLOAT
@@ -59,7 +59,6 @@ class MixedPrecision(Pass):
         GraphoptError: `dtype` is another type, `keep` matches no node, the model already has gradients, or no operator
             can be cast.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "precision": passes.MixedPrecision("float16")}
     >>> step = graphopt.compile(models.mlp((4,), 3), **steps)
     >>> "FLOAT16" in {value.dtype.name for node in step.graph for value in node.outputs if value.dtype}
@@ -83,7 +82,7 @@ class MixedPrecision(Pass):
             )
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
-            known = ", ".join(str(node.name) for node in nodes if node.op_type in PRODUCTS)
+            known = ", ".join(name_of(node) for node in nodes if node.op_type in PRODUCTS)
             raise GraphoptError(f"MixedPrecision: keep={self.keep!r} matches no node; the model has: {known}")
         ensure_typed(model)
         narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
@@ -113,7 +112,7 @@ class _Narrow:
         version = self._model.opset_imports[""]
         if not wide or not all(takes(self._dtype, version, node, i) and self._holds(x) for i, x in wide):
             return False
-        read = [x for _, x in wide if not _is_weight(x)]
+        read = [x for _, x in wide if role_of(x) is not Role.PARAMETER and constant_of(x) is None]
         return node.op_type in PRODUCTS or (bool(read) and self._made.issuperset(read))
 
     def cast(self, node: ir.Node) -> None:
@@ -133,32 +132,19 @@ class _Narrow:
                 wide.producer().replace_input_with(0, y)  # type: ignore[union-attr]
                 if wide.is_graph_output():
                     wide.name, y.name = y.name, f"{y.name}/{self._dtype.name.lower()}"
-                    role = role_of(y)
-                    if role is not None:
+                    if (role := role_of(y)) is not None:
                         clear_role(y)
                         set_role(wide, role)
 
     def _holds(self, x: ir.Value) -> bool:
         """Return whether the range of 16 bits covers a value, as far as its numbers are known."""
-        tensor = ir.convenience.get_const_tensor(x)
-        if tensor is None:
-            return True
-        largest = np.max(np.abs(tensor.numpy()), initial=0)
-        return bool(largest <= self._dtype.max)
-
-
-def _is_weight(x: ir.Value) -> bool:
-    """Return whether a value is a parameter or a constant."""
-    return role_of(x) is Role.PARAMETER or ir.convenience.get_const_tensor(x) is not None
+        numbers = constant_of(x)
+        return numbers is None or bool(np.max(np.abs(numbers), initial=0) <= self._dtype.max)
 
 
 def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Emit a cast and set its shape, which inference leaves out."""
-    y: ir.Value = op.Cast(x, to=dtype)
-    node = y.producer()
-    assert node is not None
-    in_inference(node, same_as=0)
-    return y
+    """Emit a cast that inference leaves out."""
+    return in_inference(op.Cast(x, to=dtype), same_as=0)
 
 
 @dataclass(frozen=True)
@@ -177,7 +163,6 @@ class DynamicLossScale(Pass):
     Raises:
         GraphoptError: a factor is outside its interval, the loss has no scale, or the model has no optimizer.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
     >>> scaled = {"gradient": passes.Gradient(loss_scale=1024.0), "loss_scale": passes.DynamicLossScale()}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((2,), 3), **steps, **scaled))
@@ -205,7 +190,7 @@ class DynamicLossScale(Pass):
             total = op.Sum(*sums)
             finite = op.Less(op.Abs(total), math.inf)
             for y in following:
-                x = states[str(y.name)]
+                x = states[name_of(y)]
                 model.graph.outputs.remove(y)
                 retire(model, y)
                 state.set_next(model, x, like(op.Where(finite, y, x), x))

@@ -24,15 +24,14 @@ from graphopt.graph.file_notes import remember
 from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_name
-from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import set_aside
-from graphopt.graph.rewriting import Pass, keep_interface, needed, protect
+from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
-from graphopt.graph.shapes import fold_shapes, infer
+from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
-from graphopt.graph.values import is_floating
-from passes.gradients.registry import NO_GRADIENT, RULES, has_rule
+from graphopt.graph.values import constant_of, is_floating, name_of, swap
+from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.lowering import classical
 from passes.lowering.gelu_pattern import GELU
 from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
@@ -59,7 +58,6 @@ class Normalize(Pass):
         GraphoptError: the model is invalid, the type of a value cannot be inferred, or a lowering does not cover how a
             node uses its operator. The error names the node.
 
-    >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> passes.Normalize()(model).model.opset_imports[""]
     21
@@ -71,9 +69,11 @@ class Normalize(Pass):
         left_out = exporters.left_out(model)
         note_versions(model)
         remember(model)
-        _set_givens_aside(model)
+        givens = [y for y in model.graph.outputs if y.producer() is None]
+        if givens:  # inputs or weights themselves
+            set_aside(model, givens, lambda value: True)
         _rename_what_the_runtime_names(model)
-        with keep_interface(model):
+        with interface_kept(model):
             self._prepare(model)
             infer(model)
             lower_sequences(model)
@@ -92,8 +92,8 @@ class Normalize(Pass):
         if left_out:
             LeftOut(tuple(left_out)).write(model)
         for value in model.graph.initializers.values():
-            if str(value.name) in origins and is_floating(value) and Origin.read(value) is None:
-                origins[str(value.name)].write(value)
+            if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
+                origins[name_of(value)].write(value)
         check_constants(model)
         make_room(model)
         for value in model.graph.inputs:
@@ -107,7 +107,7 @@ class Normalize(Pass):
 
     def _prepare(self, model: ir.Model) -> None:
         try:
-            common.InlinePass(criteria=lambda function: not has_rule(function.domain, function.name))(model)
+            common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
         except ValueError as error:  # a function has another opset than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
@@ -141,9 +141,8 @@ def expand(model: ir.Model) -> None:
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
         defaults = schemas.defaults("", node.op_type, version)
-        node.attributes.update(
-            {x.name: x for x in ir.convenience.convert_attributes(defaults | dict(node.attributes))}
-        )
+        attributes = ir.convenience.convert_attributes(defaults | dict(node.attributes))
+        node.attributes.update({x.name: x for x in attributes})
     if nodes:
         infer(model)
     for node in nodes:
@@ -184,31 +183,20 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     inputs = [x and ir.Value(name=f"input{i}", type=x.type, shape=x.shape) for i, x in enumerate(node.inputs)]
     outputs = [ir.Value(name=y.name and f"output{i}") for i, y in enumerate(node.outputs)]
     call = ir.Node("", node.op_type, inputs, node.attributes.values(), outputs=outputs)
-    graph = ir.Graph(
-        [x for x in inputs if x is not None],
-        [y for y in outputs if y.name],
-        nodes=[call],
-        opset_imports={"": version},
-        name="call",
-    )
+    present = [x for x in inputs if x is not None], [y for y in outputs if y.name]
+    graph = ir.Graph(*present, nodes=[call], opset_imports={"": version}, name="call")
     proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
-    proto.graph.value_info.add(
-        name=""
-    ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT  # of a missing input
+    missing = proto.graph.value_info.add(name="")
+    missing.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     names = [("", name) for name in _functions()]
-    return ir.from_proto(
-        onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
-    ).graph
+    inlined = onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
+    return ir.from_proto(inlined).graph
 
 
 def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
     """Remove outputs that are strings, or labels in a classical model: all outputs that are not floating-point."""
     outputs = model.graph.outputs
-    labels = [
-        output
-        for output in outputs
-        if output.dtype == ir.DataType.STRING or (is_classical and not is_floating(output))
-    ]
+    labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
         set_aside(model, labels, is_floating, role)
@@ -220,16 +208,9 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
     A file that it has written has them, too, and it then refuses the training graph (MatMulAddFusion, version 1.32).
     """
     for value in list(model.graph.initializers.values()):
-        if str(value.name).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
+        if name_of(value).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
             ORIGINAL_NAME.write(value, original_name(value))
             value.name = f"from_file/{value.name}"
-
-
-def _set_givens_aside(model: ir.Model) -> None:
-    """Remove outputs that are inputs or weights themselves; the trained model has them again."""
-    givens = [y for y in model.graph.outputs if y.producer() is None]
-    if givens:
-        set_aside(model, givens, lambda value: True)
 
 
 def upgrade(model: ir.Model) -> None:
@@ -240,9 +221,7 @@ def upgrade(model: ir.Model) -> None:
             f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
         )
     if version < OPSET:
-        functions = dict(
-            model.functions
-        )  # functions with rules keep their opset; the converter would inline them
+        functions = dict(model.functions)  # they keep their opset, and the converter would inline them
         model.functions.clear()
         converter = logging.getLogger(onnxscript.version_converter.__name__)
         level = converter.level
@@ -259,13 +238,9 @@ def convert(model: ir.Model) -> None:
     upgrade(model)
     version = model.opset_imports[""]
     if version > OPSET:
-        newer = {
-            node.op_type
-            for node in model.graph.all_nodes()
-            if node.domain == ""
-            and onnx.defs.get_schema(node.op_type, version).since_version > OPSET
-            and not _is_older(node)
-        }
+        nodes = [node for node in model.graph.all_nodes() if node.domain == "" and not _is_older(node)]
+        since = {x.op_type: onnx.defs.get_schema(x.op_type, version).since_version for x in nodes}
+        newer = [op_type for op_type, opset in since.items() if opset > OPSET]
         if newer:
             warnings.warn(
                 f"the model uses opset {version} for {', '.join(sorted(newer))}: its training graph keeps that opset "
@@ -273,7 +248,9 @@ def convert(model: ir.Model) -> None:
                 stacklevel=2,
             )
             return
-        _set_opset(model, OPSET)
+        model.opset_imports[""] = OPSET
+        for node in model.graph.all_nodes():
+            node.version = node.version if node.domain else None
     model.ir_version = IR_VERSION
 
 
@@ -282,27 +259,10 @@ def _is_older(node: ir.Node) -> bool:
 
     Since opset 22, a last pooling window does not start in the padding.
     """
-    try:
-        old = onnx.defs.get_schema(node.op_type, OPSET)
-    except onnx.defs.SchemaError:
+    old = schemas.schema_of("", node.op_type, OPSET)
+    if old is None or len(node.inputs) > old.max_input or is_ceiled(node):
         return False
-    ceiling = node.attributes.get("ceil_mode")
-    if node.op_type in POOLS and ceiling is not None and ceiling.as_int():
-        return False
-    formals = [old.inputs[min(i, len(old.inputs) - 1)] for i in range(len(node.inputs))] if old.inputs else []
-    typed = all(
-        x is None or x.dtype is None or f"tensor({x.dtype.name.lower()})" in formal.types
-        for formal, x in zip(formals, node.inputs, strict=False)
-        if x is None or isinstance(x.type, ir.TensorType)
-    )
-    return typed and set(node.attributes) <= set(old.attributes) and len(node.inputs) <= old.max_input
-
-
-def _set_opset(model: ir.Model, version: int) -> None:
-    model.opset_imports[""] = version
-    for node in model.graph.all_nodes():
-        if node.domain == "":
-            node.version = None
+    return set(node.attributes) <= set(old.attributes) and schemas.fits(old, node.inputs)
 
 
 def materialize(model: ir.Model) -> None:
@@ -310,21 +270,12 @@ def materialize(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type != "ConstantOfShape" or node.domain != "":
             continue
-        shape = ir.convenience.get_const_tensor(node.inputs[0])  # type: ignore[arg-type]
-        fill = node.attributes.get_tensor("value", None)
+        shape, fill = constant_of(node.inputs[0]), node.attributes.get_tensor("value", None)
         array = np.zeros(1, np.float32) if fill is None else fill.numpy()
-        if shape is None or array.dtype.kind != "f" or array.size != 1 or (shape.numpy() < 0).any():
+        if shape is None or array.dtype.kind != "f" or array.size != 1 or (shape < 0).any():
             continue
-        if math.prod(shape.numpy().tolist()) < 2:
+        if math.prod(shape.tolist()) < 2:
             continue
-        tensor = ir.tensor(np.full(shape.numpy(), array.item(), array.dtype), name=node.outputs[0].name)
-        weight = ir.Value(
-            name=tensor.name,
-            type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(shape.numpy().tolist()),
-            const_value=tensor,
-        )
-        node.outputs[0].name = f"{tensor.name}/replaced"
-        ir.convenience.replace_all_uses_with(node.outputs[0], weight, replace_graph_outputs=True)
+        tensor = ir.tensor(np.full(shape, array.item(), array.dtype))
+        model.graph.register_initializer(swap(node.outputs[0], ir.val(None, const_value=tensor)))
         model.graph.remove(node, safe=True)
-        model.graph.register_initializer(weight)

@@ -32,17 +32,10 @@ def call(
     """Emit a kernel and return the tensors of its outputs.
 
     Args:
-        op: the emitter of the training graph.
-        model: the training graph.
-        op_type: the operator.
         scalars: the first inputs.
         columns: the tensors of the other inputs, each of which is a sequence of float32 tensors.
         updated: the columns that the kernel updates and returns.
         flag: whether the first output is a flag that the kernel has run.
-        attributes: the operator's attributes.
-
-    Raises:
-        GraphoptError: a tensor is not float32.
     """
     for x in (x for column in columns for x in column):
         if x.dtype != ir.DataType.FLOAT:

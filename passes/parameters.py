@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.names import constant_copy_of
+from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import evidence, exporters, ties
@@ -36,7 +37,6 @@ class Untie(Pass):
     Raises:
         GraphoptError: `weights` matches no floating-point initializer.
 
-    >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> result = passes.Untie("*.weight")(model)
     """
@@ -82,7 +82,6 @@ class Parameters(Pass):
     Raises:
         GraphoptError: no initializer trains, or a pattern matches no floating-point initializer.
 
-    >>> from graphopt import models
     >>> steps = {"parameters": passes.Parameters(freeze="layers.0.*"), "loss": passes.MeanSquaredError()}
     >>> step = graphopt.compile(models.mlp((4,), 1, hidden=[8]), **steps)
     >>> [output.name for output in step.graph.outputs if output.name.endswith(".grad")]
@@ -96,11 +95,10 @@ class Parameters(Pass):
     retie: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
-        state_of_its_own = next((value for value in model.graph.inputs if role_of(value) in STATE), None)
-        if state_of_its_own is not None:
+        own = next((x for x in model.graph.inputs if role_of(x) in STATE), None)
+        if own is not None:
             raise GraphoptError(
-                f"Parameters: expected an inference model, found a training graph with the state "
-                f"{state_of_its_own.name!r}: "
+                f"Parameters: expected an inference model, found a training graph with the state {own.name!r}: "
                 f"compile the original model"
             )
         common.LiftSubgraphInitializersToMainGraphPass()(model)
@@ -115,9 +113,7 @@ class Parameters(Pass):
         origins = {value: self._decide(value, value in reached) for value in _floating(model)}
         for value, origin in origins.items():
             origin.write(value)
-        chosen = [
-            value for value, origin in origins.items() if self._is_chosen(value, origin, value in reached)
-        ]
+        chosen = [x for x, origin in origins.items() if self._is_chosen(x, origin, x in reached)]
         if not chosen:
             raise GraphoptError(_nothing_to_train(model, list(origins)))
         for value, origin in origins.items():
@@ -125,11 +121,9 @@ class Parameters(Pass):
                 UNTRAINED.set(value)
         kept = self._tie(model, chosen)
         if missing := (LeftOut.read(model) or LeftOut()).names:
-            some = ", ".join(map(repr, missing[:4])) + (
-                f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-            )
+            names = some([repr(name) for name in missing], 4)
             warnings.warn(
-                f"the exporter left out {len(missing)} parameters, which do not train: {some}: {EXPORT_ANEW}",
+                f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
         _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
@@ -139,16 +133,18 @@ class Parameters(Pass):
 
     def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
         """Return the kind of an initializer and the reason why it trains or not."""
-        if selects(self.freeze, value):
-            frozen = replace(_origin(value), kind=Kind.PARAMETER, why="frozen by the user", certain=True)
-            return replace(frozen, named=True)
-        if selects(self.unfreeze, value) or selects(self.pattern, value):
-            return replace(_origin(value), kind=Kind.PARAMETER, why="named by the user", certain=True)
         origin = _origin(value)
+        named = replace(origin, kind=Kind.PARAMETER, why="named by the user", certain=True)
+        if selects(self.freeze, value):
+            return replace(named, why="frozen by the user", named=True)
+        if selects(self.unfreeze, value) or selects(self.pattern, value):
+            return named
         if self.pattern:
             return replace(origin, why="not named by the user", certain=True)
         if origin.trains and not is_reached:
-            return replace(origin, why=_why_unreached(value), certain=True)
+            ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
+            why = f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
+            return replace(origin, why=why, certain=True)
         return origin
 
     def _is_chosen(self, value: ir.Value, origin: Origin, is_reached: bool) -> bool:
@@ -163,7 +159,8 @@ class Parameters(Pass):
         weights = list(chosen)
         for group in ties.groups(chosen):
             kept: list[ir.Value] = []
-            for value in sorted(group, key=_order):
+            # Weights with original names come first, and weights made from others last.
+            for value in sorted(group, key=lambda x: (not _read(x).named, bool(_read(x).sources))):
                 weight, how = next(
                     ((weight, how) for weight in kept if (how := self._how_tied(weight, value))), (None, None)
                 )
@@ -179,8 +176,9 @@ class Parameters(Pass):
 
     def _is_asked(self, weight: ir.Value, copy: ir.Value) -> bool:
         """Return whether the user or the exporter says that a weight has this copy."""
+        sources = _read(weight).sources
         retied = selects(self.retie, weight) or selects(self.retie, copy)
-        return retied or _is_folded(weight, copy) or _have_one_source(weight, copy)
+        return retied or _is_folded(weight, copy) or bool(sources and sources == _read(copy).sources)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
         """Return the operator that makes a copy of a weight, and its argument, or None if they are not tied."""
@@ -192,7 +190,7 @@ class Parameters(Pass):
         first, second = _read(weight), _read(copy)
         if (first.named and second.named) or first.sources or second.sources or not ties.tells(weight):
             return None
-        merged = first.by_exporter or second.by_exporter or _are_clones(weight, copy)
+        merged = first.by_exporter or second.by_exporter or _numberless(weight) == _numberless(copy)
         return None if how[0] == "Identity" and merged else how
 
 
@@ -204,7 +202,7 @@ def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
     if pattern and not any(selects(pattern, value) for value in floating):
         raise GraphoptError(
             f"{field}={pattern!r} matches no floating-point initializer; the model has: "
-            f"{', '.join(str(value.name) for value in floating) or 'none'}"
+            f"{', '.join(name_of(value) for value in floating) or 'none'}"
         )
 
 
@@ -223,9 +221,8 @@ def _is_open(value: ir.Value) -> bool:
 def _origin(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
-        return Origin(
-            Kind.CONSTANT, "statistics of the data that the model was fitted to; unfreeze trains them"
-        )
+        why = "statistics of the data that the model was fitted to; unfreeze trains them"
+        return Origin(Kind.CONSTANT, why)
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
@@ -246,22 +243,15 @@ def _origin(value: ir.Value) -> Origin:
     found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
     if found is not None:
         return replace(found, named=written is not None and written.named)
-    if written is None and str(value.name).startswith(exporters.FOLDED_BY_TF2ONNX):
-        return Origin(
-            Kind.PARAMETER, "folded by tf2onnx, of a variable or of numbers of the program", certain=False
-        )
+    if written is None and name_of(value).startswith(exporters.FOLDED_BY_TF2ONNX):
+        why = "folded by tf2onnx, of a variable or of numbers of the program"
+        return Origin(Kind.PARAMETER, why, certain=False)
     if written is None:
         return Origin(Kind.PARAMETER, "a gradient flows to it")
     # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
-    likely = len(value.shape or ()) > 0 and (
-        written.named or (evidence.is_factor(value) and written.kind is Kind.PARAMETER)
-    )
-    return replace(written, certain=written.certain or likely)
-
-
-def _why_unreached(value: ir.Value) -> str:
-    ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
-    return f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
+    is_factor = all(node.op_type in MATRIX_PRODUCTS | RECURRENT for node, _ in uses)
+    named = written.named or (is_factor and written.kind is Kind.PARAMETER)
+    return replace(written, certain=written.certain or (named and bool(value.shape)))
 
 
 def _part_constant_uses(model: ir.Model) -> None:
@@ -275,39 +265,26 @@ def _part_constant_uses(model: ir.Model) -> None:
                 node.replace_input_with(index, copy)
 
 
-def _order(value: ir.Value) -> tuple[bool, bool]:
-    """Sort weights with original names first, and weights made from others last."""
-    origin = _read(value)
-    return not origin.named, bool(origin.sources)
-
-
 def _is_folded(weight: ir.Value, copy: ir.Value) -> bool:
     """Return whether the exporter made a copy from a weight."""
     return _read(copy).sources == (weight.name,)
 
 
-def _have_one_source(weight: ir.Value, copy: ir.Value) -> bool:
-    """Return whether the exporter made both from the same parameters."""
-    return bool(_read(weight).sources) and _read(weight).sources == _read(copy).sources
-
-
-def _are_clones(first: ir.Value, second: ir.Value) -> bool:
-    """Return whether names differ only in digits, as those of layers that start as copies of each other."""
-    names = [re.sub(r"\d+", "#", str(value.name)) for value in (first, second)]
-    return names[0] == names[1]
+def _numberless(value: ir.Value) -> str:
+    """Return a name without its digits, which layers share that start as copies of each other."""
+    return re.sub(r"\d+", "#", name_of(value))
 
 
 def _warn(values: Sequence[ir.Value]) -> None:
     """Warn about initializers that only a rule decided."""
     unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
     if unsure:
-        some = [f"{value.name!r} ({origin.reason})" for value, origin in unsure[:4]]
-        more = f" and {len(unsure) - 4} more" if len(unsure) > 4 else ""
+        reasons = [f"{value.name!r} ({origin.reason})" for value, origin in unsure]
         numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
             f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
-            f"{', '.join(some)}{more}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
+            f"{some(reasons, 4)}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
             f"run=report lists what trains",
             stacklevel=2,
         )
@@ -320,12 +297,8 @@ def _nothing_to_train(model: ir.Model, floating: Sequence[ir.Value]) -> str:
             f"nothing to train: {tree.op_type} node {tree.name!r} is piecewise constant, so that no gradient "
             f"passes it, and nothing after it trains: train a linear model or a network instead"
         )
-    found = (
-        ", ".join(f"{value.name!r} ({_read(value).why})" for value in floating)
-        or "no floating-point initializer"
-    )
+    found = ", ".join(f"{x.name!r} ({_read(x).why})" for x in floating) or "no floating-point initializer"
     return (
         f"nothing to train: expected a floating-point initializer that receives a gradient from an output, found "
-        f"{found}: "
-        f"name parameters with pattern or unfreeze of Parameters"
+        f"{found}: name parameters with pattern or unfreeze of Parameters"
     )

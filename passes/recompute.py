@@ -15,10 +15,10 @@ from graphopt.graph.memory import base_of, bytes_of
 from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role
 from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
-from graphopt.graph.values import is_floating, like
+from graphopt.graph.values import constant_of, is_floating, like
 from graphopt.intervals import within
 
 ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
@@ -44,7 +44,6 @@ class Recompute(Pass):
     Raises:
         GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget cannot be met.
 
-    >>> from graphopt import models
     >>> steps = {"loss": passes.CrossEntropy(), "recompute": passes.Recompute(budget=0.8)}
     >>> step = graphopt.compile(models.transformer((8,), 16, vocabulary=16), **steps)
     """
@@ -53,8 +52,7 @@ class Recompute(Pass):
     batch: int = 32
 
     def rewrite(self, model: ir.Model) -> None:
-        if not with_role(model, Role.GRADIENT):
-            raise GraphoptError("Recompute needs gradients, found none: run Gradient first")
+        self.required(model, Role.GRADIENT, "run Gradient first")
         simplify(model)  # a later Simplify would merge equal nodes of both passes
         forward = _Forward(model, self.batch)
         _rerun(model, forward, forward.choose(self.budget))
@@ -62,21 +60,13 @@ class Recompute(Pass):
 
 @dataclass
 class _Saved:
-    """Store a node whose outputs the backward pass reads, and the cost of recomputing it.
+    """Store a node whose outputs the backward pass reads, and the cost of recomputing it."""
 
-    Args:
-        size: the bytes of those outputs.
-        inner: the nodes between it and other saved nodes, which nothing keeps.
-        sources: the saved nodes from which these nodes start.
-        cost: the cost of the node and of `inner`.
-        start: the position of the first reader in the backward pass.
-    """
-
-    size: int
-    inner: set[ir.Node]
-    sources: set[ir.Node]
-    cost: float
-    start: int
+    size: int  # the bytes of those outputs
+    inner: set[ir.Node]  # the nodes between it and other saved nodes, which nothing keeps
+    sources: set[ir.Node]  # the saved nodes from which these nodes start
+    cost: float  # of the node and of `inner`
+    start: int  # the position of the first reader in the backward pass
 
 
 @dataclass
@@ -95,13 +85,12 @@ class _Forward:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
-        statistics = [
-            x for node in self.nodes if OF_BATCH.is_set(node) for x in node.inputs[3:] if x is not None
-        ]
+        normalizations = [node for node in self.nodes if OF_BATCH.is_set(node)]
+        statistics = [x for node in normalizations for x in node.inputs[3:] if x is not None]
         outputs = {base_of(y).producer() for y in (*model.graph.outputs, *statistics)}
         saved: dict[ir.Node, set[ir.Value]] = {}
         start: dict[ir.Node, int] = {}
-        fixed = {node for node in self.nodes if not _repeatable(node)}
+        fixed = {node for node in self.nodes if node.domain or node.op_type in RANDOM or subgraphs(node)}
         for i, node in enumerate(self.backward):
             for x in values_read(node):
                 producer = base_of(x).producer()
@@ -178,17 +167,12 @@ class _Forward:
                 segment.update(dict.fromkeys(merged, merged))
         segments = sorted({id(one): one for one in segment.values()}.values(), key=self.start)
         cost = sum(self.saved[node].cost for one in segments[1:] for node in one)
-        return _Choice(
-            kept + largest, cost, segments[1:]
-        )  # the first segment would stay alive until it is read anyway
+        # The first segment would stay alive until it is read anyway.
+        return _Choice(kept + largest, cost, segments[1:])
 
     def start(self, segment: Iterable[ir.Node]) -> int:
         """Return the position of the first node of the backward pass that reads a segment."""
         return min(self.saved[node].start for node in segment)
-
-
-def _repeatable(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type not in RANDOM and not subgraphs(node)
 
 
 def _cost(node: ir.Node) -> float:
@@ -235,14 +219,10 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
                 continue  # the first gradient reads it, so it is alive anyway
             inner = segment.union(*(forward.saved[node].inner for node in segment))
             copies = _copies(op, sorted(inner, key=lambda node: position[node]), zero)
-            uses = [
-                (node, i, x)
-                for node in order
-                for i, x in enumerate(node.inputs)
-                if x is not None and x.producer() in forward.nodes and base_of(x).producer() in segment
-            ]
-            for node, i, x in uses:
-                node.replace_input_with(i, _copy(op, x, copies))
+            for node in order:
+                for i, x in enumerate(node.inputs):
+                    if x and x.producer() in forward.nodes and base_of(x).producer() in segment:
+                        node.replace_input_with(i, _copy(op, x, copies))
         emitted = list(model.graph)[count:]
         model.graph.remove(emitted)
         model.graph.insert_before(order[start], emitted)
@@ -263,18 +243,13 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
     for node in nodes:
         inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
         if not any(x in copies for x in node.inputs if x is not None):
-            i, x = _start(node.inputs)
+            given = [(i, x) for i, x in enumerate(node.inputs) if x is not None]
+            i, x = next(((i, x) for i, x in given if constant_of(x) is None), given[0])
             if x not in tied:
                 tied[x] = _after(op, x, zero)
             inputs[i] = tied[x]
         _emit(op, node, inputs, copies)
     return copies
-
-
-def _start(inputs: Sequence[ir.Value | None]) -> tuple[int, ir.Value]:
-    """Return the position and value of the first input that is not a constant, or else of the first input."""
-    given = [(i, x) for i, x in enumerate(inputs) if x is not None]
-    return next(((i, x) for i, x in given if ir.convenience.get_const_tensor(x) is None), given[0])
 
 
 def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:

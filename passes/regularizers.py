@@ -17,6 +17,7 @@ from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role
+from graphopt.graph.values import name_of
 from graphopt.intervals import within
 
 
@@ -53,16 +54,14 @@ class Regularizer(Pass):
         if not chosen:
             raise GraphoptError(
                 f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "
-                f"{', '.join(str(w.name) for w in trained) or 'none'}"
+                f"{', '.join(name_of(w) for w in trained) or 'none'}"
             )
         loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
         with Emitter(model) as op:
             total = metrics.get("penalty")
             for w in chosen:
-                term = self.penalty(op, w)
-                if term.dtype != loss.dtype:
-                    term = op.Cast(term, to=loss.dtype)
+                term = op.cast(self.penalty(op, w), loss.dtype)
                 total = term if total is None else total + term
             assert total is not None
             for value in (loss, metrics.get("penalty")):
@@ -87,7 +86,6 @@ class L1(Regularizer):
     Args:
         strength: the factor of the sum.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=passes.L1(1e-3))
     >>> [output.name for output in step.graph.outputs][:3]
     ['loss', 'data_loss', 'penalty']
@@ -106,7 +104,6 @@ class L2(Regularizer):
     Args:
         strength: the factor of the sum.
 
-    >>> from graphopt import models
     >>> penalty = passes.L2(1e-4, parameters="*.weight")
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
     >>> [output.name for output in step.graph.outputs][:3]
@@ -127,7 +124,6 @@ class ElasticPenalty(Regularizer):
         l1: the factor of the absolute values.
         l2: the factor of the squares.
 
-    >>> from graphopt import models
     >>> penalty = passes.ElasticPenalty(l1=1e-4, l2=1e-3)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), regularizer=penalty)
     >>> [output.name for output in step.graph.outputs][:3]

@@ -82,8 +82,6 @@ class Schedule(Pass):
 class Constant(Schedule):
     """Keep the base rate, after the warm-up if `warmup` is set.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Constant(warmup=4)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -135,8 +133,6 @@ class Linear(_Finite):
         steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Linear(steps=4)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -159,8 +155,6 @@ class Cosine(_Finite):
         steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Cosine(steps=4, end=0.1)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -182,8 +176,6 @@ class Polynomial(_Finite):
         end: the last rate, as a share of the base rate.
         power: the exponent. 1 equals `Linear`.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Polynomial(steps=4)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -206,8 +198,6 @@ class StepDecay(Schedule):
         every: the number of steps between two decreases.
         factor: the factor of the rate at each decrease.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.StepDecay(every=2)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -230,8 +220,6 @@ class Exponential(Schedule):
     Args:
         factor: the factor of the rate in each step.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Exponential(0.5)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -256,8 +244,6 @@ class OneCycle(Schedule):
         start: the divisor of base that gives the first rate.
         finish: the divisor of the first rate that gives the last rate.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.OneCycle(steps=5, rise=0.4, start=10)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -306,8 +292,6 @@ class InverseScaling(Schedule):
         power: the exponent.
         every: the number of steps with the same rate, such as an epoch: base / (floor(t / every) + 1)^power.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.InverseScaling(power=1)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
@@ -333,8 +317,6 @@ class Optimal(Schedule):
     Args:
         alpha: the factor; scikit-learn uses the strength of its regularizer.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> schedule = passes.Optimal(alpha=0.01)
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
     >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))

@@ -10,6 +10,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import ORIGINAL_NAME, original_name
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class SortInitializers(Pass):
     Raises:
         GraphoptError: `rename` does not produce distinct names in alphabetical order.
 
-    >>> from graphopt import models
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> list(passes.SortInitializers(rename="{index}_{name}")(model).model.graph.initializers)
     ['0_layers.0.weight', '1_layers.0.bias']
@@ -38,23 +38,19 @@ class SortInitializers(Pass):
         initializers = list(graph.initializers.values())
         if self.rename is None:
             graph.initializers.clear()
-            for value in sorted(initializers, key=_name):
+            for value in sorted(initializers, key=name_of):
                 graph.initializers.add(value)
         else:
             _rename([*parameters, *initializers], self.rename)
         others = [value for value in graph.inputs if role_of(value) is not Role.PARAMETER]
         graph.inputs.clear()
-        graph.inputs.extend([*others, *sorted(parameters, key=_name)])
-
-
-def _name(value: ir.Value) -> str:
-    return value.name or ""
+        graph.inputs.extend([*others, *sorted(parameters, key=name_of)])
 
 
 def _rename(values: list[ir.Value], pattern: str) -> None:
     width = len(str(len(values)))
     indexed = [pattern.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
-    names = [own.replace("{name}", _name(value)) for own, value in zip(indexed, values, strict=True)]
+    names = [own.replace("{name}", name_of(value)) for own, value in zip(indexed, values, strict=True)]
     if names != sorted(set(names)):
         raise GraphoptError(
             f"rename={pattern!r}: expected distinct names in alphabetical order, found others: start it with {{index}}"

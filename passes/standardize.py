@@ -17,7 +17,7 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.moments import Moments
 
 Numbers = float | Sequence[float]
@@ -43,8 +43,6 @@ class Standardize(Pass):
         GraphoptError: the model has no such input, its rank is unknown, it is already standardized, the numbers do not
             fit its features or its type, or there are none.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> X = numpy.array([[1, 200], [3, 400]], numpy.float32)
     >>> scaling = passes.Standardize(*graphopt.data.mean_and_scale(X))
     >>> step = graphopt.compile(models.linear((2,), 1), standardize=scaling, loss=passes.MeanSquaredError())
@@ -75,7 +73,7 @@ class Standardize(Pass):
     def adapted(self, model: ir.Model, read: Read) -> Standardize:
         mean, scale = {}, {}
         for x in self._chosen(model):
-            name, moments = str(x.name), Moments(self.axis)
+            name, moments = name_of(x), Moments(self.axis)
             try:
                 for piece in read(name):
                     moments.add(piece)
@@ -90,7 +88,7 @@ class Standardize(Pass):
                 "Standardize: expected mean and scale, found none: learn them by graphopt.adapt, or by "
                 "graphopt.data.mean_and_scale"
             )
-        chosen = {str(x.name): x for x in self._chosen(model)}
+        chosen = {name_of(x): x for x in self._chosen(model)}
         means: Any = self.mean
         scales: Any = self.scale
         if not isinstance(means, Mapping) and len(chosen) == 1:
@@ -145,13 +143,14 @@ def _plain(name: str, numbers: Any) -> Any:
 
 
 def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarray, axis: int) -> None:
-    assert x.dtype is not None
     if x.shape is None:
         raise GraphoptError(
             f"Standardize: expected an input of known rank, found {x.name!r}: declare its shape"
         )
     uses = list(x.uses())
-    if uses and all(_is_centering(node) for node, _ in uses):
+    nodes = [node for node, _ in uses]
+    centering = [x.op_type == "Sub" and any(y and FROZEN.is_set(y) for y in x.inputs) for x in nodes]
+    if uses and all(centering):
         raise GraphoptError(
             f"Standardize: expected an input that is not standardized, found that the model standardizes {x.name!r}: "
             "leave out this step, or train the original model"
@@ -183,8 +182,7 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
 
 def _warn(x: ir.Value, mean: np.ndarray, scale: np.ndarray) -> None:
     """Warn about a feature that varies by less than the distance of numbers near its mean."""
-    assert x.dtype is not None
-    resolution = float(np.spacing(np.ones((), x.dtype.numpy())))
+    resolution = float(np.spacing(np.ones((), dtype_of(x).numpy())))
     means, scales = np.broadcast_arrays(mean, scale)
     varies = scales != 1  # the scale of a constant feature
     coarse = np.flatnonzero(varies & (scales < resolution * np.abs(means)))
@@ -196,16 +194,10 @@ def _warn(x: ir.Value, mean: np.ndarray, scale: np.ndarray) -> None:
         )
 
 
-def _is_centering(node: ir.Node) -> bool:
-    """Return whether a node subtracts statistics of data from its input."""
-    return node.op_type == "Sub" and any(x is not None and FROZEN.is_set(x) for x in node.inputs)
-
-
 def _constant(model: ir.Model, x: ir.Value, name: str, numbers: np.ndarray) -> ir.Value:
     """Add an initializer that does not train, in the type of an input."""
-    assert x.dtype is not None
     with np.errstate(over="ignore"):
-        array = numbers.astype(x.dtype.numpy())
+        array = numbers.astype(dtype_of(x).numpy())
     plain = array.astype(np.float64)
     if not np.isfinite(plain).all() or (name == "scale" and not (plain > 0).all()):
         raise GraphoptError(
@@ -214,8 +206,7 @@ def _constant(model: ir.Model, x: ir.Value, name: str, numbers: np.ndarray) -> i
         )
     values = ir.convenience.create_value_mapping(model.graph)
     full = next(one for i in itertools.count() if (one := f"{x.name}.{name}" + "_" * i) not in values)
-    tensor = ir.tensor(array, name=full)
-    value = ir.Value(name=full, type=ir.TensorType(x.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    value = ir.val(full, const_value=ir.tensor(array, name=full))
     model.graph.register_initializer(value)
     FROZEN.set(value)
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,14 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import stop_gradient_at
+from graphopt.graph.roles import Role, stop_gradient_at
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like
+from graphopt.graph.values import constant_of, like, name_of, swap
 from graphopt.intervals import within
 from passes.gradients.rules.normalization import channels
 from passes.weights import initializers
-from passes.weights.masters import promote_statistic
+from passes.weights.masters import promote
 
 LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
@@ -60,7 +59,6 @@ class TrainingMode(Pass):
         GraphoptError: a running statistic is not an initializer, a Dropout's ratio is not constant, `leave_out` matches
             nothing, or one of these operators is in a body of If, Loop or Scan, whose state would differ between turns.
 
-    >>> from graphopt import models
     >>> steps = {"training": passes.TrainingMode(seed=1), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
     >>> executor = graphopt.Executor(graphopt.compile(models.mlp((4,), 3), **steps))
     """
@@ -82,14 +80,13 @@ class TrainingMode(Pass):
         for node in model.graph.all_nodes():
             if _kind(node) and node not in live:
                 _as_in_inference(node)
-        unbiased = self.unbiased_variance
-        if unbiased is None:
-            unbiased = model.producer_name == PYTORCH
+        asked = self.unbiased_variance
+        unbiased = model.producer_name == PYTORCH if asked is None else asked
         for calls in _modules(model.graph):
             if any(node in live for node in calls):
                 _normalize_batches(model, calls, live, unbiased)
         dropouts = (node for node in live if node.op_type == "Dropout")
-        for number, node in zip(itertools.count(), dropouts, strict=False):
+        for number, node in enumerate(dropouts):
             _drop(model, node, self.seed, number)
 
     def _is_live(self, node: ir.Node) -> bool:
@@ -124,39 +121,30 @@ class TrainingMode(Pass):
 def _kind(node: ir.Node) -> str | None:
     """Return the option that switches a node, or None for another node."""
     kind = SWITCHES.get(node.op_type) if node.domain == "" else None
-    if kind == "batch_normalization" and _has_no_statistics(node):
-        return None
+    if kind == "batch_normalization" and not any(_stored(x) for x in node.inputs[3:5] if x is not None):
+        return None  # it computes its mean and variance from other values, in inference too
     return kind
 
 
 def _names(node: ir.Node) -> list[str]:
     """Return the names by which a node is known: its own, and those of the weights that it reads."""
     read = [_stored(x) for x in node.inputs[1:] if x is not None]
-    return [str(node.name), *(metadata.original_name(x) for x in read if x is not None)]
+    return [name_of(node), *(metadata.original_name(x) for x in read if x is not None)]
 
 
 def _is_in_training(node: ir.Node) -> bool:
     """Return whether the file has a node in training mode."""
     if node.op_type == "BatchNormalization":
         return bool(node.attributes.get_int("training_mode", 0))
-    mode = node.inputs[2] if len(node.inputs) > 2 else None
-    tensor = None if mode is None else ir.convenience.get_const_tensor(mode)
-    return tensor is not None and bool(tensor.numpy().item())
+    return bool(constant_of(node.inputs[2])) if len(node.inputs) > 2 else False
 
 
 def _as_in_inference(node: ir.Node) -> None:
     """Let a node compute its inference form."""
-    if not _is_in_training(node):
-        return
-    if node.op_type == "Dropout":
+    if _is_in_training(node) and node.op_type == "Dropout":
         node.resize_inputs(2)
-        return
-    _drop_statistics(node)
-
-
-def _has_no_statistics(node: ir.Node) -> bool:
-    """Return whether a node computes its mean and variance from other values, in inference too."""
-    return not any(_stored(value) for value in node.inputs[3:5] if value is not None)
+    elif _is_in_training(node):
+        _drop_statistics(node)
 
 
 def _stored(value: ir.Value) -> ir.Value | None:
@@ -192,11 +180,8 @@ def _are_calls(nodes: Sequence[ir.Node]) -> bool:
 
 def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | None]) -> bool:
     """Return whether values are the same, or are equal constants."""
-    for a, b in zip(first, second, strict=True):
-        numbers, others = constant_of(a), constant_of(b)
-        if a is not b and (numbers is None or others is None or not np.array_equal(numbers, others)):
-            return False
-    return True
+    pairs = ((a, b, constant_of(a), constant_of(b)) for a, b in zip(first, second, strict=True))
+    return all(a is b or (m is not None and n is not None and np.array_equal(m, n)) for a, b, m, n in pairs)
 
 
 def _normalize_batches(
@@ -212,7 +197,7 @@ def _normalize_batches(
             with Emitter(model) as op:
                 for index, statistic in zip((3, 4), following, strict=True):
                     node.replace_input_with(index, stop_gradient_at(op.Identity(statistic)))
-        in_inference(node, inputs={3: str(running[0].name), 4: str(running[1].name)})
+        in_inference(node.outputs[0], inputs={3 + i: name_of(x) for i, x in enumerate(running)})
     with Emitter(model) as op:
         for old, new in zip(running, following, strict=True):
             state.set_next(model, old, op.Identity(new))
@@ -223,11 +208,10 @@ def _normalize_batch(
 ) -> list[ir.Value]:
     """Switch a BatchNormalization to batch statistics, and return the running statistics after it."""
     x = node.inputs[0]
-    assert x is not None
-    if x.shape is None:
+    if x is None or x.shape is None:
         raise GraphoptError(
-            f"BatchNormalization node {node.name!r}: expected an input of known rank, found {x.name!r} of unknown "
-            f"rank: declare its shape"
+            f"BatchNormalization node {node.name!r}: expected an input of known rank, found {x and x.name!r} of "
+            f"unknown rank: declare its shape"
         )
     axes = [0, *range(2, len(x.shape))]
     momentum = node.attributes.get_float("momentum", 0.9)
@@ -270,27 +254,26 @@ def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Valu
     """Return a separate running statistic of these nodes as state. Exporters merge equal initial values."""
     node = calls[0]
     value = node.inputs[index]
-    assert value is not None
-    start = state.initial(value)
-    if start is None:
+    start = None if value is None else state.initial(value)
+    if value is None or start is None:
         raise GraphoptError(
             f"BatchNormalization node {node.name!r}: expected running statistics that are initializers, found "
-            f"{value.name!r}: set batch_normalization=False"
+            f"{value and value.name!r}: set batch_normalization=False"
         )
     if not value.is_initializer() or {user for user, _ in value.uses()} != {*calls}:
         value = initializers.register(model, f"{value.name}.{node.name}", start.numpy())
-    return promote_statistic(model, value)
+    return promote(model, value, Role.STATISTIC)
 
 
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     """Replace a Dropout by a product with a mask whose mean is 1."""
     x, y = node.inputs[0], node.outputs[0]
-    assert x is not None and x.dtype is not None
+    assert x is not None
     given = node.inputs[1] if len(node.inputs) > 1 else None
-    tensor = None if given is None else ir.convenience.get_const_tensor(given)
-    if given is not None and tensor is None:
+    known = constant_of(given)
+    if given is not None and known is None:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {given.name!r}")
-    ratio = 0.5 if tensor is None else float(tensor.numpy().item())
+    ratio = 0.5 if known is None else float(known.item())
     if not 0 <= ratio < 1:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
     with Emitter(model) as op:
@@ -303,16 +286,9 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
             dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:
                 ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
-        like(dropped, y)
-    name = y.name
-    y.name = f"{name}/replaced"
-    ir.convenience.replace_all_uses_with(y, dropped, replace_graph_outputs=True)
-    dropped.name = name
-    metadata.copy(y, dropped)
+    swap(y, like(dropped, y))
     model.graph.remove(node, safe=True)
-    producer = dropped.producer()
-    assert producer is not None
-    in_inference(producer, same_as=0)
+    in_inference(dropped, same_as=0)
 
 
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:

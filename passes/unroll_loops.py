@@ -15,8 +15,8 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like
-from passes.gradients.loop_bodies import padded
+from graphopt.graph.values import constant_of, like, number_of, swap
+from passes.gradients.loop_bodies import numbers_of
 
 LOOPS = ("Loop", "Scan")
 
@@ -32,7 +32,6 @@ class UnrollLoops(Pass):
         GraphoptError: a loop's number of turns is not known, a computed condition may end it, or the graph would have
             more nodes than `limits.nodes` allows.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> loop = passes.Unroll(steps=3)(step).model
     >>> "Scan" in {node.op_type for node in passes.UnrollLoops()(loop).model.graph}
@@ -84,25 +83,17 @@ def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
         if own.uses() or own.is_graph_output():
             if y is None:
                 raise _refused(node, f"expected turns for its output {own.name!r}, found none")
-            name, own.name = own.name, None
-            y = like(op.Identity(y), own)
-            y.name = name
-            ir.convenience.replace_all_uses_with(own, y, replace_graph_outputs=True)
+            swap(own, like(op.Identity(y), own))
     assert node.graph is not None
     node.graph.remove(node, safe=True)
 
 
 def _turns(node: ir.Node) -> int:
-    """Return how often a loop's body runs.
-
-    Raises:
-        GraphoptError: only the runtime knows.
-    """
+    """Return how often a loop's body runs."""
     if node.op_type == "Scan":
         n = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
-        for x, axis in zip(
-            node.inputs[n:], _axes(node, "scan_input_axes", len(node.inputs) - n), strict=True
-        ):
+        axes = numbers_of(node, "scan_input_axes", len(node.inputs) - n)
+        for x, axis in zip(node.inputs[n:], axes, strict=True):
             length = None if x is None or x.shape is None else x.shape[axis]
             if isinstance(length, int):
                 return length
@@ -130,7 +121,7 @@ def _scan(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Val
     scanned = node.attributes.get_int("num_scan_inputs", 0)
     n = len(node.inputs) - scanned
     states: list[ir.Value | None] = list(node.inputs[:n])
-    axes, ways = _axes(node, "scan_input_axes", scanned), _axes(node, "scan_input_directions", scanned)
+    axes, ways = (numbers_of(node, f"scan_input_{name}", scanned) for name in ("axes", "directions"))
     stacks: list[list[ir.Value]] = [[] for _ in body.outputs[n:]]
     for turn in range(turns):
         slices = [
@@ -141,7 +132,7 @@ def _scan(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Val
         states[:] = results[:n]
         for stack, y in zip(stacks, results[n:], strict=True):
             stack.append(y)
-    axes, ways = (_axes(node, f"scan_output_{name}", len(stacks)) for name in ("axes", "directions"))
+    axes, ways = (numbers_of(node, f"scan_output_{name}", len(stacks)) for name in ("axes", "directions"))
     return states + [
         _stacked(op, stack[::-1] if way else stack, axis)
         for stack, axis, way in zip(stacks, axes, ways, strict=True)
@@ -170,12 +161,9 @@ def _loop(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Val
 def _goes_on(body: ir.Graph) -> bool:
     """Return whether the condition that a Loop's body returns is true, or the one that it gets."""
     going: ir.Value | None = body.outputs[0]
-    while (
-        node := going.producer() if going is not None else None
-    ) is not None and node.op_type == "Identity":
+    while going is not None and (node := going.producer()) is not None and node.op_type == "Identity":
         going = node.inputs[0]
-    known = constant_of(going)
-    return going is body.inputs[1] or (known is not None and bool(known.item()))
+    return going is body.inputs[1] or bool(number_of(going))
 
 
 def _inlined(
@@ -205,10 +193,6 @@ def _inlined(
 def _stacked(op: Emitter, rows: Sequence[ir.Value], axis: int) -> ir.Value | None:
     """Return the rows along a new axis, which counts as one of the output's."""
     return op.Concat(*(op.Unsqueeze(y, [axis]) for y in rows), axis=axis) if rows else None
-
-
-def _axes(node: ir.Node, name: str, count: int) -> Sequence[int]:
-    return padded(node.attributes.get_ints(name, ()), count)
 
 
 def _refused(node: ir.Node, reason: str) -> GraphoptError:

@@ -100,7 +100,7 @@ MUTANTS = [
         ("Mish", "x * op.Sigmoid(x) * (1 - t * t)", "x * op.Sigmoid(x) * (1 - t)"),
         ("Pow", "return n * x if n == 2", "return x if n == 2"),
         ("Clip", "low and dy * mask(op, op.And(below, op.Not(above)), x)", "low and dy * mask(op, below, x)"),
-        ("Where", "[None, chosen, dy - chosen]", "[None, chosen, dy]"),
+        ("Where", "dy - chosen]", "dy]"),
         ("Mean", "dy * (1 / len(inputs))", "dy * len(inputs)"),
         ("Max Min", "dy = dy - gradients[-1]", "dy = dy"),
         ("Max Min", "(op.GreaterOrEqual, op.Max)", "(op.Greater, op.Max)"),
@@ -140,7 +140,7 @@ MUTANTS = [
         "pooling.py",
         (
             "MaxPool",
-            "share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))",
+            "share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))",
             "share = dy",
         ),
         ("MaxPool", "[0] * (rank(x) + 2) + missing", "missing + [0] * (rank(x) + 2)"),
@@ -207,8 +207,8 @@ MUTANTS = [
         ("Transpose", "perm=np.argsort(perm).tolist())", "perm=perm)"),
         (
             "CumSum",
-            "op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)]",
-            "op.CumSum(dy, axis, exclusive=0, reverse=1 - reverse)]",
+            "op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)",
+            "op.CumSum(dy, axis, exclusive=0, reverse=1 - reverse)",
         ),
         ("Tile", "[*range(0, 2 * rank(x), 2)]", "[*range(1, 2 * rank(x), 2)]"),
         ("DepthToSpace", "perm=[0, 2, 1, 3, 4]", "perm=[0, 1, 2, 3, 4]"),
@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     *of(
         "quantization.py",
-        ("", "low, high = float(y.dtype.min), float(y.dtype.max)", "low, high = -1e9, 1e9"),
+        ("", "low, high = float(dtype.min), float(dtype.max)", "low, high = -1e9, 1e9"),
         (
             "",
             "rounded = rounded + stretched(op, zero, x, axis, block_size)",
@@ -260,7 +260,7 @@ MUTANTS = [
         "sampling.py",
         ("RoiAlign", "(sample + 0.5) / count", "sample / count"),
         ("MaxRoiPool", "op.Floor(x + 0.5)", "op.Round(x)"),
-        ("DeformConv", "steps[i] * dilation - pad", "steps[i] - pad"),
+        ("DeformConv", "steps[i] * window.dilations[i] - ", "steps[i] - "),
     ),
     *of(
         "recurrent.py",

@@ -100,7 +100,7 @@ SIMPLIFYING = [
     *of(
         "graphopt/graph/simplify.py",
         "regularizers_and_clipping",
-        ("global_norm", "tensor.numpy().item() != 1", "False"),
+        ("global_norm", "number_of(one) != 1", "False"),
     ),
     *of(
         "graphopt/graph/rewriting.py",
@@ -203,14 +203,14 @@ SPLITTING = [
     *of(
         "passes/mixed_precision.py",
         "mixed_precision",
-        ("range", "return bool(largest <= self._dtype.max)", "return True"),
+        ("range", "bool(np.max(np.abs(numbers), initial=0) <= self._dtype.max)", "True"),
         ("not_finite", "like(op.Where(finite, y, x), x)", "y"),
         ("stays_wide", "bool(read) and self._made.issuperset(read)", "bool(read)"),
     ),
     *of(
         "passes/recompute.py",
         "recompute",
-        ("drawn_once", "node.op_type not in RANDOM and", ""),
+        ("drawn_once", "or node.op_type in RANDOM or", "or"),
         ("agrees", "op.Less(op.Abs(whole), 0.0)", "op.Less(whole, 0.0)"),
     ),
     *of(
@@ -221,7 +221,7 @@ SPLITTING = [
     *of(
         "passes/lowering/contrib.py",
         "lowering",
-        ("computes_what", "return x * op.Sigmoid(alpha * x)", "return x * op.Sigmoid(x)"),
+        ("computes_what", "x * op.Sigmoid(alpha * x)", "x * op.Sigmoid(x)"),
         ("computes_what", "y if alpha == 1 else alpha * y", "y"),
     ),
 ]
@@ -250,15 +250,15 @@ CHOOSING = [
         ("untie", "list(weight.uses())[1:]", "list(weight.uses())[2:]"),
         (
             "tied or transposes",
-            '        return "Identity", []\n    if a.ndim == b.ndim and a.ndim <= 5:',
-            '        return "Identity", []\n    if False:',
+            "    perm = _permutation(a, b)\n",
+            "    perm = None\n",
         ),
     ),
     *of(
         "passes/weights/evidence.py",
         "weights",
-        ("constants_are_told", "and low <= _MASKING\n", "and low < -1e30\n"),
-        ("constants_are_told", "if not _is_wave(_numbers(x)):", "if True:"),
+        ("constants_are_told", "and low <= _MASKING and", "and low < -1e30 and"),
+        ("constants_are_told", "(np.abs(factor) < 2).all()", "(np.abs(factor) < 0).all()"),
     ),
 ]
 

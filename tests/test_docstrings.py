@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import graphopt
+import graphopt.models
 import passes
 from graphopt.cli.help import described
 from graphopt.cli.validation import CALLBACKS
@@ -29,9 +31,8 @@ NAMES += [(graphopt.callbacks, name) for name in BUILT_IN]
 
 def examples(module: Any, name: str) -> doctest.DocTest:
     member = getattr(module, name)
-    return doctest.DocTestParser().get_doctest(
-        str(member.__doc__), {"graphopt": graphopt, "passes": passes}, name, member.__module__, None
-    )
+    known = {"graphopt": graphopt, "models": graphopt.models, "numpy": np, "passes": passes}
+    return doctest.DocTestParser().get_doctest(str(member.__doc__), known, name, member.__module__, None)
 
 
 @pytest.mark.parametrize(

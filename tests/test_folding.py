@@ -255,7 +255,7 @@ def noted(lines, *forms):
     loaded = graphopt.load(proto)
     for node in loaded.graph:
         if node.outputs[0].name in forms:
-            in_inference(node, inputs={0: "z"} if node.outputs[0].name == "a" else {0: "x"})
+            in_inference(node.outputs[0], inputs={0: "z"} if node.outputs[0].name == "a" else {0: "x"})
     return loaded
 
 

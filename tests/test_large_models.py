@@ -9,7 +9,7 @@ from builders import mlp, model
 
 import graphopt
 import passes
-from graphopt.graph import large_models as large
+from graphopt.graph import storage
 
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
 FEEDS = {
@@ -39,7 +39,7 @@ def run(source, folder):
 def test_weights_beside_a_model_train_as_those_in_it(tmp_path, monkeypatch):
     """As though 2 GB were 1000 bytes: files have their weights beside them, sessions theirs in memory."""
     expected = run(small(), tmp_path)
-    monkeypatch.setattr(large, "LIMIT", 1000)
+    monkeypatch.setattr(storage, "LIMIT", 1000)
     folder = tmp_path / "large"
     folder.mkdir()
     path = folder / "model.onnx"
@@ -55,7 +55,7 @@ def test_weights_beside_a_model_train_as_those_in_it(tmp_path, monkeypatch):
 
 
 def test_a_model_with_weights_beside_it_is_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "LIMIT", 1000)
+    monkeypatch.setattr(storage, "LIMIT", 1000)
     proto = small()
     proto.graph.node[0].attribute.add(name="unknown", i=1, type=onnx.AttributeProto.INT)
     with pytest.raises(graphopt.GraphoptError, match="not a valid ONNX model"):

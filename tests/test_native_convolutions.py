@@ -29,18 +29,8 @@ ARRANGED = {
     "c_ = Conv<dilations = [2,1], pads = [1,1,0,1]>(a_, b_) y_ = Transpose<perm = [1,0,2,3]>(c_)",
     "without the last transpose": "a_ = Transpose<perm = [1,0,2,3]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
     "y_ = Conv<pads = [1,1,1,1]>(a_, b_)",
-    "channels as an axis": "a_ = Transpose<perm = [0,2,3,1]>(x) b_ = Transpose<perm = [1,0,2,3]>(g) "
-    "d_ = Unsqueeze(a_, first) e_ = Unsqueeze(b_, last) c_ = Conv<pads = [1,1,0,1,1,0]>(d_, e_) "
-    "f_ = Squeeze(c_, first) y_ = Transpose<perm = [0,3,1,2]>(f_)",
-    "cut at the end": "a_ = Transpose<perm = [1,0,2,3]>(x) s_ = Slice(a_, zeros, ends, axes) "
-    "t_ = Transpose<perm = [1,2,3,0]>(s_) d_ = Unsqueeze(t_, first) b_ = Transpose<perm = [1,0,2,3]>(g) "
-    "e_ = Unsqueeze(b_, last) c_ = Conv<dilations = [2,1,1]>(d_, e_) f_ = Squeeze(c_, first) "
-    "y_ = Transpose<perm = [0,3,1,2]>(f_)",
     "gradient of a pointwise kernel": "a_ = Transpose<perm = [1,0,2,3]>(x) t_ = Tanh(x) "
     "b_ = Transpose<perm = [1,0,2,3]>(t_) c_ = Conv(a_, b_) y_ = Transpose<perm = [1,0,2,3]>(c_)",
-    "batch as an axis": "a_ = Transpose<perm = [1,2,3,0]>(x) d_ = Unsqueeze(a_, first) e_ = Unsqueeze(k, last) "
-    "c_ = Conv<strides = [2,1,1], pads = [1,1,0,1,1,0]>(d_, e_) f_ = Squeeze(c_, first) "
-    "y_ = Transpose<perm = [3,0,1,2]>(f_)",
 }
 # Convolutions that are cut into parts: of an image, of a line, of a volume, of the channels of a gradient of weights.
 LARGE = {

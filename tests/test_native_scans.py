@@ -18,6 +18,7 @@ from graphopt.targets.native import lowering, toolchain
 from graphopt.targets.native.bodies import BY_ROWS, bodies, note_rows
 from graphopt.targets.native.forms import Forms
 from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.updates import fold_updates
 from graphopt.testing import gradients
 
 RNG = np.random.default_rng(0)
@@ -327,8 +328,10 @@ def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypa
     graph = load(trained(layer))
     lowered = {threads: lower(graph, threads=threads) for threads in (1, 2)}
     assert plan(graph).counts["scans"] == 4
-    for inner in bodies(graph.graph):
-        note_rows(inner, Forms(graph.opset_imports))
+    hoisted = graph.clone()
+    fold_updates(hoisted)
+    for inner in bodies(hoisted.graph):
+        note_rows(inner, Forms(hoisted.opset_imports))
         assert inner.meta[BY_ROWS]
     for rows in 1, 130:
         feeds = {

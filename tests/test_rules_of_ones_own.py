@@ -16,17 +16,19 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 from graphopt.testing.gradients import run
-from passes.gradients.registry import RULES
+from passes.gradients.registry import NO_GRADIENT, RULES, UNIFORM, WITH_LOCAL_DERIVATIVES, rule
 
 RNG = np.random.default_rng(3)
 
 
 @pytest.fixture(autouse=True)
 def _registry():
-    kept = dict(RULES)
+    tables = (RULES, NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES)
+    kept = [table.copy() for table in tables]
     yield
-    RULES.clear()
-    RULES.update(kept)
+    for table, before in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(before)
 
 
 def straight_through(op, dy, x, *, threshold):
@@ -109,6 +111,28 @@ def test_a_rule_of_ones_own_stands_in_for_the_librarys():
     assert run(graphopt.grad(proto, ["x"]), {"x": x})["y.grad.x"].tolist() == [1, 1, 0, 0]
     passes.gradient("", "Relu")(lambda op, dy, x, y: [op.Relu(dy) * op.Sign(y)])
     assert run(graphopt.grad(proto, ["x"]), {"x": x})["y.grad.x"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_rule_replaces_the_declaration_that_an_operator_has_no_gradient():
+    proto = model("g (float[4] x) => (float[4] y) { r = Round(x)\n y = Neg(r) }")
+    passes.gradient("", "Round")(lambda op, dy, x: [dy])
+    x = np.array([-2.4, -1, 1, 2], np.float32)
+    assert run(graphopt.grad(proto, ["x"]), {"x": x})["y.grad.x"].tolist() == [-1, -1, -1, -1]
+
+
+def test_a_rule_gets_the_gradient_of_each_element():
+    proto = model("g (float[4] x) => (float y) { r = Tanh(x)\n y = ReduceSum<keepdims = 0>(r) }")
+    shapes = []
+    passes.gradient("", "Tanh")(lambda op, dy, x: [shapes.append(dy.shape.numpy()) or dy])
+    graphopt.grad(proto, ["x"])
+    assert shapes == [(4,)]
+
+
+def test_a_second_rule_of_an_operator_is_refused():
+    with pytest.raises(
+        GraphoptError, match=r"Relu: expected one rule, found a second: passes\.gradient replaces"
+    ):
+        rule("Relu")(lambda op, dy, x: [dy])
 
 
 @pytest.mark.parametrize(

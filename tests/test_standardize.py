@@ -23,7 +23,7 @@ from sklearn.utils.class_weight import compute_class_weight
 
 import graphopt
 import passes
-from graphopt import cli, data, models, statistics
+from graphopt import cli, data, models, moments
 from graphopt.data import balanced_class_weights, hold_out, mean_and_scale
 from graphopt.graph.roles import Role, with_role
 
@@ -75,7 +75,7 @@ def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_means_and_scales_are_those_of_scikit_learn(
     monkeypatch: pytest.MonkeyPatch, x: np.ndarray, size: int
 ) -> None:
-    monkeypatch.setattr(statistics, "ELEMENTS", size)
+    monkeypatch.setattr(moments, "ELEMENTS", size)
     theirs = StandardScaler().fit(x.astype(np.float64))
     mean, scale = mean_and_scale(x)
     np.testing.assert_allclose(mean, theirs.mean_, rtol=1e-12, atol=1e-14)
@@ -287,7 +287,7 @@ def test_balanced_weights_are_those_of_scikit_learn(labels: Any) -> None:
 
 
 def test_balanced_weights_of_rows_and_without_ignored_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "ELEMENTS", 10)
+    monkeypatch.setattr(moments, "ELEMENTS", 10)
     rows, _ = hold_out(len(Y), 0.4)
     expected = compute_class_weight("balanced", classes=np.arange(3), y=Y[rows])
     np.testing.assert_allclose(balanced_class_weights(Y, rows, classes=3), expected, rtol=1e-15)
@@ -663,7 +663,7 @@ def test_a_folder_of_images_is_read_in_pieces(folder: Path, monkeypatch: pytest.
         place = Path("images", "ab"[i % 3 == 0])
         place.mkdir(parents=True, exist_ok=True)
         pillow.fromarray(image).save(place / f"{i}.png")
-    monkeypatch.setattr(statistics, "ELEMENTS", 3 * 6 * 5 * 2)
+    monkeypatch.setattr(moments, "ELEMENTS", 3 * 6 * 5 * 2)
     given = ["model=cnn", "data=images", "data.path=images", *LEARNT, "fit.validation=null", "fit.epochs=1"]
     assert cli.main([*given, "folder=run"]) == 0
     weights = {x.name: onnx.numpy_helper.to_array(x) for x in onnx.load("run/trained.onnx").graph.initializer}

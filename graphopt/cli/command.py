@@ -46,8 +46,8 @@ from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, cause, shortened, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
-from graphopt.graph.loading import save
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report
 from graphopt.inspection.step_times import saved_by_kernels

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
-from graphopt.graph.loading import save
+from graphopt.graph.storage import save
 from graphopt.training.callbacks import JSONL, Callback, Record, Run
 from graphopt.training.callbacks.logs import finite
 from graphopt.training.checkpoints import find

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from graphopt.communicator import SINGLE, Communicator, digest
 from graphopt.compiler import StepHalves
 from graphopt.errors import GraphoptError
+from graphopt.graph import storage
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.split_runner import SplitRunner
 from graphopt.runtime.state_buffers import StateBuffers
@@ -77,11 +78,10 @@ class DataParallel(Executor):
                 "in_place": self.in_place,
                 "overlap": self._halves.overlap,
             }
-            graphs = [ir.to_proto(half).SerializeToString(deterministic=True) for half in halves]
             arrays = [x.const_value.numpy() for x in model.graph.inputs if x.const_value is not None]
             communicator.check_alike(
                 {
-                    "training graph": digest(b"".join(graphs)),
+                    "training graph": ", ".join(map(storage.digest, halves)),
                     "state": digest(b"".join(array.tobytes() for array in arrays)),
                     "options": ", ".join(f"{name} {value}" for name, value in options.items()),
                 }

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx.external_data_helper as external
@@ -26,9 +25,6 @@ def check_proto(proto: onnx.ModelProto) -> None:
     """Raise an error unless text is UTF-8, shapes are possible and tensors have the size that their shape requires.
 
     Attribute references must name an attribute of the surrounding function.
-
-    Raises:
-        GraphoptError: the file breaks one of these rules.
     """
     for message in messages(proto):
         if isinstance(message, onnx.TensorProto):
@@ -47,9 +43,6 @@ def check_domains(model: ir.Model) -> None:
     """Raise an error if a node at any depth or a function of a model has the domain of compiled kernels.
 
     An opset of the domain is removed.
-
-    Raises:
-        GraphoptError: names what uses the domain.
     """
     wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for whole in wholes:
@@ -58,9 +51,7 @@ def check_domains(model: ir.Model) -> None:
         if found is not None:
             names = [found.name, *(y.name for y in found.outputs)]
             raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
-        whole.opset_imports.pop(
-            KERNELS, None
-        )  # ONNX Runtime writes all domains that it has met in the process
+        whole.opset_imports.pop(KERNELS, None)  # ONNX Runtime writes all domains that its process has used
     if any(function.domain == KERNELS for function in model.functions.values()):
         raise _reserved("a function")
 
@@ -86,9 +77,6 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     """Raise an error unless offsets and lengths of external data are whole numbers and lie inside the files.
 
     Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
-
-    Raises:
-        GraphoptError: a tensor breaks one of these rules.
     """
     asked, sizes = 0, {}
     for tensor in list(tensors(proto)):  # complete first, so that all text is known to be UTF-8
@@ -142,14 +130,13 @@ def messages(proto: Message) -> Iterator[Message]:
             elif field.type == FieldDescriptor.TYPE_STRING:
                 for text in value if field.is_repeated else [value]:
                     if not isinstance(text, str):
-                        raise GraphoptError(
-                            f"{_title(message)}: {field.name}: expected UTF-8 text, found {text!r}"
+                        kind, name = (
+                            message.DESCRIPTOR.name.removesuffix("Proto"),
+                            getattr(message, "name", ""),
                         )
-
-
-def _title(message: Message) -> str:
-    name: Any = getattr(message, "name", "")
-    return f"{message.DESCRIPTOR.name.removesuffix('Proto').lower()} {name!r}"
+                        raise GraphoptError(
+                            f"{kind.lower()} {name!r}: {field.name}: expected UTF-8 text, found {text!r}"
+                        )
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:
@@ -161,14 +148,11 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
         raise GraphoptError(
             f"tensor {tensor.name!r}: expected an element type of ONNX, found {tensor.data_type}"
         )
-    count = 1
-    for dim in tensor.dims:
-        if dim < 0:
-            raise GraphoptError(
-                f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
-            )
-        count *= dim
-    expected, found, unit = _amounts(tensor, dtype, count)
+    if any(dim < 0 for dim in tensor.dims):
+        raise GraphoptError(
+            f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
+        )
+    expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims))
     if expected != found:
         raise GraphoptError(
             f"tensor {tensor.name!r}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, "

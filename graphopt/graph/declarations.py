@@ -7,21 +7,19 @@ inputs.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 
 from graphopt.graph import shapes
 from graphopt.graph.metadata import Misdeclared
+from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
-Pairs = Iterator[tuple[ir.Value, ir.Value]]
 
 ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
 # The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
@@ -33,9 +31,6 @@ def forget(model: ir.Model) -> None:
     """Infer the shape of every value from the inputs and weights, whatever the model declares.
 
     The model gets a note of the values whose declared shapes are wrong.
-
-    Raises:
-        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
     """
     shapes.name_dimensions(model.graph.inputs, (f"unknown_{i}" for i in itertools.count()))
     declared = _clear(model.graph)
@@ -78,9 +73,12 @@ def _is_inferred_wrongly(node: ir.Node) -> bool:
 
 def _infer(model: ir.Model, propagate: bool) -> None:
     """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
-    _take(model.graph, _typed(shapes.without_weights(model), propagate))
-    while shapes.shape_states(model.graph):
-        _take(model.graph, _typed(shapes.without_weights(model), propagate))
+    more = True
+    while more:
+        for value, found in _pairs(model.graph, _typed(without_weights(model), propagate)):
+            value.type = value.type or found.type
+            value.shape = value.shape if found.shape is None else found.shape
+        more = shapes.shape_states(model.graph)
 
 
 def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
@@ -90,24 +88,12 @@ def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
         return ir.from_proto(proto).graph
 
 
-def _take(graph: ir.Graph, typed: ir.Graph) -> None:
-    for value, found in _pairs(graph, typed):
-        if value.type is None:
-            value.type = found.type
-        if found.shape is not None:
-            value.shape = found.shape
-
-
-def _pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
+def _pairs(graph: ir.Graph, typed: ir.Graph) -> shapes.Pairs:
     """Yield each inferable value with that of the same name in a typed copy."""
-    named = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
-    right = (node for node in graph if not _is_inferred_wrongly(node))
-    for value in [*graph.inputs, *(y for node in right for y in node.outputs)]:
-        if value.name in named:
-            yield value, named[value.name]
-    for node, twin in zip(graph, typed, strict=True):
-        for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
-            yield from _pairs(body, typed_body)
+    for value, found in shapes.pairs(graph, typed):
+        node = value.producer()
+        if node is None or not _is_inferred_wrongly(node):
+            yield value, found
 
 
 def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> set[ir.Value]:
@@ -134,9 +120,9 @@ def _inputs_have_shapes(value: ir.Value) -> bool:
 
 def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propagate: bool) -> None:
     """Replace names that inference made up by sizes of the inputs and by numbers, if these are equal to them."""
-    given = _symbols(model.graph.inputs)
+    given = _symbols_of(model.graph.inputs)
     values = [*_inferable(model.graph)]
-    made_up = _symbols(values) - given
+    made_up = _symbols_of(values) - given
     if not made_up:
         return
     found = _resolved(model, [x for x in values if x not in kept], sorted(given), propagate)
@@ -149,9 +135,12 @@ def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propag
             value.shape = ir.Shape([found.get(_name(dim), dim) for dim in value.shape])
 
 
-def _symbols(values: object) -> set[str]:
-    several = (x.shape if isinstance(x, ir.Value) else x for x in cast(Sequence[ir.Value | ir.Shape], values))
-    return {name for shape in several for dim in shape or () if (name := _name(dim))}
+def _symbols(shaped: Iterable[ir.Shape | None]) -> set[str]:
+    return {name for shape in shaped for dim in shape or () if (name := _name(dim))}
+
+
+def _symbols_of(values: Iterable[ir.Value]) -> set[str]:
+    return _symbols(x.shape for x in values)
 
 
 def _name(dim: Dim) -> str:
@@ -163,8 +152,11 @@ def _resolved(
 ) -> dict[str, int | str]:
     """Return the sizes of inputs, or the numbers, that names stand for at all sizes that are tried."""
     shapes_now = {x: x.shape for x in values}
-    with _without(values):
-        proto = shapes.without_weights(model)
+    for value in values:
+        value.shape = None
+    proto = without_weights(model)
+    for value, shape in shapes_now.items():
+        value.shape = shape
     seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
     distinct = [{name: start + 6 * i + i * i for i, name in enumerate(given)} for start in TRIED]
     for sizes in [*distinct, *(dict.fromkeys(given, size) for size in FEW)] if given else ():
@@ -192,19 +184,14 @@ def _known(graph: ir.Graph) -> Iterator[ir.Value]:
 
     ONNX takes the number for the result of broadcasting a number and an unknown size, which may be larger.
     """
-    known = {
-        x
-        for x in [*graph.inputs, *graph.initializers.values()]
-        if x.shape is not None and x.shape.is_static()
-    }
+    known = set(filter(shapes.is_static, [*graph.inputs, *graph.initializers.values()]))
     yield from known
     for node in graph:
         for body in subgraphs(node):
             yield from _known(body)
         if all(x is None or x in known or x.graph is not graph for x in node.inputs):
-            found = [y for y in node.outputs if y.shape is not None and y.shape.is_static()]
-            known.update(found)
-            yield from found
+            known.update(filter(shapes.is_static, node.outputs))
+            yield from filter(shapes.is_static, node.outputs)
 
 
 def _meaning(tries: Sequence[tuple[int, Mapping[str, int]]]) -> int | str | None:
@@ -212,19 +199,6 @@ def _meaning(tries: Sequence[tuple[int, Mapping[str, int]]]) -> int | str | None
         return tries[0][0]
     names = (name for name in tries[0][1] if all(sizes[name] == size for size, sizes in tries))
     return next(names, None)
-
-
-@contextlib.contextmanager
-def _without(values: Sequence[ir.Value]) -> Iterator[None]:
-    """Remove the shapes of values while the block runs."""
-    shapes_now = [x.shape for x in values]
-    for value in values:
-        value.shape = None
-    try:
-        yield
-    finally:
-        for value, shape in zip(values, shapes_now, strict=True):
-            value.shape = shape
 
 
 def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
@@ -261,7 +235,7 @@ def _names_of_outputs(
 ) -> dict[str, str]:
     """Return the declared names of sizes of outputs for names made up, if nothing else has these names."""
     found: dict[str, str] = {}
-    given = _symbols(model.graph.inputs)
+    given = _symbols_of(model.graph.inputs)
     for y in model.graph.outputs:
         for dim, own in zip(y.shape or (), declared.get(y, ()), strict=False):
             made, name = _name(dim), _name(own)
@@ -271,10 +245,9 @@ def _names_of_outputs(
 
 
 def _note_wrong(model: ir.Model, declared: Declared) -> None:
-    given = _symbols(model.graph.inputs)
-    wrong = {
-        x: shape for x, shape in declared.items() if x.shape is not None and _differs(shape, x.shape, given)
-    }
+    given = _symbols_of(model.graph.inputs)
+    pairs = ((x, shape, x.shape) for x, shape in declared.items())
+    wrong = {x: a for x, a, b in pairs if b is not None and _differs(a, b, given)}
     if wrong:
         before = Misdeclared.read(model) or Misdeclared(0, "")
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
@@ -284,11 +257,9 @@ def _note_wrong(model: ir.Model, declared: Declared) -> None:
 
 def _differs(declared: ir.Shape, found: ir.Shape, given: set[str]) -> bool:
     """Return whether a declared shape is wrong: not only less exact."""
-    if len(declared) != len(found):
-        return True
-    for own, dim in zip(declared, found, strict=True):
-        sure = isinstance(dim, int) or _name(dim) in given
-        firm = isinstance(own, int) or _name(own) in given
-        if sure and firm and own != dim:
-            return True
-    return False
+
+    def is_sure(dim: Dim) -> bool:
+        return isinstance(dim, int) or _name(dim) in given
+
+    dims = zip(declared, found, strict=False)
+    return len(declared) != len(found) or any(a != b and is_sure(a) and is_sure(b) for a, b in dims)

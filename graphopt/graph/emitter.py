@@ -6,6 +6,7 @@ node, and so does arithmetic such as `1 - y * y`. A Python number takes the elem
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,13 +21,11 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
 from graphopt.graph.traversal import subgraphs
 
+Input = ir.Value | None  # of a node: None if it is left out
+
 
 class Emitter(TapeBuilder):
-    """Append nodes to the main graph of `model` in a `with` block: `with Emitter(model) as op`.
-
-    Raises:
-        GraphoptError: an operator's inputs have wrong types or shapes.
-    """
+    """Append nodes to the main graph of `model` in a `with` block: `with Emitter(model) as op`."""
 
     def __init__(self, model: ir.Model) -> None:
         super().__init__(features=BuilderFeature.FULL)
@@ -157,22 +156,21 @@ class Emitter(TapeBuilder):
             )
         values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            emitted = self.call_op(
-                node.op_type,
-                [values.get(x) for x in node.inputs],
-                dict(node.attributes),
-                domain=node.domain,
-                outputs=len(node.outputs),
-            )
-            values.update(
-                zip(node.outputs, [emitted] if isinstance(emitted, ir.Value) else emitted, strict=True)
-            )
+            inputs, kept = [values.get(x) for x in node.inputs], dict(node.attributes)
+            count = len(node.outputs)
+            emitted = self.call_op(node.op_type, inputs, kept, domain=node.domain, outputs=count)
+            made = [emitted] if isinstance(emitted, ir.Value) else emitted
+            values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]
         return traced[0] if len(traced) == 1 else traced
 
     def constant(self, value: Any, like: ir.Value | None = None) -> ir.Value:
         """Return a constant from an array or numbers, in the element type of `like` if given."""
         return self._promote_constant(value, None if like is None else like.dtype)
+
+    def cast(self, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        """Return `x` in an element type; `x` itself if it has it."""
+        return x if x.dtype == dtype else self.Cast(x, to=dtype)
 
     def shape_of(self, x: ir.Value, start: int = 0, end: int | None = None) -> ir.Value:
         """Return the sizes of some axes of `x` (all by default) as an int64 vector, which is constant if they are."""
@@ -197,11 +195,7 @@ class Emitter(TapeBuilder):
         if all(isinstance(dim, int) for dim in dims):
             return static
         axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
-        sizes = [
-            self.Shape(x, start=axis, end=axis + 1) for axis in axes if not isinstance(x.shape[axis], int)
-        ]
-        dynamic = sizes[0]
-        for size in sizes[1:]:
-            dynamic = self.Mul(dynamic, size)
-        count = self.Cast(self.Squeeze(dynamic, [0]), to=x.dtype)
+        unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
+        sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
+        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
         return count if static == 1 else self.Mul(count, static)

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.metadata import PREFIX, Notes
+from graphopt.graph.values import name_of
 
 MOST_UNREAD = 2**20  # bytes
 Denoted = tuple[str, list[str]]  # a denotation of a type, and one of each dimension
@@ -20,17 +21,21 @@ def remember(model: ir.Model) -> None:
     if Notes.is_on(model):
         return
     graph = model.graph
+    weights = graph.initializers.values()
+    docs = [(x, x.doc_string or getattr(x.const_value, "doc_string", None)) for x in weights]
+    denoted = [(x, _denoted(x)) for x in [*graph.inputs, *graph.outputs]]
+    notes = [
+        (node, (node.op_type, node.doc_string or "", _own(node.metadata_props)))
+        for node in graph
+        if node.outputs
+    ]
     found = {
         "graph": _own(graph.metadata_props),
         "weights": list(graph.initializers),
         "unread": _unread(graph),
-        "docs": {str(x.name): doc for x in graph.initializers.values() if (doc := _doc(x))},
-        "denotations": {
-            str(x.name): each for x in [*graph.inputs, *graph.outputs] if any(each := _denoted(x))
-        },
-        "nodes": {
-            node.outputs[0].name: said for node in graph if node.outputs and any((said := _said(node))[1:])
-        },
+        "docs": {name_of(x): doc for x, doc in docs if doc},
+        "denotations": {name_of(x): each for x, each in denoted if any(each)},
+        "nodes": {node.outputs[0].name: said for node, said in notes if any(said[1:])},
     }
     if any(found.values()):
         Notes.pack(found).write(model)
@@ -44,9 +49,7 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     found = notes.unpacked()
     graph = proto.graph
     _write(graph.metadata_props, _texts(found.get("graph")))
-    taken = {x.name for x in [*graph.initializer, *graph.input]} | {
-        y for node in graph.node for y in node.output
-    }
+    taken = {x.name for x in [*graph.initializer, *graph.input]}.union(*(node.output for node in graph.node))
     graph.initializer.extend(x for name, x in found.get("unread", {}).items() if name not in taken)
     order = {name: i for i, name in enumerate(found.get("weights", ()))}
     weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
@@ -73,16 +76,8 @@ def _unread(graph: ir.Graph) -> dict[str, str]:
     unread = [x for x in graph.initializers.values() if x not in outputs and not x.uses()]
     if sum(x.const_value.nbytes for x in unread if x.const_value is not None) > MOST_UNREAD:
         return {}
-    tensors = {str(x.name): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
+    tensors = {name_of(x): ir.to_proto(x.const_value) for x in unread if x.const_value is not None}
     return {name: base64.b64encode(tensor.SerializeToString()).decode() for name, tensor in tensors.items()}
-
-
-def _said(node: ir.Node) -> tuple[str, str, dict[str, str]]:
-    return node.op_type, node.doc_string or "", _own(node.metadata_props)
-
-
-def _doc(x: ir.Value) -> str:
-    return x.doc_string or getattr(x.const_value, "doc_string", None) or ""
 
 
 def _denoted(x: ir.Value) -> Denoted | tuple[()]:

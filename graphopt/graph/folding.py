@@ -13,6 +13,7 @@ from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import protect
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import is_floating
 
 # Operators with the same result in every implementation, bit for bit. The runtime folds all others.
 EXACT = (
@@ -47,18 +48,19 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
         y = node.outputs[0]
         if any(x is not None and x.dtype is ir.DataType.STRING for x in [*node.inputs, *node.outputs]):
             return False
-        exact = EXACT if _is_floating(y) else EXACT_INTEGERS
+        exact = EXACT if is_floating(y) else EXACT_INTEGERS
         if node.op_type not in exact or not weights.isdisjoint(node.inputs):
             return False
-        if _is_floating(y) and not floating:
+        if is_floating(y) and not floating:
             return False
-        return _is_small(y) if node.op_type in GROWING else None
+        if node.op_type not in GROWING:
+            return None
+        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL
 
     try:
         with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
-            onnxscript.optimizer.fold_constants(
-                model, onnx_shape_inference=infer_shapes, should_fold=should_fold
-            )
+            options = {"onnx_shape_inference": infer_shapes, "should_fold": should_fold}
+            onnxscript.optimizer.fold_constants(model, **options)
     except RuntimeError as error:  # of a node whose constants it cannot compute with
         raise GraphoptError(
             f"expected constants that can be computed, found others: {cause(error)}"
@@ -76,13 +78,5 @@ def _weights(model: ir.Model) -> Iterator[ir.Value]:
     chosen = bool(with_role(model, Role.PARAMETER))
     for graph in model.graphs():
         for x in graph.initializers.values():
-            if _is_floating(x) and (not chosen or UNTRAINED.is_set(x)):
+            if is_floating(x) and (not chosen or UNTRAINED.is_set(x)):
                 yield x
-
-
-def _is_floating(x: ir.Value) -> bool:
-    return x.dtype is not None and x.dtype.is_floating_point()
-
-
-def _is_small(x: ir.Value) -> bool:
-    return x.shape is not None and x.shape.is_static() and math.prod(x.shape.numpy()) <= SMALL

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.operators import INTEGER_OPERATORS
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 
 NCHWC = "com.microsoft.nchwc"
 FOR_ONE_PROCESSOR = (
@@ -21,22 +21,15 @@ CONVERTING = {"QuantizeLinear", "DequantizeLinear"}
 
 
 def refuse_foreign(model: ir.Model) -> None:
-    """Refuse a model that a tool wrote for inference alone.
-
-    Raises:
-        GraphoptError: names a node, and says which file to train instead.
-    """
+    """Refuse a model that a tool wrote for inference alone."""
     integers = None
     for node in model.graph.all_nodes():
         if node.domain == NCHWC:
             raise GraphoptError(f"{NCHWC}::{node.op_type} node {_name(node)!r}: {FOR_ONE_PROCESSOR}")
-        integers = integers or (node if _is_integer(node) else None)
+        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", "com.microsoft"):
+            integers = node
     if integers is not None and not any(map(_may_train, model.graph.initializers.values())):
         raise GraphoptError(f"{integers.op_type} node {_name(integers)!r}: {IN_INTEGERS}")
-
-
-def _is_integer(node: ir.Node) -> bool:
-    return node.op_type in INTEGER_OPERATORS and node.domain in ("", "com.microsoft")
 
 
 def _may_train(weight: ir.Value) -> bool:
@@ -47,4 +40,4 @@ def _may_train(weight: ir.Value) -> bool:
 
 
 def _name(node: ir.Node) -> str:
-    return node.name or str(node.outputs[0].name)
+    return node.name or name_of(node.outputs[0])

@@ -16,20 +16,22 @@ from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import parts_aside, restore
-from graphopt.graph.rewriting import keep_interface, needed, protect
+from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.storage import declare_inputs
 from graphopt.graph.stored import store
 from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of, swap
 
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
 
 
 def in_inference(
-    node: ir.Node, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
-) -> None:
-    """Record how inference computes a node: with other inputs, by name, or as a copy of one of its inputs."""
-    InferenceForm(inputs or {}, same_as).write(node.outputs[0])
+    y: ir.Value, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
+) -> ir.Value:
+    """Record how inference computes `y`, with other inputs, by name, or as a copy of an input; return `y`."""
+    InferenceForm(inputs or {}, same_as).write(y)
+    return y
 
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
@@ -38,9 +40,7 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
     inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
     for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
         if own.name:
-            metadata.copy(own, y)
-            y.name, own.name = own.name, f"{own.name}/replaced"
-            ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+            swap(own, like(y, own))
             if not InferenceForm.is_on(y):  # keep an earlier form: that of the model's own operator
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
@@ -53,7 +53,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
         return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
 
     extracted = part(model.graph, outputs)
-    with keep_interface(extracted):
+    with interface_kept(extracted):
         _switch_to_inference(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
@@ -85,7 +85,7 @@ def _switch_to_inference(graph: ir.Graph) -> None:
         if form.same_as is not None:
             x, y = node.inputs[form.same_as], node.outputs[0]
             assert x is not None
-            same[str(y.name)] = x
+            same[name_of(y)] = x
             if y.is_graph_output():
                 x.type = y.type
             elif x.dtype != y.dtype:
@@ -96,19 +96,13 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             other = _operator(graph, node, made, same, form)
             if other is None:
                 continue
-            other.name, y.name = y.name, f"{y.name}/training"
-            other.type, other.shape = y.type, y.shape
-            ir.convenience.replace_all_uses_with(y, other, replace_graph_outputs=True)
+            swap(y, like(other, y))
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
 
 
 def _operator(
-    graph: ir.Graph,
-    place: ir.Node,
-    made: dict[str, ir.Node],
-    same: dict[str, ir.Value],
-    form: InferenceForm,
+    graph: ir.Graph, place: ir.Node, made: dict[str, ir.Node], same: dict[str, ir.Value], form: InferenceForm
 ) -> ir.Value | None:
     """Return an output of the operator that replaces a node in inference; create the operator once.
 
@@ -147,9 +141,6 @@ def trained(
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
-
-    Raises:
-        GraphoptError: the inference model has no value with one of these names.
     """
     inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS))
     graph = inference.graph
@@ -182,28 +173,20 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
     parts = parts_aside(model)
-    later = {i: part for i, part in enumerate(parts) if _default_opset(part) == now != opset}
+    opsets = [{entry.domain: entry.version for entry in part.opset_import} for part in parts]
+    later = {i: part for i, part in enumerate(parts) if opsets[i].get("") == now != opset}
     rewritten = {i: ir.from_proto(part) for i, part in later.items()}
     version = rewrite_in([inference, *rewritten.values()], opset)
     if version != opset or inference.functions:
         ir_version = max(ir_version, ir_version_of(version), 8 if inference.functions else 0)
     inference.ir_version = ir_version
     proto = ir.to_proto(inference)
-    restore(
-        proto, model, [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
-    )
+    parts = [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
+    restore(proto, model, parts)
     restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
-        inputs = {x.name for x in proto.graph.input}
-        infos = [
-            onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in proto.graph.initializer
-        ]
-        proto.graph.input.extend(info for info in infos if info.name not in inputs)
+        declare_inputs(proto.graph, proto.graph.initializer)
     return proto
-
-
-def _default_opset(proto: onnx.ModelProto) -> int | None:
-    return next((opset.version for opset in proto.opset_import if opset.domain == ""), None)
 
 
 def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
@@ -222,11 +205,7 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
 
 
 def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
-    """Replace the weights of a model by the weights of the same names in a trained one.
-
-    Raises:
-        GraphoptError: the model has none of them, or one of another type or shape.
-    """
+    """Replace the weights of a model by the weights of the same names in a trained one."""
     weights = {x.name: x for x in trained.graph.initializer}
     found = [x for x in model.graph.initializer if x.name in weights]
     if not found:

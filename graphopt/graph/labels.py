@@ -13,20 +13,13 @@ from graphopt.graph.metadata import TargetSpec
 
 @dataclass(frozen=True)
 class Labels:
-    """Describe the labels that a loss accepts.
-
-    Args:
-        low, high: the smallest and the largest label.
-        ignored: a further label, which the loss ignores.
-        between: accept all numbers between `low` and `high`, too.
-        several: labels are class numbers; otherwise the two labels of a binary loss.
-    """
+    """Describe the labels that a loss accepts."""
 
     low: float
     high: float
-    ignored: int | None = None
-    between: bool = True
-    several: bool = True
+    ignored: int | None = None  # a further label, which the loss ignores
+    between: bool = True  # accept all numbers between `low` and `high`, too
+    several: bool = True  # labels are class numbers; otherwise the two labels of a binary loss
 
     def __str__(self) -> str:
         if self.high == math.inf:
@@ -42,9 +35,8 @@ class Labels:
     def fit(self, array: np.ndarray) -> bool:
         """Return whether all labels are valid; for class numbers, by one pass over the array."""
         if self.several and array.dtype.kind == "i" and array.size:
-            unsigned = array.view(
-                np.dtype(f"u{array.itemsize}")
-            )  # negative numbers become larger than all others
+            # As unsigned numbers, negative ones are larger than all others.
+            unsigned = array.view(np.dtype(f"u{array.itemsize}"))
             if np.maximum.reduce(unsigned, axis=None) <= self.high:
                 return True
         return not self.wrong(array).any()
@@ -68,7 +60,6 @@ def labels_of(target: ir.Value) -> Labels | None:
         return Labels(0, math.inf if spec.classes is None else spec.classes - 1, spec.ignore_index)
     if spec.labels is not None:
         low, high = spec.labels
-        return Labels(
-            low, high, between=low >= 0, several=False
-        )  # numbers between 0 and 1 are probabilities; between -1 and 1, they are invalid
+        # Numbers between 0 and 1 are probabilities. Between -1 and 1, they are invalid.
+        return Labels(low, high, between=low >= 0, several=False)
     return None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.large_models import bytes_of
 from graphopt.graph.operators import SHAPE_READERS
-from graphopt.graph.traversal import captured, subgraphs
+from graphopt.graph.traversal import subgraphs, values_read
+from graphopt.graph.values import bytes_of
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
+_Measured = dict[ir.OperatorIdentifier, tuple[int, int]]  # the nodes of functions, and their nesting depth
 PER_BYTE = 32  # bytes of constants per byte of weights: 4-bit weights may become several float32 constants
 
 
@@ -53,13 +55,9 @@ def limits_of(model: ir.Model) -> Limits:
 
 
 def check_size(model: ir.Model) -> None:
-    """Raise an error if a model's functions are recursive, or it exceeds the limit of nodes or depth.
-
-    Raises:
-        GraphoptError: names the limit, the size found and the option that raises the limit.
-    """
+    """Raise an error if a model's functions are recursive, or it exceeds the limit of nodes or depth."""
     limits = limits_of(model)
-    known: dict[ir.OperatorIdentifier, tuple[int, int]] = {}
+    known: _Measured = {}
     for function in model.functions.values():
         _measure_function(model, function, known, limits)
     nodes, depth = _measure(model, model.graph, known)
@@ -75,12 +73,7 @@ def check_size(model: ir.Model) -> None:
         )
 
 
-def _measure_function(
-    model: ir.Model,
-    function: ir.Function,
-    known: dict[ir.OperatorIdentifier, tuple[int, int]],
-    limits: Limits,
-) -> None:
+def _measure_function(model: ir.Model, function: ir.Function, known: _Measured, limits: Limits) -> None:
     """Measure a function after all functions that it calls; without recursion, because calls may nest deeply."""
     path = [function]
     while path:
@@ -99,9 +92,7 @@ def _measure_function(
             path.append(model.functions[unknown[0]])
 
 
-def _measure(
-    model: ir.Model, whole: ir.Graph | ir.Function, known: dict[ir.OperatorIdentifier, tuple[int, int]]
-) -> tuple[int, int]:
+def _measure(model: ir.Model, whole: ir.Graph | ir.Function, known: _Measured) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
     for graph, depth in bodies(whole):
@@ -123,11 +114,7 @@ def bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Functi
 
 
 def check_constants(model: ir.Model) -> None:
-    """Raise an error if values of known shape that nodes compute from constants are too large.
-
-    Raises:
-        GraphoptError: names the largest value and the option that raises the limit.
-    """
+    """Raise an error if values of known shape that nodes compute from constants are too large."""
     given = sum(bytes_of(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
     allowed = limits_of(model).constant_bytes + PER_BYTE * given
     constant: set[ir.Value] = set()
@@ -159,17 +146,10 @@ def _is_constant(node: ir.Node, constant: set[ir.Value]) -> bool:
     if node.op_type in SHAPE_READERS and node.inputs and node.inputs[0] is not None:
         shape = node.inputs[0].shape
         return shape is not None and shape.is_static()
-    return constant.issuperset(_read(node))
-
-
-def _read(node: ir.Node) -> Iterable[ir.Value]:
-    return [x for x in [*node.inputs, *captured(node)] if x is not None]
+    return constant.issuperset(values_read(node))
 
 
 def _bytes(value: ir.Value) -> int:
     if value.shape is None or not value.shape.is_static() or value.dtype in (None, ir.DataType.STRING):
         return 0
-    count = 1
-    for dim in value.shape.numpy():
-        count *= dim
-    return int(count * value.dtype.itemsize) if value.dtype else 0
+    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.roles import role_of
 from graphopt.graph.schemas import defaults
+from graphopt.graph.values import name_of
 
 
 def listing(model: ir.Model) -> str:
@@ -44,18 +45,16 @@ class _Names:
         self._numbers: dict[ir.Value, int] = {}
 
     def __getitem__(self, value: ir.Value) -> str:
-        if (
-            not self._ANONYMOUS.fullmatch(str(value.name))
-            or value.is_graph_input()
-            or value.is_graph_output()
-        ):
-            return str(value.name)
+        if not self._ANONYMOUS.fullmatch(name_of(value)) or value.is_graph_input() or value.is_graph_output():
+            return name_of(value)
         return f"%{self._numbers.setdefault(value, len(self._numbers))}"
 
 
 def _lines(graph: ir.Graph, names: _Names) -> Iterator[str]:
     for value in graph.inputs:
-        yield f"{_kind(value, 'input')} {_typed(value, names)}{_default(value)}"
+        default = inline(value, anywhere=True)
+        kind = "input" if (role := role_of(value)) is None else role.value
+        yield f"{kind} {_typed(value, names)}" + ("" if default is None else f" = {default}")
     for value in graph.initializers.values():
         if not value.is_graph_input() and inline(value) is None:
             yield f"initializer {_typed(value, names)}"
@@ -63,7 +62,8 @@ def _lines(graph: ir.Graph, names: _Names) -> Iterator[str]:
         if node.op_type != "Constant" or inline(node.outputs[0]) is None:
             yield _node(node, graph.opset_imports, names)
     for value in graph.outputs:
-        yield f"output {_kind(value, '')} {_typed(value, names)}".replace("  ", " ")
+        kind = "" if (role := role_of(value)) is None else f" {role.value}"
+        yield f"output{kind} {_typed(value, names)}"
 
 
 def _node(node: ir.Node, versions: Mapping[str, int], names: _Names) -> str:
@@ -107,22 +107,9 @@ def _typed(value: ir.Value, names: _Names) -> str:
 def type_of(value: ir.Value) -> str:
     """Return a value's element type and shape."""
     dtype = "?" if value.dtype is None else value.dtype.name.lower()
-    shape = "" if value.shape is None else f"[{','.join(_dimension(dim) for dim in value.shape)}]"
+    dims = [str(dim) if isinstance(dim, int) else dim.value or "?" for dim in value.shape or ()]
+    shape = "" if value.shape is None else f"[{','.join(dims)}]"
     return f"{dtype}{shape}"
-
-
-def _dimension(dim: int | ir.SymbolicDim) -> str:
-    return str(dim) if isinstance(dim, int) else str(dim.value or "?")
-
-
-def _kind(value: ir.Value, otherwise: str) -> str:
-    role = role_of(value)
-    return otherwise if role is None else role.value
-
-
-def _default(value: ir.Value) -> str:
-    shown = inline(value, anywhere=True)
-    return "" if shown is None else f" = {shown}"
 
 
 def inline(value: ir.Value, anywhere: bool = False) -> str | None:

@@ -1,44 +1,30 @@
-"""Load models from files and save them."""
+"""Load models from files and from memory, and check them."""
 
 from __future__ import annotations
 
 import math
 import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from google.protobuf import json_format, text_format
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import EncodeError
 
 from graphopt.errors import GraphoptError, cause, line, root
-from graphopt.files import replacing
-from graphopt.graph import large_models as large
 from graphopt.graph import metadata_checks
-from graphopt.graph.checking import check_domains, check_external, check_proto, nodes_of
-from graphopt.graph.large_models import checkable, weigh
+from graphopt.graph.checking import check_domains, check_proto, nodes_of
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.postprocessing import set_aside
+from graphopt.graph.schemas import formal_of, schema_of
 from graphopt.graph.sparse import dense
+from graphopt.graph.storage import checkable, read, read_external
 
 # Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
-
-# Exceptions of the onnx package for unreadable files, which depend on the format.
-_UNREADABLE = (
-    DecodeError,
-    json_format.Error,
-    text_format.Error,
-    onnx.parser.ParseError,
-    onnx.checker.ValidationError,
-    ValueError,
-)
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -69,16 +55,19 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         limits = limits or limits_of(source)
         model = _cloned(source)
         _give_domains(model)
-        _read_external(model)
+        read_external(model)
     else:
         limits = limits or Limits()
         name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
-        proto = source if isinstance(source, onnx.ModelProto) else _read(Path(source), limits)
+        proto = source if isinstance(source, onnx.ModelProto) else read(Path(source), limits)
         try:
             model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
-    _take_shapes_of_weights(model)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:  # whatever the file declares
+                value.shape = ir.Shape(value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
     check_domains(model)
@@ -136,22 +125,6 @@ def _give_domains(model: ir.Model) -> None:
             model.opset_imports.setdefault("com.microsoft", 1)
 
 
-def _read_external(model: ir.Model) -> None:
-    """Read external data into memory, as of a file."""
-    try:
-        ir.external_data.load_to_model(model)
-    except (OSError, ValueError) as error:
-        raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
-
-
-def _take_shapes_of_weights(model: ir.Model) -> None:
-    """Give initializers the shapes of their tensors, whatever the file declares."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                value.shape = ir.Shape(value.const_value.shape.numpy())
-
-
 def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:
     """Return a model with some outputs detached, because onnx_ir may not support their types."""
     if not outputs:
@@ -166,9 +139,8 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
     metadata_checks.check_detached(model)
-    set_aside(
-        model, [value for value in model.graph.outputs if value.name in outputs], _is_tensor, types=outputs
-    )
+    values = [y for y in model.graph.outputs if y.name in outputs]
+    set_aside(model, values, _is_tensor, types=outputs)
     return model
 
 
@@ -181,13 +153,9 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 def _is_tensor(value: ir.Value) -> bool:
     """Return whether a node that accepts only tensors reads a value."""
     for node, index in value.uses():
-        try:
-            versions = node.graph.opset_imports  # type: ignore[union-attr]
-            schema = onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
-        except (onnx.defs.SchemaError, KeyError):
-            return True
-        formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-        if all(kind.startswith("tensor") for kind in formal.types):
+        versions = node.graph.opset_imports  # type: ignore[union-attr]
+        schema = schema_of(node.domain, node.op_type, versions.get(node.domain, 0))
+        if schema is None or all(kind.startswith("tensor") for kind in formal_of(schema, index).types):
             return True
     return False
 
@@ -203,54 +171,3 @@ def _cloned(model: ir.Model) -> ir.Model:
         raise GraphoptError(
             "the model: expected nodes in topological order, found a cycle or another order: try model.graph.sort()"
         ) from error
-
-
-def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to one file atomically. Beyond 2 GB, write its weights to `PATH.data`.
-
-    Args:
-        model: an onnx_ir.Model or an onnx.ModelProto.
-        path: the file to write.
-
-    >>> from graphopt import models
-    >>> graphopt.save(models.linear((2,), 1), "model.onnx")
-    >>> graphopt.load("model.onnx").graph.outputs[0].name
-    'y'
-    """
-    if large.is_large(model) if isinstance(model, ir.Model) else weigh(model) > large.LIMIT:
-        _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
-        return
-    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
-    with replacing(path) as temporary:
-        onnx.save(proto, temporary)
-
-
-def _save_large(model: ir.Model, path: Path) -> None:
-    data = f"{path.name}.data"
-    with (
-        replacing(path) as temporary,
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
-    ):
-        ir.save(model, Path(folder, path.name), external_data=data)
-        os.replace(Path(folder, path.name), temporary)
-        os.replace(Path(folder, data), path.parent / data)
-
-
-def _read(path: Path, limits: Limits) -> onnx.ModelProto:
-    try:
-        kind = stat.S_IFMT(path.stat().st_mode)
-        if kind != stat.S_IFREG:
-            found = "a folder" if kind == stat.S_IFDIR else "a device or a pipe"
-            raise GraphoptError(f"{path}: expected an ONNX file, found {found}")
-        proto = onnx.load(path, load_external_data=False)
-        check_external(proto, path.parent, limits)
-        onnx.load_external_data_for_model(proto, str(path.parent))
-    except GraphoptError:
-        raise
-    except FileNotFoundError as error:
-        raise GraphoptError(f"{path}: no such file") from error
-    except OSError as error:
-        raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
-    except _UNREADABLE as error:
-        raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
-    return proto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,8 +17,6 @@ from graphopt.graph.state import take_initial
 from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_read
 
 Sizes = int | Mapping[str, int]
-
-# Operators whose output shares the memory of the first input in ONNX Runtime.
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,7 @@ def bytes_of(x: ir.Value) -> int:
     """Return the size of a value in bytes; a dimension that is known only at run time counts as 1."""
     if x.shape is None or x.dtype is None:
         return 0
-    count = 1
-    for dim in x.shape:
-        count *= dim if isinstance(dim, int) else 1
+    count = math.prod(dim for dim in x.shape if isinstance(dim, int))
     return (count * x.dtype.bitwidth + 7) // 8
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
@@ -28,16 +29,13 @@ from graphopt.graph.metadata import (
     original_name,
 )
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
+from graphopt.graph.values import name_of
 
 _OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
 
 def check(model: ir.Model) -> None:
-    """Check graphopt's metadata in a model.
-
-    Raises:
-        GraphoptError: the metadata is inconsistent with the graph.
-    """
+    """Check graphopt's metadata in a model."""
     graph = model.graph
     for values, roles in ((graph.inputs, INPUTS), (graph.outputs, OUTPUTS)):
         for value in values:
@@ -52,17 +50,16 @@ def check(model: ir.Model) -> None:
     _check_original_names(model)
     for node in graph:
         for y in node.outputs:
-            if InferenceForm.is_on(y):
+            form = InferenceForm.read(y)
+            if form is not None:
                 if not any(role_of(x) in STATE for x in graph.inputs):
                     raise InferenceForm.wrong(y, "none in a model without parameters")
-                _check_inference(node, y, names)
-            if GRADIENT_OF.read(y) is not None and GRADIENT_OF.read(y) not in names:
+                _check_inference(node, y, form, names)
+            if GRADIENT_OF.read(y) not in (None, *names):
                 raise _wrong(y, GRADIENT_OF, "the name of an input")
     check_detached(model)
-    Versions.read(model)
-    LeftOut.read(model)
-    Misdeclared.read(model)
-    Notes.read(model)
+    for note in (Versions, LeftOut, Misdeclared, Notes):
+        note.read(model)
     for value in graph.initializers.values():
         Origin.read(value)
 
@@ -79,10 +76,6 @@ def _check_input(model: ir.Model, value: ir.Value) -> None:
         raise GraphoptError(
             f"input {value.name!r}: role {role.value!r}: expected no initial value, found one"
         )
-    _check_target(model, value)
-
-
-def _check_target(model: ir.Model, value: ir.Value) -> None:
     spec = TargetSpec.read(value)
     if spec is None:
         return
@@ -105,19 +98,14 @@ def _check_original_names(model: ir.Model) -> None:
             raise _wrong(value, ORIGINAL_NAME, "a name that no other value has")
 
 
-def _check_inference(node: ir.Node, value: ir.Value, inputs: set[str | None]) -> None:
-    form = InferenceForm.read(value)
-    assert form is not None
-    if form.same_as is not None and not (
-        _is_input(node, form.same_as) and node.inputs[form.same_as] is not None
-    ):
+def _check_inference(
+    node: ir.Node, value: ir.Value, form: InferenceForm, inputs: Collection[str | None]
+) -> None:
+    present = [i for i, x in enumerate(node.inputs) if x is not None]
+    if form.same_as not in (None, *present):
         raise InferenceForm.wrong(value, "the number of an input")
-    if not all(_is_input(node, index) and name in inputs for index, name in form.inputs.items()):
+    if not all(i in range(len(node.inputs)) and name in inputs for i, name in form.inputs.items()):
         raise InferenceForm.wrong(value, "inputs by number, and inputs of the graph by name")
-
-
-def _is_input(node: ir.Node, index: int) -> bool:
-    return 0 <= index < len(node.inputs)
 
 
 def check_detached(model: ir.Model) -> None:
@@ -125,7 +113,7 @@ def check_detached(model: ir.Model) -> None:
     detached = Detached.read(model)
     if detached is None:
         return
-    names = {str(output.name) for output in model.graph.outputs}
+    names = {name_of(output) for output in model.graph.outputs}
     try:
         parts = detached.models()
     except (ValueError, DecodeError) as error:

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 # Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
 DRAWING = frozenset(
-    {
-        "Bernoulli",
-        "Multinomial",
-        *(f"Random{kind}{form}" for kind in ("Normal", "Uniform") for form in ("", "Like")),
-    }
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 
 # Operators that need not compute the same numbers when they run again.
@@ -39,52 +35,29 @@ PREDICATES = frozenset(
 
 # Elementwise: each element of the only output depends on the elements of the inputs in the same place, as they
 # broadcast against each other.
-ELEMENTWISE = (
-    ARITHMETIC
-    | PREDICATES
-    | {
-        "Abs",
-        "Acos",
-        "Acosh",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atanh",
-        "Cos",
-        "Cosh",
-        "Erf",
-        "Exp",
-        "Log",
-        "Sin",
-        "Sinh",
+ELEMENTWISE = frozenset(
+    {
+        *(ARITHMETIC | PREDICATES),
+        *(
+            "Abs",
+            "Acos",
+            "Acosh",
+            "Asin",
+            "Asinh",
+            "Atan",
+            "Atanh",
+            "Cos",
+            "Cosh",
+            "Erf",
+            "Exp",
+            "Log",
+            "Sin",
+        ),
+        *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Clip", "Floor", "Identity"),
+        *("Celu", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Neg", "PRelu", "Relu"),
+        *("Reciprocal", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sinh", "Softplus", "Softsign", "Sqrt"),
+        *("Swish", "Tan", "Tanh", "ThresholdedRelu", "Where"),
     }
-    | {
-        "BitwiseAnd",
-        "BitwiseNot",
-        "BitwiseOr",
-        "BitwiseXor",
-        "Cast",
-        "Ceil",
-        "Clip",
-        "Floor",
-        "Identity",
-        "Neg",
-    }
-    | {
-        "Celu",
-        "Elu",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "LeakyRelu",
-        "Mish",
-        "PRelu",
-        "Relu",
-        "Selu",
-        "Sigmoid",
-    }
-    | {"Reciprocal", "Round", "Shrink", "Sign", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh"}
-    | {"ThresholdedRelu", "Where"}
 )
 
 # --- Products ---
@@ -139,22 +112,10 @@ SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLengt
 
 # Operators that compute with integers in place of floating-point numbers, of ONNX and ONNX Runtime.
 INTEGER_OPERATORS = {
-    *(
-        "ConvInteger",
-        "MatMulInteger",
-        "DynamicQuantizeMatMul",
-        "MatMulIntegerToFloat",
-    ),
-    *(
-        "DynamicQuantizeLSTM",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QGemm",
-        "QLinearConv",
-        "QLinearMatMul",
-    ),
+    *("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"),
+    *("QAttention", "QEmbedLayerNormalization", "QGemm", "QLinearConv", "QLinearMatMul", "QMoE"),
     *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
-    *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere", "QMoE"),
+    *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
 }
 
 # Operators whose results need no rounding: an operand, its sign or magnitude, or what a cast rounds itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +13,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
-from graphopt.graph.schemas import defaults
-from graphopt.graph.values import like
+from graphopt.graph.schemas import defaults, fits, formal_of, schema_of
+from graphopt.graph.values import constant_of, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
@@ -32,10 +31,8 @@ MEANT_ELSE_BEFORE = {
 ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along `axis` and all axes after it
 NEGATIVE_AXES_SINCE = 11
 GELU_SINCE = 20
-RENAMED = {
-    ("Pad", "constant_value"): "value",
-    ("TopK", "K"): "k",
-}  # inputs that were attributes with other names
+# Inputs that were attributes with other names.
+RENAMED = {("Pad", "constant_value"): "value", ("TopK", "K"): "k"}
 DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("AveragePool", "dilations"): 1}
 MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
@@ -77,10 +74,8 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    nodes = [node for node in model.graph.all_nodes() if node.domain == ""]
-    nodes += [
-        node for function in model.functions.values() for node in function.all_nodes() if node.domain == ""
-    ]
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in graph.all_nodes() if node.domain == ""]
     forms: dict[ir.Node, Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"
@@ -91,9 +86,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
             return False
         forms[node] = form
     for node, (attributes, inputs) in forms.items():
-        if attributes.keys() != node.attributes.keys() or attributes != {
-            k: a.value for k, a in node.attributes.items()
-        }:
+        if attributes != {name: attribute.value for name, attribute in node.attributes.items()}:
             node.attributes.clear()
             node.attributes.update({x.name: x for x in ir.convenience.convert_attributes(attributes)})
         for i in range(len(inputs), len(node.inputs)):
@@ -113,29 +106,17 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     with Emitter(model) as op:
-        result = like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y)
-    name, y.name = y.name, f"{y.name}/replaced"
-    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
-    result.name = name
+        swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
     model.graph.remove(node, safe=True)
     model.graph.sort()
 
 
-@functools.cache
-def _schema(op_type: str, version: int) -> onnx.defs.OpSchema | None:
-    try:
-        schema = onnx.defs.get_schema(op_type, version, "")
-    except onnx.defs.SchemaError:
-        return None
-    return None if schema.deprecated else schema
-
-
 def _form(node: ir.Node, now: int, version: int) -> Form | None:
     """Return a node's attributes and inputs in another opset, or None if it has no equivalent."""
-    new, old = _schema(node.op_type, now), _schema(node.op_type, version)
+    new, old = (schema_of("", node.op_type, opset) for opset in (now, version))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     inputs = list(node.inputs)
-    if new is None or old is None:
+    if new is None or old is None or new.deprecated or old.deprecated:
         return None
     if new.since_version == old.since_version:
         return attributes, inputs
@@ -144,25 +125,23 @@ def _form(node: ir.Node, now: int, version: int) -> Form | None:
     if any(attribute.is_ref() for attribute in node.attributes.values()):
         return None
     form = _as_attributes(node, attributes, inputs, new, old)
-    if form is None:
+    if form is None or not _written(node, form[0], old, version):
         return None
     attributes, inputs = form
-    if not _written(node, attributes, old, version):
-        return None
     for name, default in defaults("", node.op_type, now).items():
         if name not in old.attributes and attributes.get(name) == default:
             del attributes[name]
     for name in attributes.keys() - old.attributes.keys():
         if _does_nothing(node.op_type, name, np.asarray(attributes[name])):
             del attributes[name]
-    fits = (
+    is_valid = (
         attributes.keys() <= old.attributes.keys()
         and all(name in attributes for name, attribute in old.attributes.items() if attribute.required)
         and old.min_input <= len(inputs) <= old.max_input
         and len(node.outputs) <= old.max_output
         and _is_typed(node, inputs, old)
     )
-    return (attributes, inputs) if fits else None
+    return (attributes, inputs) if is_valid else None
 
 
 def _as_attributes(
@@ -174,19 +153,15 @@ def _as_attributes(
 ) -> Form | None:
     """Turn constant inputs into the attributes that they were in an older opset."""
     kept = len(inputs)
-    for i, formal in enumerate(new.inputs):
-        name = RENAMED.get((node.op_type, formal.name), formal.name)
-        given = inputs[i] if i < len(inputs) else None
-        was_input = i < len(old.inputs)
-        if was_input or formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
+    for i, formal in list(enumerate(new.inputs))[len(old.inputs) :]:
+        if formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
             continue
         kept = min(kept, i)
-        if given is None:
+        if i >= len(inputs) or inputs[i] is None:
             continue
-        tensor = ir.convenience.get_const_tensor(given)
-        if tensor is None:
+        name, array = RENAMED.get((node.op_type, formal.name), formal.name), constant_of(inputs[i])
+        if array is None:
             return None
-        array = tensor.numpy()
         if name in old.attributes:
             kind = old.attributes[name].type
             whole = kind in (onnx.defs.OpSchema.AttrType.INTS, onnx.defs.OpSchema.AttrType.FLOATS)
@@ -217,9 +192,9 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
             return False
         del attributes["num_outputs"]
     if node.op_type == "Reshape" and version < 14 and len(node.inputs) > 1 and node.inputs[1] is not None:
-        sizes, maker = ir.convenience.get_const_tensor(node.inputs[1]), node.inputs[1].producer()
+        sizes, maker = constant_of(node.inputs[1]), node.inputs[1].producer()
         of_values = maker is not None and maker.op_type == "Shape"  # only an empty value has a size 0
-        if of_values if sizes is None else sizes.numpy().all():
+        if of_values if sizes is None else sizes.all():
             attributes.pop("allowzero", None)
     if node.op_type == "GridSample" and version < 20:
         mode = attributes.get("mode", "linear")
@@ -247,15 +222,11 @@ def _is_typed(node: ir.Node, inputs: Sequence[ir.Value | None], old: onnx.defs.O
     """Return whether a schema accepts inputs of these types and its type constraints hold."""
     bound: dict[str, ir.DataType] = {}
     for i, x in enumerate(inputs):
-        formal = old.inputs[min(i, len(old.inputs) - 1)]
-        if x is None:
-            if formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
-                return False
-            continue
-        if x.dtype is None or not isinstance(x.type, ir.TensorType):
-            continue
-        if f"tensor({x.dtype.name.lower()})" not in formal.types:
+        formal = formal_of(old, i)
+        if x is None and formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
             return False
+        if x is None or x.dtype is None or not isinstance(x.type, ir.TensorType):
+            continue
         if formal.is_homogeneous and bound.setdefault(formal.type_str, x.dtype) != x.dtype:
             return False
-    return True
+    return fits(old, inputs)

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.metadata import Detached
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
+from graphopt.graph.values import name_of
 
 
 def set_aside(
@@ -28,11 +29,10 @@ def set_aside(
         role: the role of these new outputs.
         types: the types of `outputs` by name, if onnx_ir does not support them.
     """
-    before = Detached.read(model) or Detached([str(output.name) for output in model.graph.outputs], [])
+    before = Detached.read(model) or Detached([name_of(output) for output in model.graph.outputs], [])
     sources = _sources(outputs, is_source)
-    part = ir.to_proto(
-        ir.Model(extracted_between(model.graph, sources, outputs), ir_version=model.ir_version)
-    )
+    graph = extracted_between(model.graph, sources, outputs)
+    part = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
     for output in part.graph.output:
         if types is not None:
             output.type.CopyFrom(types[output.name])

@@ -31,8 +31,9 @@ from graphopt.graph.metadata import (
     InferenceForm,
 )
 from graphopt.graph.opsets import IR_VERSION
-from graphopt.graph.roles import clear_role
+from graphopt.graph.roles import Role, clear_role, with_role
 from graphopt.graph.state import detached
+from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals
 
 Read = Callable[[str], Iterator[np.ndarray]]
@@ -93,26 +94,39 @@ class Pass(ir.passes.InPlacePass):
     def rewrite(self, model: ir.Model) -> None:
         """Rewrite `model` in place."""
 
+    def required(self, model: ir.Model, role: Role, advice: str) -> list[ir.Value]:
+        """Return the values with a role that the pass cannot do without.
+
+        Raises:
+            GraphoptError: there are none. The message ends with the advice.
+        """
+        found = with_role(model, role)
+        if not found:
+            raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
+        return found
+
 
 @contextlib.contextmanager
-def keep_interface(model: ir.Model) -> Iterator[None]:
+def interface_kept(model: ir.Model) -> Iterator[None]:
     """Restore the names of inputs and outputs, and the outputs' metadata, after the rewriters in the block."""
     outputs = model.graph.outputs
-    given = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
-    kept = [(str(output.name), metadata.all_of(output)) for output in outputs]
-    taken = {name for name, _ in kept}
-    yield
-    with Emitter(model) as op:
-        for i, (name, notes) in enumerate(kept):
-            output = outputs[i]
-            if output.producer() is not None and output.name not in taken:
-                output.name = name
-            if output.name != name:
-                outputs[i] = op.Identity(output, _outputs=[name])
-            metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
-    for value, own in given:
-        if value.name != own:
-            value.name = own
+    names = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
+    before = [(name_of(output), metadata.all_of(output)) for output in outputs]
+    taken = {name for name, _ in before}
+    try:
+        yield
+    finally:
+        with Emitter(model) as op:
+            for i, (name, notes) in enumerate(before):
+                output = outputs[i]
+                if output.producer() is not None and output.name not in taken:
+                    output.name = name
+                if output.name != name:
+                    outputs[i] = op.Identity(output, _outputs=[name])
+                metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
+        for value, own in names:
+            if value.name != own:
+                value.name = own
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -33,9 +32,7 @@ class Role(enum.Enum):
     SAVED = "saved"  # output of a forward part: a value for its backward part
     PASSED = "passed"  # output of a stage of `grad`, which later stages read as data
     SUMMED = "summed"  # output of a stage of `grad`, whose sum over all workers is an input of later stages
-    GRADIENT = (
-        "gradient"  # output NAME.grad: the objective's derivative with respect to NAME; input of `apply`
-    )
+    GRADIENT = "gradient"  # output NAME.grad: the derivative of the objective by NAME; input of `apply`
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
@@ -47,11 +44,7 @@ OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.SUMMED, Role.GRADIENT
 
 
 def role_of(value: ir.Value) -> Role | None:
-    """Return the role of a graph input or output, or None if it has none.
-
-    Raises:
-        GraphoptError: the metadata contains an unknown role.
-    """
+    """Return the role of a graph input or output, or None if it has none."""
     name = metadata.ROLE.read(value)
     if name is not None and name not in _NAMES:
         raise GraphoptError(f"{value.name!r}: {unknown('role', name, _NAMES)}")
@@ -82,7 +75,7 @@ def clear_role(value: ir.Value) -> None:
 
 def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
     """Return the model's inputs and outputs that have one of `roles`, in graph order."""
-    return [value for value in _interface(model) if role_of(value) in roles]
+    return [value for value in [*model.graph.inputs, *model.graph.outputs] if role_of(value) in roles]
 
 
 def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
@@ -99,8 +92,3 @@ def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
             f"run the pass that makes it first"
         )
     return found[0]
-
-
-def _interface(model: ir.Model) -> Iterator[ir.Value]:
-    yield from model.graph.inputs
-    yield from model.graph.outputs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,13 +16,16 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
-from graphopt.graph.large_models import bytes_of
 from graphopt.graph.limits import check_constants, limits_of, set_limits
 from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
+from graphopt.graph.schemas import schema_of
+from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
+from graphopt.graph.values import constant_of, name_of
 
 REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
+Pairs = Iterator[tuple[ir.Value, ir.Value]]
 LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
 
@@ -59,38 +61,26 @@ def fold_integers(model: ir.Model) -> int:
     return ifs(model)
 
 
-def _is_static(value: ir.Value) -> bool:
+def is_static(value: ir.Value) -> bool:
+    """Return whether the shape of a value is known."""
     return value.shape is not None and value.shape.is_static()
-
-
-def _dimension(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
-    return op.Gather(op.Shape(x), index, axis=0)
 
 
 def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
     """Return the sizes of `x` along the axes `index`, or None if one is dynamic."""
-    axes = ir.convenience.get_const_tensor(index)
-    if axes is None or x.shape is None:
+    axes = constant_of(index)
+    if axes is None or x.shape is None or not all(-len(x.shape) <= axis < len(x.shape) for axis in axes.flat):
         return None
-    indices, rank = axes.numpy().ravel().tolist(), len(x.shape)
-    if not all(-rank <= axis < rank for axis in indices):
-        return None
-    dims = [x.shape[axis] for axis in indices]
+    dims = [x.shape[int(axis)] for axis in axes.flat]
     known = all(isinstance(dim, int) for dim in dims)
-    return np.array(dims, np.int64).reshape(axes.numpy().shape) if known else None
+    return np.array(dims, np.int64).reshape(axes.shape) if known else None
 
 
-def _has_sizes(context: Any, x: ir.Value, index: ir.Value) -> bool:
-    return _sizes(x, index) is not None
-
-
-def _as_constant(op: Any, x: ir.Value, index: ir.Value) -> ir.Value:
-    sizes = _sizes(x, index)
-    assert sizes is not None
-    return op.Constant(value=ir.tensor(sizes))
-
-
-STATIC_DIMENSION = RewriteRule(_dimension, _as_constant, _has_sizes)
+STATIC_DIMENSION = RewriteRule(
+    lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
+    lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
+    lambda context, x, index: _sizes(x, index) is not None,
+)
 
 
 def infer(model: ir.Model) -> None:
@@ -128,7 +118,8 @@ def infer_anew(model: ir.Model) -> None:
     def forget() -> None:
         for x in declared:
             x.shape, node = None, x.producer()
-            x.type = None if node is None or _has_schema(node) else declared[x]
+            known = node is None or (node.domain == "" and onnx.defs.has(node.op_type, ""))
+            x.type = None if known else declared[x]
 
     forget()
     try:
@@ -137,8 +128,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, _new_names(model))
         with contextlib.suppress(*REFUSED):
-            typed = onnx.shape_inference.infer_shapes(without_weights(model))
-            _take_types(model.graph, ir.from_proto(typed).graph)
+            _take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)))
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -151,19 +141,15 @@ def _new_names(model: ir.Model) -> Iterator[str]:
     return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
 
 
-def _has_schema(node: ir.Node) -> bool:
-    return node.domain == "" and onnx.defs.has(node.op_type, "")
-
-
 def _untyped(model: ir.Model) -> Iterator[ir.Node]:
     return (node for node in model.graph if any(output.type is None for output in node.outputs))
 
 
 def _type_by_schema(node: ir.Node, output: ir.Value) -> bool:
     """Copy an output's type from an input of the same type variable: some schemas have no inference."""
-    try:
-        schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[node.domain], node.domain)  # type: ignore[union-attr]
-    except (onnx.defs.SchemaError, KeyError):
+    versions = node.graph.opset_imports  # type: ignore[union-attr]
+    schema = schema_of(node.domain, node.op_type, versions.get(node.domain, 0))
+    if schema is None:
         return False
     variable = schema.outputs[output.index()].type_str  # type: ignore[index]
     for formal, x in zip(schema.inputs, node.inputs, strict=False):
@@ -180,9 +166,6 @@ def check_expanded(model: ir.Model) -> bool:
 
     Returns:
         whether all vectors are short enough for data propagation.
-
-    Raises:
-        GraphoptError: constants exceed the limit; see `graphopt.graph.limits.check_constants`.
     """
     probe = model.clone()
     set_limits(probe, limits_of(model))
@@ -190,12 +173,12 @@ def check_expanded(model: ir.Model) -> bool:
         typed = onnx.shape_inference.infer_shapes(without_weights(probe))
     except REFUSED as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(probe.graph, ir.from_proto(typed).graph)
-    if any(node.op_type in GROWING and not _is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
+    _take_types(probe.graph, typed)
+    if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
         fold_integers(probe)
     check_constants(probe)
     values = ir.convenience.create_value_mapping(probe.graph).values()
-    return not any(_is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
+    return not any(is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
 
 
 def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
@@ -229,50 +212,32 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             typed = _inferred(proto, data_prop=False)
         except REFUSED as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(model.graph, ir.from_proto(typed).graph)
+    _take_types(model.graph, typed)
 
 
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
     """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
     typed = ir.from_proto(onnx.shape_inference.infer_shapes(without_weights(model)))
-    found = ir.convenience.create_value_mapping(typed.graph).get(str(x.name))
+    found = ir.convenience.create_value_mapping(typed.graph).get(name_of(x))
     return None if found is None else found.shape
 
 
-def without_weights(model: ir.Model) -> onnx.ModelProto:
-    """Return a copy of a model in which large weights are inputs."""
-    initializers = model.graph.initializers
-    large = {
-        v: v.const_value
-        for v in initializers.values()
-        if v.const_value is not None and bytes_of(v.const_value) > 1000
-    }
-    for value in large:
-        value.const_value = ir.tensor(np.zeros(0))
-    try:
-        proto = ir.to_proto(model)
-    finally:
-        for value, tensor in large.items():
-            value.const_value = tensor
-    for value, tensor in large.items():
-        dims = tensor.shape.numpy()
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(str(value.name), tensor.dtype, dims))
-    small = [tensor for tensor in proto.graph.initializer if initializers[tensor.name] not in large]
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(small)
-    return proto
-
-
-def _take_types(graph: ir.Graph, typed: ir.Graph) -> None:
+def _take_types(graph: ir.Graph, typed: onnx.ModelProto) -> None:
     """Copy types and shapes to a graph and its bodies from the values of the same names in a typed copy."""
-    inferred = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
-    for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
-        found = inferred.get(value.name or "")
-        if found is not None and found.type is not None:
+    for value, found in pairs(graph, ir.from_proto(typed).graph):
+        if found.type is not None:
             value.type, value.shape = found.type, value.shape if found.shape is None else found.shape
+
+
+def pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
+    """Yield each value of a graph and its bodies with that of the same name in a typed copy."""
+    named = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
+    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        if value.name in named:
+            yield value, named[value.name]
     for node, twin in zip(graph, typed, strict=True):
         for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
-            _take_types(body, typed_body)
+            yield from pairs(body, typed_body)
 
 
 def shape_states(graph: ir.Graph) -> bool:

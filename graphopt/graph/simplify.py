@@ -27,9 +27,10 @@ from graphopt.graph import metadata
 from graphopt.graph.algebra import simplify_algebra
 from graphopt.graph.folding import fold
 from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.rewriting import Pass, keep_interface, needed, protect, seams
+from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.traversal import results_when_ready
+from graphopt.graph.values import is_floating, number_of
 
 
 class ReciprocalOf(RewriteRuleClassBase):
@@ -39,17 +40,11 @@ class ReciprocalOf(RewriteRuleClassBase):
         return op.Div(one, x)
 
     def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
-        result, x = MatchResult(), values["x"]
-        tensor = ir.convenience.get_const_tensor(values["one"])
-        if tensor is None or tensor.size != 1 or tensor.numpy().item() != 1:
-            return result.fail("no 1")
-        if x.dtype is None or not x.dtype.is_floating_point():
-            return result.fail("expected a floating-point division")
-        return (
-            result
-            if x.shape is not None and len(tensor.shape) <= len(x.shape)
-            else result.fail("another shape")
-        )
+        result, x, one = MatchResult(), values["x"], values["one"]
+        if number_of(one) != 1 or not is_floating(x):
+            return result.fail("expected a floating-point division of 1")
+        fits = x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape)
+        return result if fits else result.fail("another shape")
 
     def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
         return op.Reciprocal(x)
@@ -109,7 +104,7 @@ def _one_output(model: ir.Model) -> Iterator[None]:
 
 def simplify(model: ir.Model) -> None:
     """Simplify a graph inside a pass, and keep the order of the remaining nodes."""
-    with keep_interface(model), protect(needed(model)):
+    with interface_kept(model), protect(needed(model)):
         with _one_output(model):
             _rewrite(model)
             fold(model)
@@ -139,7 +134,6 @@ class Simplify(Pass):
     Exporters' notes that no pass reads, such as stack traces, are removed. Result nodes are ordered so that ONNX
     Runtime computes each as soon as its inputs are ready.
 
-    >>> from graphopt import models
     >>> graphopt.Pipeline(simplify=passes.Simplify())(models.linear((2,), 1)).graph.num_nodes()
     1
     """
@@ -148,7 +142,7 @@ class Simplify(Pass):
         _note_gradients(model)
         simplify(model)
         if with_role(model, *STATE):  # algebra shares what a gradient computes
-            with keep_interface(model), protect(seams(model)):
+            with interface_kept(model), protect(seams(model)):
                 changed = simplify_algebra(model)
             if changed:
                 simplify(model)

@@ -13,11 +13,7 @@ from graphopt.graph.limits import Limits
 
 
 def dense(proto: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
-    """Return a model whose sparse initializers and constants are dense; the model itself if it has none.
-
-    Raises:
-        GraphoptError: the dense tensors exceed `limits.constant_bytes`, or one is malformed.
-    """
+    """Return a model whose sparse initializers and constants are dense; the model itself if it has none."""
     sparse = [message for message in messages(proto) if isinstance(message, onnx.SparseTensorProto)]
     if not sparse:
         return proto

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import STORED, STORED_TYPE
 from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import constant_of, is_floating, name_of
 
 
 def store(model: ir.Model) -> None:
@@ -19,7 +20,7 @@ def store(model: ir.Model) -> None:
         weight, y = _weight(node), node.outputs[0]
         if weight is not None:
             stored = _computed(model, weight, y)
-            y.name, name = f"{y.name}/computed", str(weight.name)
+            y.name, name = f"{y.name}/computed", name_of(weight)
             del graph.initializers[name]
             weight.name = f"{name}/float"
             graph.register_initializer(weight)
@@ -39,7 +40,7 @@ def standing_for(x: ir.Value) -> np.ndarray | None:
     """Return the numbers that an initializer stands for: its own, or those that its DequantizeLinear makes of it."""
     if x.const_value is None or x.dtype is None:
         return None
-    if x.dtype.is_floating_point() and not any(node.op_type == DEQUANTIZE for node in x.consumers()):
+    if is_floating(x) and not any(node.op_type == DEQUANTIZE for node in x.consumers()):
         return x.const_value.numpy()
     return next((found for node in x.consumers() if (found := dequantized(node)) is not None), None)
 
@@ -51,17 +52,14 @@ def dequantized(node: ir.Node) -> np.ndarray | None:
     """Return (q - zero) scale in float32 for a DequantizeLinear of constants, or None for another node."""
     if node.op_type != DEQUANTIZE or node.domain != "":
         return None
-    q, scale, zero = (
-        None if x is None else ir.convenience.get_const_tensor(x) for x in [*node.inputs, None][:3]
-    )
+    q, scale, zero = (constant_of(x) for x in [*node.inputs, None][:3])
     if q is None or scale is None or (zero is None and len(node.inputs) > 2 and node.inputs[2] is not None):
         return None
-    numbers = q.numpy()
-    floating = q.dtype.is_floating_point()
-    wide = numbers.astype(np.float32 if floating else np.int64)
+    floating = is_floating(node.inputs[0])
+    wide = q.astype(np.float32 if floating else np.int64)
     if zero is not None and not floating:
-        wide = wide - spread(node, zero.numpy().astype(np.int64), wide.shape)
-    return wide.astype(np.float32) * spread(node, scale.numpy().astype(np.float32), wide.shape)
+        wide = wide - spread(node, zero.astype(np.int64), wide.shape)
+    return wide.astype(np.float32) * spread(node, scale.astype(np.float32), wide.shape)
 
 
 def spread(node: ir.Node, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -88,5 +86,5 @@ def _computed(model: ir.Model, weight: ir.Value, y: ir.Value) -> ir.TensorProtoc
     proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
     if weight.const_value is None:
         raise GraphoptError(f"weight {weight.name!r}: expected its numbers, found none")
-    (found,) = ReferenceEvaluator(proto).run(None, {str(weight.name): weight.const_value.numpy()})
-    return ir.tensor(found, dtype=y.dtype, name=str(weight.name))
+    (found,) = ReferenceEvaluator(proto).run(None, {name_of(weight): weight.const_value.numpy()})
+    return ir.tensor(found, dtype=y.dtype, name=name_of(weight))

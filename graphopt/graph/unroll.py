@@ -16,7 +16,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.shapes import places_of, read_sizes
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 
 
@@ -33,7 +33,6 @@ class Unroll(Pass):
     Raises:
         GraphoptError: `steps` is less than 1, or nothing trains.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> passes.Unroll(steps=4)(step).model.graph.inputs[0].shape
     Shape([4, SymbolicDim('batch'), 2])
@@ -56,7 +55,7 @@ class Unroll(Pass):
             read_sizes(op, sizes, places_of(outer.values(), first=1))
         carried = [x for x in graph.inputs if x.name in following]
         reported = [y for y in graph.outputs if role_of(y) is not Role.NEXT]
-        results = [following[str(x.name)] for x in carried] + reported
+        results = [following[name_of(x)] for x in carried] + reported
         outer |= {x: _twin(x) for x in carried}
         stacked = [_twin(y, self._first()) for y in reported]
 
@@ -98,7 +97,7 @@ def _counted(
     """Remove counters that no step reads from the carried states; return each with its value after all steps."""
     counted = []
     for x in with_role(model, Role.COUNTER) if sequence is not None else ():
-        y = following[str(x.name)]
+        y = following[name_of(x)]
         node = y.producer()
         assert node is not None
         if node.op_type == "Add" and x.consumers() == (node,) and not y.uses():
@@ -107,7 +106,7 @@ def _counted(
             steps = op.Squeeze(op.Shape(sequence, start=0, end=1))
             counted.append((x, like(op.Add(x, op.Mul(one, steps)), x)))
             model.graph.remove(node, safe=True)
-            del following[str(x.name)]
+            del following[name_of(x)]
     return counted
 
 

@@ -1,4 +1,4 @@
-"""Return facts about values: type, dimensions, constant contents."""
+"""Return facts about values (name, type, dimensions, constant contents), and exchange one value for another."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
 
 SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 TYPES = {
     dtype.numpy().name: dtype
-    for dtype in map(
-        ir.DataType.__getitem__, ("FLOAT", "DOUBLE", "FLOAT16", "BOOL", "INT64", "INT32", "INT8", "UINT8")
+    for dtype in (
+        *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL),
+        *(ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8),
     )
 }
+
+
+def name_of(x: ir.Value | ir.Node) -> str:
+    """Return the name of a value or a node, which has one."""
+    return str(x.name)
 
 
 def is_floating(value: ir.Value | None) -> bool:
@@ -26,6 +33,17 @@ def is_floating(value: ir.Value | None) -> bool:
 def is_number(x: ir.Value | None) -> bool:
     """Return whether a value is known to be a scalar."""
     return x is not None and x.shape is not None and len(x.shape) == 0
+
+
+def dtype_of(x: ir.Value) -> ir.DataType:
+    """Return the element type of a value, which has one."""
+    assert x.dtype is not None
+    return x.dtype
+
+
+def wide_type(x: ir.Value) -> ir.DataType:
+    """Return the type in which numbers like those of `x` are summed: float32 for 16 bits."""
+    return ir.DataType.FLOAT if dtype_of(x).itemsize < 4 else dtype_of(x)
 
 
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
@@ -46,11 +64,31 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def number_of(value: ir.Value | None) -> float | None:
+    """Return the only number of a constant value, or None for other values."""
+    array = constant_of(value)
+    return array.item() if array is not None and array.size == 1 else None
+
+
+def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+    """Return the size of a tensor of numbers in bytes; 0 for text, whose size has no bound that matters here."""
+    return 0 if tensor is None or tensor.dtype is ir.DataType.STRING else tensor.nbytes
+
+
 def like(value: ir.Value, model: ir.Value) -> ir.Value:
     """Declare that `value` has the shape and element type of `model`, where inference cannot see it."""
     value.shape = model.shape
     value.type = model.type
     return value
+
+
+def swap(old: ir.Value, new: ir.Value) -> ir.Value:
+    """Give `new` the name, the metadata and the readers of `old`, and return it."""
+    name, old.name = old.name, f"{old.name}/replaced"
+    metadata.copy(old, new)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    new.name = name
+    return new
 
 
 def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:

@@ -25,6 +25,7 @@ from graphopt.graph.metadata import original_name
 from graphopt.graph.names import COUNTERS
 from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.storage import whole
 from graphopt.pipeline import Pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
@@ -65,8 +66,8 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
 
     made = on_device(model, pipeline)
     contents = {
-        TRAINING: ir.to_proto(made.training).SerializeToString(),
-        EVALUATION: ir.to_proto(made.evaluation).SerializeToString(),
+        TRAINING: whole(made.training),
+        EVALUATION: whole(made.evaluation),
         OPTIMIZER: made.optimizer.SerializeToString(),
         CHECKPOINT: _written(made.trained, made.untrained, made.learning_rate),
     }

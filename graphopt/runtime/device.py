@@ -136,7 +136,8 @@ class Device(DeviceOptions):
         )
         if self.native is not None and named is not self.native:
             raise GraphoptError(
-                f"target: expected one of the options native and target, found native={self.native} and {self.target!r}: leave one out"
+                f"target: expected one of the options native and target, found native={self.native} and "
+                f"target={self.target!r}: leave one out"
             )
         self.runtime_target = ONNXRUNTIME if self.target in (AUTO, NATIVE) else target_of(self.target)
         self.native = _resolved("native", NATIVE_VARIABLE, named)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.large_models import is_large, weights_apart
+from graphopt.graph import storage
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
@@ -129,12 +129,10 @@ def _serialized(
 
     The caller must keep the returned weights alive as long as the session reads them.
     """
-    if not is_large(model):
-        return ir.to_proto(model).SerializeToString(), []
-    with weights_apart(model) as weights:
-        content = ir.to_proto(model).SerializeToString()
+    content, weights = storage.message(model)
     values = [device.ort.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
-    options.add_external_initializers([*weights], values)
+    if weights:
+        options.add_external_initializers([*weights], values)
     return content, values
 
 

@@ -17,9 +17,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
-from graphopt.graph.large_models import weights_apart
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.storage import skeleton
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -230,7 +230,7 @@ class Translation:
 
     def _digest(self, form: Form) -> str:
         """Return a hash of a form and of all that its numbers depend on."""
-        parts = [_content(form.model), _content(self._plain)]
+        parts = [skeleton(form.model)[0], skeleton(self._plain)[0]]
         text = repr(
             (
                 form.library and form.library.name,
@@ -248,8 +248,8 @@ class Translation:
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
         files: dict[str, bytes] = {
-            "rewritten.onnx": _content(form.model),
-            "plain.onnx": _content(self._plain),
+            "rewritten.onnx": skeleton(form.model)[0],
+            "plain.onnx": skeleton(self._plain)[0],
         }
         if sum(x.nbytes for x in inputs.values()) <= LARGEST:
             archive = io.BytesIO()
@@ -309,11 +309,6 @@ def _values(model: ir.Model) -> list[ir.Value]:
 
 def _on_host(x: Any) -> Any:
     return x.numpy() if hasattr(x, "numpy") else x
-
-
-def _content(model: ir.Model) -> bytes:
-    with weights_apart(model):
-        return ir.to_proto(model).SerializeToString()
 
 
 def _recalled(digest: str) -> str | None:

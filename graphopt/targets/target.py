@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.large_models import weights_apart
+from graphopt.graph.storage import skeleton
 from graphopt.pipeline import Pipeline
 from graphopt.targets.native.cache import keep, kept
 
@@ -56,8 +56,7 @@ class Target:
             return step
         if not self.version:
             return self.pipeline.rewrite(step.clone())
-        with weights_apart(step) as weights:
-            content = ir.to_proto(step).SerializeToString()
+        content, weights = skeleton(step)
         texts = [self.name, repr(self.pipeline), self.version]
         digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
         return _recalled(digest, weights) or _remembered(digest, weights, self.pipeline.rewrite(step.clone()))
@@ -92,8 +91,7 @@ def _recalled(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> ir.Model
 
 def _remembered(digest: str, weights: Mapping[str, ir.TensorProtocol], model: ir.Model) -> ir.Model:
     """Keep a lowered graph without its weights, unless it has weights of its own; return it."""
-    with weights_apart(model) as left:
-        content = ir.to_proto(model).SerializeToString()
+    content, left = skeleton(model)
     if all(weights.get(name) is tensor for name, tensor in left.items()):
         with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
             keep(f"{digest}.onnx", content, ROOM)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from graphopt.graph.algebra import CombineScalarFactors
-from graphopt.graph.rewriting import keep_interface
+from graphopt.graph.rewriting import interface_kept
 from graphopt.targets.gemm_updates import FoldMomentum, FoldSum, FoldTranspose, FoldUpdate
 from graphopt.targets.scaled_gradients import fold_rate_into_loss_gradient
 from graphopt.targets.scan import hoist_weight_gradients
@@ -34,7 +34,7 @@ UPDATES: dict[str, Rewriting] = {
 
 def fold_updates(model: ir.Model, leave_out: Collection[str] = ()) -> None:
     """Rewrite the gradients and updates of a training graph whose initial state is detached."""
-    with keep_interface(model):
+    with interface_kept(model):
         for name, fold in UPDATES.items():
             if name not in leave_out:
                 fold(model)

@@ -128,9 +128,8 @@ def prove(
         forward, outputs, by = forward_of(model, point)
     except OtherForward:
         rough: dict[str, Any] = {"step": ROUGH_STEP, "tolerance": max(tolerance, ROUGH_TOLERANCE)}
-        return prove(
-            source, inputs, double=False, fixed_inputs=fixed_inputs, sample=sample, oracle=oracle, **rough
-        )
+        rough |= {"fixed_inputs": fixed_inputs, "sample": sample, "oracle": oracle}
+        return prove(source, inputs, double=False, **rough)
     if dtype == ir.DataType.FLOAT and by == "runtime":
         by = "runtime in float32"
     seeds = random_seeds(outputs)
@@ -212,7 +211,8 @@ def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None
     """Return a session of ONNX Runtime and a model's outputs; None without kernels, or if the model draws numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
-    device, outputs = Device("cpu", threads=1, flush_denormals=False), names(model.graph.outputs)
+    device = Device("cpu", threads=1, flush_denormals=False)
+    outputs = list(map(values.name_of, model.graph.outputs))
     if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
         return None
     try:
@@ -316,9 +316,8 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
         for name, attribute in list(node.attributes.items()):
             if name in ("value_float", "value_floats"):
                 del node.attributes[name]
-                node.attributes.add(
-                    ir.AttrTensor("value", ir.tensor(np.array(attribute.value, dtype.numpy())))
-                )
+                tensor = ir.tensor(np.array(attribute.value, dtype.numpy()))
+                node.attributes.add(ir.AttrTensor("value", tensor))
             elif attribute.type == ir.AttributeType.TENSOR:
                 array = as_precision(attribute.as_tensor().numpy(), dtype)
                 node.attributes.add(ir.AttrTensor(name, ir.tensor(array)))
@@ -335,7 +334,7 @@ def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
     if x.dtype in FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
         x.type = ir.TensorType(dtype)
         if x.const_value is not None:
-            x.const_value = ir.tensor(as_precision(x.const_value.numpy(), dtype), name=x.name)
+            x.const_value = ir.tensor(x.const_value.numpy().astype(dtype.numpy()), name=x.name)
 
 
 def _is_precision(node: ir.Node, name: str) -> bool:
@@ -417,9 +416,6 @@ def distance(found: np.ndarray, expected: np.ndarray, least: float = 0.0) -> flo
 
 def run(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
     """Run a model in the reference evaluator and return its outputs by name."""
-    return dict(zip(names(model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True))
-
-
-def names(values: Any) -> list[str]:
-    """Return the names of `values` as a list."""
-    return [value.name for value in values]
+    return dict(
+        zip(map(values.name_of, model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True)
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -17,7 +16,6 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.communicator import digest
 from graphopt.data.batches import Rows, fixed_batch
@@ -26,6 +24,7 @@ from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn, Stream
 from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
+from graphopt.graph import storage
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -498,8 +497,7 @@ def _versions() -> dict[str, str]:
 
 def graph_digest(executor: Executor) -> str:
     """Return the SHA-256 sum of an executor's training graph, without the initial state."""
-    proto = ir.to_proto(executor.model)
-    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+    return storage.digest(executor.model)
 
 
 def _check_sizes(fixed: int | None, batch_size: int, workers: int, counts: Sequence[int]) -> None:

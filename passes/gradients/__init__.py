@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
@@ -20,6 +20,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
 from graphopt.graph.state import LOSS_SCALE
+from graphopt.graph.values import name_of
 from graphopt.intervals import within
 from passes.gradients import rules as rules
 from passes.gradients.walk import backward, dead_ends, lost
@@ -60,11 +61,7 @@ class GradientSource(Pass):
                 f"Gradient needs a loss that is one number, found shape {loss.shape}: set "
                 "loss.reduction to 'mean' or 'sum'"
             )
-        parameters = roles.with_role(model, Role.PARAMETER)
-        if not parameters:
-            raise GraphoptError(
-                "Gradient needs parameters, found none: run Parameters first, or loosen its pattern"
-            )
+        parameters = self.required(model, Role.PARAMETER, "run Parameters first, or loosen its pattern")
         ensure_typed(model)
         with Emitter(model) as op:
             seed, inverse = op.constant(1.0, like=loss), None
@@ -79,7 +76,7 @@ class GradientSource(Pass):
                 if inverse is not None:
                     gradient = gradient * op.Cast(inverse, to=gradient.dtype)
                 gradient = op.Identity(gradient, _outputs=[gradient_of(parameter)])
-                GRADIENT_OF.write(gradient, str(parameter.name))
+                GRADIENT_OF.write(gradient, name_of(parameter))
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)
 
@@ -87,17 +84,13 @@ class GradientSource(Pass):
 def _reached(
     model: ir.Model, parameters: Sequence[ir.Value], gradients: Container[ir.Value]
 ) -> list[ir.Value]:
-    """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others.
-
-    Raises:
-        GraphoptError: the loss depends on no parameter, or a node stops the gradient of one.
-    """
+    """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others."""
     missing = [parameter for parameter in parameters if parameter not in gradients]
     stopped = [parameter for parameter in missing if dead_ends(parameter)]
     if stopped or len(missing) == len(parameters):
-        wrong = stopped or missing
+        wrong = some(list(map(lost, stopped or missing)))
         raise GraphoptError(
-            f"the loss does not depend on {_some(wrong)}: freeze them, or compare another output by a loss"
+            f"the loss does not depend on {wrong}: freeze them, or compare another output by a loss"
         )
     for parameter in missing:
         state.demote(model, parameter)
@@ -107,15 +100,10 @@ def _reached(
     if missing:
         warnings.warn(
             f"the loss does not depend on {len(missing)} of {len(parameters)} parameters, which do not train: "
-            f"{_some(missing)}",
+            f"{some(list(map(lost, missing)))}",
             stacklevel=2,
         )
     return [parameter for parameter in parameters if parameter in gradients]
-
-
-def _some(parameters: Sequence[ir.Value], most: int = 3) -> str:
-    more = f" and {len(parameters) - most} more" if len(parameters) > most else ""
-    return ", ".join(map(lost, parameters[:most])) + more
 
 
 @dataclass(frozen=True)
@@ -126,7 +114,6 @@ class Gradient(GradientSource):
         GraphoptError: the model has no loss or no parameter; operators without a rule block a parameter; or the loss
             depends on no parameter.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), gradient=passes.Gradient())
     >>> [output.name for output in step.graph.outputs]
     ['loss', 'y', 'layers.0.bias.grad', 'layers.0.weight.grad']

@@ -98,8 +98,7 @@ def saved(
     if direction is not None:
         stacks = len(node.outputs) - (len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)) - 1
         for attribute, last in (("scan_output_axes", 0), ("scan_output_directions", direction)):
-            others = node.attributes.get_ints(attribute, None) or [0] * stacks
-            node.attributes.add(ir.AttrInt64s(attribute, [*others, last]))
+            node.attributes.add(ir.AttrInt64s(attribute, [*numbers_of(node, attribute, stacks), last]))
     return stack
 
 
@@ -120,9 +119,9 @@ def floating(values: Iterable[Value]) -> list[Value]:
     return [x for x in values if is_floating(x)]
 
 
-def padded(numbers: Sequence[int], count: int) -> Sequence[int]:
-    """Return axes or directions of `count` values, with 0 for those that are left out."""
-    return numbers or [0] * count
+def numbers_of(node: Node, name: str, count: int) -> Sequence[int]:
+    """Return an attribute with a number for each of `count` values, by default 0: axes or directions of a Scan."""
+    return node.attributes.get_ints(name, ()) or [0] * count
 
 
 def added(op: Emitter, ends: Iterable[tuple[Value, Value]]) -> dict[Value, Value]:

@@ -21,14 +21,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import onnx_ir as ir
+from onnx_ir import Node, Value
 from onnxscript import OnnxFunction
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
-Gradients = Sequence[ir.Value | None]
+Gradients = Sequence[Value | None]
 Rule = Callable[..., Gradients]
-Local = Callable[..., ir.Value | float]
+Local = Callable[..., Value | float]
 F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -42,14 +43,17 @@ QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
 
 # Floating inputs of ONNX operators that receive no gradient: ratios, regions, sizes, running statistics.
 WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
-    "BatchNormalization": (3, 4),
-    "CastLike": (1,),
-    "Dropout": (1,),
-    "MaxRoiPool": (1,),
-    "OneHot": (0, 1),
-    "Range": (1,),
-    "Resize": (1, 2),
+    **dict.fromkeys(("CastLike", "Dropout", "MaxRoiPool", "Range"), (1,)),
+    **{"BatchNormalization": (3, 4), "OneHot": (0, 1), "Resize": (1, 2)},
 }
+
+
+def enter(table: dict[tuple[str, str], F], operator: tuple[str, str], function: F) -> None:
+    """Register a function for an operator in a table."""
+    if table.setdefault(operator, function) is not function:
+        raise GraphoptError(
+            f"{'::'.join(filter(None, operator))}: expected one rule, found a second: passes.gradient replaces a rule"
+        )
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
@@ -57,10 +61,16 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for op_type in op_types:
-            RULES[domain, op_type] = function
+            enter(RULES, (domain, op_type), function)
         return function
 
     return register
+
+
+def one_line_rules(table: Mapping[str, Rule]) -> None:
+    """Register a gradient rule for each row."""
+    for op_type, function in table.items():
+        rule(op_type)(function)
 
 
 def gradient(domain: str, op_type: str) -> Callable[[F], F]:
@@ -81,24 +91,25 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
+        for facts in (NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES):  # of the rule that it replaces
+            facts.discard((domain, op_type))
         return function
 
     return register
 
 
 def _scripted(function: OnnxFunction[..., Any]) -> Rule:
-    def traced(op: Emitter, dy: ir.Value, *inputs: ir.Value, dys: Sequence[ir.Value]) -> Gradients:
+    def traced(op: Emitter, dy: Value, *inputs: Value, dys: Sequence[Value]) -> Gradients:
         found = op.trace(function, *dys, *inputs, outputs=None)
-        return [found] if isinstance(found, ir.Value) else found
+        return [found] if isinstance(found, Value) else found
 
     return traced
 
 
-def elementwise(table: Mapping[str, tuple[Local, ...]], domain: str = "") -> None:
+def elementwise(table: Mapping[str, tuple[Local, ...]]) -> None:
     """Register a gradient rule for each row of local derivatives."""
-    for op_type, locals_ in table.items():
-        RULES[domain, op_type] = _chain(locals_)
-        WITH_LOCAL_DERIVATIVES.add((domain, op_type))
+    one_line_rules({op_type: _chain(locals_) for op_type, locals_ in table.items()})
+    WITH_LOCAL_DERIVATIVES.update(("", op_type) for op_type in table)
 
 
 def no_gradient(*op_types: str, domain: str = "") -> None:
@@ -111,14 +122,9 @@ def refused(reason: str, *op_types: str, domain: str = "") -> None:
     REFUSED.update({(domain, op_type): reason for op_type in op_types})
 
 
-def carries(node: ir.Node, index: int) -> bool:
+def carries(node: Node, index: int) -> bool:
     """Return whether a gradient can flow to an input of a node, regardless of the input's type."""
     return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
-
-
-def has_rule(domain: str, op_type: str) -> bool:
-    """Return whether an operator has its own gradient rule."""
-    return (domain, op_type) in RULES
 
 
 def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,12 +146,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 def _chain(locals_: tuple[Local, ...]) -> Rule:
     def chained(
-        op: Emitter,
-        dy: ir.Value,
-        *inputs: ir.Value,
-        y: ir.Value,
-        active: frozenset[ir.Value],
-        **attributes: Any,
+        op: Emitter, dy: Value, *inputs: Value, y: Value, active: frozenset[Value], **attributes: Any
     ) -> Gradients:
         return [
             _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None
@@ -155,8 +156,8 @@ def _chain(locals_: tuple[Local, ...]) -> Rule:
     return chained
 
 
-def _scale(dy: ir.Value, local: ir.Value | float) -> ir.Value | None:
-    if isinstance(local, ir.Value):
+def _scale(dy: Value, local: Value | float) -> Value | None:
+    if isinstance(local, Value):
         return dy * local
     if local == 0:
         return None

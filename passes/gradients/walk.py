@@ -11,7 +11,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.schemas import attributes_of
 from graphopt.graph.traversal import ancestors, captured
-from graphopt.graph.values import dims_of, is_floating, like
+from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
 from passes.gradients.registry import (
     NO_GRADIENT,
     QUANTIZING,
@@ -36,9 +36,6 @@ def backward(
     Args:
         seeds: the gradient of the objective with respect to each value, in that value's shape.
         wrt: the values to differentiate by.
-
-    Raises:
-        GraphoptError: operators on the path have no rule. The error names them, their nodes, and the values they block.
     """
     wrt = list(wrt)
     path = between(graph, seeds, wrt)
@@ -73,12 +70,9 @@ def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient
 
 def _takes_uniform(node: ir.Node) -> bool:
     """Return whether a rule accepts one scalar as the gradient of all elements."""
-    if (node.domain, node.op_type) in UNIFORM:
-        return True
-    shape = node.outputs[0].shape
-    return (node.domain, node.op_type) in WITH_LOCAL_DERIVATIVES and all(
-        x is None or x.shape == shape for x in node.inputs
-    )
+    operator, shape = (node.domain, node.op_type), node.outputs[0].shape
+    alike = all(x is None or x.shape == shape for x in node.inputs)
+    return operator in UNIFORM or (operator in WITH_LOCAL_DERIVATIVES and alike)
 
 
 def is_uniform(gradient: ir.Value) -> bool:
@@ -98,7 +92,10 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
     rule = RULES[node.domain, node.op_type]
     named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
     if names(rule, "dys"):
-        named["dys"] = dys = [_or_zeros(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+        pairs = zip(dys, node.outputs, strict=True)
+        named["dys"] = dys = [
+            zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs
+        ]
     elif names(rule, "further"):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
@@ -117,13 +114,7 @@ def inputs_of(node: ir.Node) -> list[ir.Value | None]:
 
 def zeros(op: Emitter, x: ir.Value) -> ir.Value:
     """Return zeros of the shape and element type of `x`."""
-    assert x.dtype is not None
-    return like(op.ConstantOfShape(op.shape_of(x), value=ir.tensor([0], dtype=x.dtype)), x)
-
-
-def _or_zeros(op: Emitter, dy: ir.Value | None, y: ir.Value) -> ir.Value | None:
-    left_out = not y.name  # an optional output
-    return dy if dy is not None or left_out or not is_floating(y) else zeros(op, y)
+    return like(op.ConstantOfShape(op.shape_of(x), value=ir.tensor([0], dtype=dtype_of(x))), x)
 
 
 def further_output(node: ir.Node, index: int, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
@@ -161,10 +152,11 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
 
 
 def _blocking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> BlockingOperator:
-    names = tuple(str(node.name) for node in nodes)
-    blocks = tuple(str(x.name) for x in wrt if reaches(x, nodes))
+    blocks = tuple(name_of(x) for x in wrt if reaches(x, nodes))
     domain, op_type = nodes[0].domain, nodes[0].op_type
-    return BlockingOperator(domain, op_type, names, blocks, REFUSED.get((domain, op_type)))
+    return BlockingOperator(
+        domain, op_type, tuple(map(name_of, nodes)), blocks, REFUSED.get((domain, op_type))
+    )
 
 
 def dead_ends(x: ir.Value) -> list[ir.Node]:
@@ -193,8 +185,7 @@ def lost(x: ir.Value) -> str:
 
 def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Sum `gradient` over the axes along which `x` was broadcast, and convert it to the shape and type of `x`."""
-    if gradient.dtype != x.dtype and is_floating(x):
-        gradient = op.Cast(gradient, to=x.dtype)
+    gradient = op.cast(gradient, x.dtype) if is_floating(x) else gradient
     if is_uniform(gradient):
         return gradient
     want, have = dims_of(x), dims_of(gradient)
@@ -203,27 +194,20 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     if lead < 0 or any(isinstance(h, int) and isinstance(w, int) and w not in (1, h) for h, w in tails):
         raise GraphoptError(
             f"the gradient with respect to {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, "
-            f"found "
-            f"{gradient.shape}: correct the rule of the operator that uses {x.name!r}"
+            f"found {gradient.shape}: correct the rule of the operator that uses {x.name!r}"
         )
     if any(may_broadcast(h, w) for h, w in tails):
         return like(_sum_to_dynamic(op, gradient, x), x)
-    stretched = [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
-    if lead and stretched:
-        gradient = op.ReduceSum(gradient, [*range(lead), *stretched], keepdims=1)
-        return like(op.Squeeze(gradient, [*range(lead)]), x)
-    if lead:
-        return like(op.ReduceSum(gradient, [*range(lead)], keepdims=0), x)
-    if stretched:
-        return like(op.ReduceSum(gradient, stretched, keepdims=1), x)
-    return gradient
+    added, stretched = [*range(lead)], [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
+    if not added and not stretched:
+        return gradient
+    gradient = op.ReduceSum(gradient, added + stretched, keepdims=int(bool(stretched)))
+    return like(op.Squeeze(gradient, added) if added and stretched else gradient, x)
 
 
 def may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
     """Return whether only run-time shapes tell if a dimension `want` was broadcast to `have`."""
-    if isinstance(want, int) or have == 1:
-        return False
-    return want.value is None or have != want
+    return not isinstance(want, int) and have != 1 and (want.value is None or have != want)
 
 
 def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:

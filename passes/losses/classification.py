@@ -24,8 +24,6 @@ MANY = 2**20  # classes from which on the graph computes the class numbers inste
 class Hinge(Loss):
     """Compute max(0, 1 - t p), for a prediction p and a target t of -1 or 1.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Hinge())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[-1], [1]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
@@ -52,8 +50,6 @@ class BinaryCrossEntropy(Loss):
         class_weights: the weights w0 and w1 of the targets 0 and 1, in all columns. The mean is weighted by
             w1 t + w0 (1 - t). `balanced` learns them as in `CrossEntropy`. PyTorch's `pos_weight` is w1 / w0.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.BinaryCrossEntropy())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[0], [1]])
     >>> round(float(graphopt.run(step, {"x": zero, "target": target})["loss"]), 4)  # the logarithm of 2
@@ -129,8 +125,6 @@ class CrossEntropy(Loss):
             `graphopt.data.balanced_class_weights` does.
         ignore_index: the integer target that adds nothing to the loss or to its count.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.CrossEntropy())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.array([0, 3])
     >>> round(float(graphopt.run(step, {"x": zero, "target": target})["loss"]), 4)  # the logarithm of 4
@@ -265,8 +259,6 @@ class KLDivergence(Loss):
         axis: the axis of the classes.
         from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 2), loss=passes.KLDivergence())
     >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[0.5, 0.5]])
     >>> abs(float(graphopt.run(step, {"x": zero, "target": target})["loss"])) < 1e-6  # the model predicts the same
@@ -294,11 +286,7 @@ class KLDivergence(Loss):
 
 
 def _known(loss: Loss, weights: tuple[float, ...] | Literal["balanced"]) -> tuple[float, ...]:
-    """Return class weights.
-
-    Raises:
-        GraphoptError: they have not been learnt.
-    """
+    """Return class weights."""
     if weights == "balanced":
         raise GraphoptError(
             f"{type(loss).__name__}(class_weights='balanced'): expected a number for each class, found none: learn "

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, set_role
-from graphopt.graph.values import tensor_type
+from graphopt.graph.values import name_of, tensor_type
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_target, report_loss
 
@@ -36,8 +36,6 @@ class CustomLoss(Loss):
     Raises:
         GraphoptError: a type, a shape or the name of an output is wrong.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> loss = passes.CustomLoss(lambda op, prediction, target: op.Pow(op.Abs(prediction - target), 3))
     >>> step = graphopt.compile(models.linear((1,), 1), loss=loss)
     >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
@@ -56,16 +54,15 @@ class CustomLoss(Loss):
         return op.trace(function, prediction, *([] if target is None else [target]), *operands)
 
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
-        outputs = {str(y.name): y for y in model.graph.outputs}
+        outputs = {name_of(y): y for y in model.graph.outputs}
         for name in self.other_outputs:
             if name not in outputs:
                 raise GraphoptError(unknown("CustomLoss: output", name, outputs))
         others = [outputs[name] for name in self.other_outputs]
         if self.targets is None:
             return others + super().operands(model, prediction, target_name)
-        kinds = {
-            name: tensor_type(f"CustomLoss(targets): {name!r}", text) for name, text in self.targets.items()
-        }
+        what = "CustomLoss(targets)"
+        kinds = {name: tensor_type(f"{what}: {name!r}", text) for name, text in self.targets.items()}
         return others + [new_target(model, name, *kind) for name, kind in kinds.items()]
 
 
@@ -77,7 +74,6 @@ class Losses(Pass):
         losses: a loss for each output, by the name of the output.
         weights: the factors of the losses in the sum, by the name of the output. The default is 1.
 
-    >>> from graphopt import models
     >>> loss = passes.Losses({"y": passes.MeanSquaredError()}, weights={"y": 0.5})
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), loss=loss, optimizer=passes.SGD(0.1))).reported
     ['loss', 'y', 'loss_y']

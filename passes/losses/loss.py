@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import dtype_of, is_floating, name_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Loss(Pass):
         elements = self.compare(op, prediction, *operands)
         weights = self.weight(op, prediction, operands[0]) if operands else None
         if self.sample_weight:
-            rows = _along_rows(op, _sample_weight(model, prediction, self.row_axis), elements)
+            rows, rank = _sample_weight(model, prediction, self.row_axis), len(elements.shape or ())
+            rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
             elements = elements * rows
             weights = rows if weights is None else weights * rows
         if self.reduction == "none":
@@ -88,7 +89,8 @@ class Loss(Pass):
         if weights.shape != elements.shape:
             weights = op.Expand(weights, op.shape_of(elements))
         BATCH_WEIGHT.write(weights, "mean")
-        return total / op.Max(op.ReduceSum(weights, keepdims=0), _tiny(weights))  # 0 if no row has a weight
+        least = float(np.finfo(dtype_of(weights).numpy()).tiny)
+        return total / op.Max(op.ReduceSum(weights, keepdims=0), least)  # 0 if no row has a weight
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
@@ -101,7 +103,7 @@ class Loss(Pass):
         """Return what the prediction is compared with, by default a new input for the target."""
         dtype, shape = self.target_type(prediction)
         target = new_target(model, target_name, dtype, shape)
-        TargetSpec(str(prediction.name), self.task, **self.metric(prediction)).write(target)
+        TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         return [target]
 
     def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
@@ -110,8 +112,8 @@ class Loss(Pass):
 
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
         """Return the element type and shape of the target, by default those of the prediction."""
-        assert prediction.dtype is not None and prediction.shape is not None
-        return prediction.dtype, prediction.shape
+        assert prediction.shape is not None
+        return dtype_of(prediction), prediction.shape
 
     @property
     def row_axis(self) -> int:
@@ -160,12 +162,11 @@ def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
     shapes = [
         f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs
     ]
-    some = ", ".join(shapes[:6]) + (f" and {len(shapes) - 6} more" if len(shapes) > 6 else "")
     first = outputs[0].name
     return (
-        f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some}: write "
-        f"loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several outputs, "
-        f"or passes.OwnLoss if the model has a loss"
+        f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some(shapes, 6)}: "
+        f"write loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several "
+        f"outputs, or passes.OwnLoss if the model has a loss"
     )
 
 
@@ -192,21 +193,9 @@ def _sample_weight(model: ir.Model, prediction: ir.Value, row_axis: int) -> ir.V
     return value
 
 
-def _along_rows(op: Emitter, weights: ir.Value, elements: ir.Value) -> ir.Value:
-    assert elements.shape is not None
-    rank = len(elements.shape)
-    return weights if rank < 2 else op.Unsqueeze(weights, [*range(1, rank)])
-
-
-def _tiny(value: ir.Value) -> float:
-    assert value.dtype is not None
-    return float(np.finfo(value.dtype.numpy()).tiny)
-
-
 def epsilon(value: ir.Value) -> float:
     """Return the distance from 1 to the next number in the element type of `value`."""
-    assert value.dtype is not None
-    return float(np.finfo(value.dtype.numpy()).eps)
+    return float(np.finfo(dtype_of(value).numpy()).eps)
 
 
 def positive(op: Emitter, value: ir.Value) -> ir.Value:

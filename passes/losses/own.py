@@ -12,7 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, retire
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from passes.losses.loss import report_loss
 
 
@@ -71,7 +71,7 @@ class OwnLoss(Pass):
         return loss
 
     def _set_roles(self, model: ir.Model) -> None:
-        inputs = {str(x.name): x for x in with_role(model, Role.DATA)}
+        inputs = {name_of(x): x for x in with_role(model, Role.DATA)}
         if self.sample_weight not in (None, *inputs):
             raise GraphoptError(
                 f"OwnLoss(sample_weight={self.sample_weight!r}): expected the name of an input, the model has "

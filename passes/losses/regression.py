@@ -15,8 +15,6 @@ from passes.losses.loss import Loss, positive
 class MeanSquaredError(Loss):
     """Compute (p - t)^2, for a prediction p and a target t.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [3]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
@@ -31,8 +29,6 @@ class MeanSquaredError(Loss):
 class MeanAbsoluteError(Loss):
     """Compute |p - t|, for a prediction p and a target t.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanAbsoluteError())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [3]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
@@ -51,8 +47,6 @@ class Elastic(Loss):
         l1: the factor of the absolute error.
         l2: the factor of the squared error.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Elastic(l1=1.0, l2=0.5))
     >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
@@ -74,8 +68,6 @@ class Huber(Loss):
     Args:
         delta: the error beyond which the loss is linear.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Huber(delta=1.0))
     >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[3]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts 0
@@ -97,8 +89,6 @@ class Quantile(Loss):
     Args:
         quantile: the quantile q to predict, between 0 and 1.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Quantile(0.75))
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.float32([[1], [-1]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the mean of 0.75 and 0.25
@@ -119,8 +109,6 @@ class Poisson(Loss):
     Args:
         log_rates: the model predicts the logarithms of rates, not rates.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.Poisson())
     >>> zero, target = numpy.zeros((1, 1), numpy.float32), numpy.float32([[2]])
     >>> float(graphopt.run(step, {"x": zero, "target": target})["loss"])  # the model predicts a rate of 1

@@ -10,7 +10,7 @@ from onnx_ir import DataType, Model, Shape, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of
+from graphopt.graph.values import dims_of, wide_type
 from graphopt.intervals import within
 from passes.gradient_stops import stop_gradient
 from passes.gradients.loop_bodies import scan_over
@@ -41,7 +41,7 @@ class CTC(Loss):
     Source: Graves et al., "Connectionist Temporal Classification: Labelling Unsegmented Sequence Data with Recurrent
     Neural Networks", ICML 2006, section 4.1.
 
-    >>> import onnx, numpy
+    >>> import onnx
     >>> model = onnx.parser.parse_model(
     ...     '''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N,T,3] x) => (float[N,T,3] y) <float[3] w = {0, 0, 0}> { y = Add(x, w) }'''
@@ -80,11 +80,14 @@ class CTC(Loss):
 
     def compare(self, op: Emitter, prediction: Value, target: Value, lengths: Value | None = None) -> Value:
         scores = log_probabilities(op, prediction, self.from_logits, self.axis)
-        if prediction.dtype in (DataType.FLOAT16, DataType.BFLOAT16):
-            scores = op.Cast(scores, to=DataType.FLOAT)
-        scores = op.Transpose(scores, perm=[self.time_axis % 3, self.row_axis, self.axis % 3])
+        scores = op.Transpose(
+            op.cast(scores, wide_type(prediction)), perm=[self.time_axis % 3, self.row_axis, self.axis % 3]
+        )
         states = self._states(op, target)
-        sequences = [_emissions(op, scores, states)]
+        sizes = op.Concat(op.Shape(scores, end=1), op.shape_of(states), axis=0)
+        emissions = op.GatherElements(scores, op.Expand(op.Unsqueeze(states, [0]), sizes), axis=2)
+        emissions.shape = Shape([dims_of(scores)[0], *dims_of(states)])
+        sequences = [emissions]  # the score of the class of each state in each step
         if lengths is not None:
             sequences.append(_running(op, scores, lengths))
         alpha = self._forward(op, states, sequences)
@@ -92,14 +95,13 @@ class CTC(Loss):
         labels = op.ReduceSum(op.Cast(op.GreaterOrEqual(target, 0), to=DataType.INT64), [1])
         ends = op.Concat(2 * labels, op.Max(2 * labels - 1, 0), axis=1)
         missing = op.And(op.Equal(labels, 0), op.constant([[False, True]]))
-        loss = -op.ReduceLogSumExp(
-            op.GatherElements(alpha, ends, axis=1) + _barred(op, missing, alpha), [1], keepdims=0
-        )
+        last = op.GatherElements(alpha, ends, axis=1) + _barred(op, missing, alpha)
+        loss = -op.ReduceLogSumExp(last, [1], keepdims=0)
         unfit = op.constant(0.0 if self.zero_infinity else np.inf, like=loss)
         loss = op.Where(op.Less(loss, -IMPOSSIBLE / 2), loss, unfit)
         if self.reduction == "mean":
             loss = loss / op.Cast(op.Squeeze(op.Max(labels, 1), [1]), to=loss.dtype)
-        return loss if loss.dtype == prediction.dtype else op.Cast(loss, to=prediction.dtype)
+        return op.cast(loss, prediction.dtype)
 
     @property
     def row_axis(self) -> int:
@@ -139,14 +141,6 @@ class CTC(Loss):
         start.shape = states.shape
         (alpha,) = scan_over(op, step, [start], sequences)
         return alpha
-
-
-def _emissions(op: Emitter, scores: Value, states: Value) -> Value:
-    """Emit the score of the class of each state in each step."""
-    sizes = op.Concat(op.Shape(scores, end=1), op.shape_of(states), axis=0)
-    found = op.GatherElements(scores, op.Expand(op.Unsqueeze(states, [0]), sizes), axis=2)
-    found.shape = Shape([dims_of(scores)[0], *dims_of(states)])
-    return found
 
 
 def _running(op: Emitter, scores: Value, lengths: Value) -> Value:

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import subgraphs
-from passes.gradients.registry import has_rule
+from graphopt.graph.values import swap
+from passes.gradients.registry import RULES
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
@@ -21,15 +22,11 @@ from passes.lowering.registry import LOWERINGS, Lowering
 
 def is_lowered(node: ir.Node) -> bool:
     """Return whether a node has a lowering and no gradient rule, which takes precedence."""
-    return (node.domain, node.op_type) in LOWERINGS and not has_rule(node.domain, node.op_type)
+    return (node.domain, node.op_type) in LOWERINGS and (node.domain, node.op_type) not in RULES
 
 
 def lower(model: ir.Model) -> None:
-    """Replace every operator that has a lowering by standard operators, including in bodies.
-
-    Raises:
-        GraphoptError: a lowering does not cover how a node uses its operator. The error names both.
-    """
+    """Replace every operator that has a lowering by standard operators, including in bodies."""
     with Emitter(model) as op:
         _lower(op, model.graph)
 
@@ -71,9 +68,7 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
         if result.producer() not in emitted or results.count(result) > 1:
             result = op.Identity(result)
         result.shape = result.shape or output.shape
-        name, output.name = output.name, f"{output.name}/replaced"
-        ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
-        result.name = name
+        swap(output, result)
     graph.remove(node, safe=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import rank
 from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
@@ -25,10 +25,10 @@ def attention(
     op: Emitter,
     x: Value,
     weights: Value,
-    bias: Value | None = None,
-    mask_index: Value | None = None,
-    past: Value | None = None,
-    attention_bias: Value | None = None,
+    bias: Input = None,
+    mask_index: Input = None,
+    past: Input = None,
+    attention_bias: Input = None,
     *,
     num_heads: int,
     unidirectional: int = 0,
@@ -57,13 +57,13 @@ def attention(
 def multi_head_attention(
     op: Emitter,
     query: Value,
-    key: Value | None = None,
-    value: Value | None = None,
-    bias: Value | None = None,
-    key_padding_mask: Value | None = None,
-    attention_bias: Value | None = None,
-    past_key: Value | None = None,
-    past_value: Value | None = None,
+    key: Input = None,
+    value: Input = None,
+    bias: Input = None,
+    key_padding_mask: Input = None,
+    attention_bias: Input = None,
+    past_key: Input = None,
+    past_value: Input = None,
     *,
     num_heads: int,
     unidirectional: int = 0,
@@ -75,7 +75,8 @@ def multi_head_attention(
     sizes = [_size(x, -1) * (num_heads if rank(x) == 4 else 1) for x in parts]
     if bias is not None:
         biases = op.Split(bias, sizes, axis=0, _outputs=3)
-        parts = [_biased(op, x, b, num_heads) for x, b in zip(parts, biases, strict=True)]
+        pairs = zip(parts, biases, strict=True)
+        parts = [x + (op.Reshape(b, [num_heads, 1, -1]) if rank(x) == 4 else b) for x, b in pairs]
     q, k, v = (
         x if rank(x) == 4 else _split_heads(op, x, num_heads, size)
         for x, size in zip(parts, sizes, strict=True)
@@ -88,7 +89,7 @@ def multi_head_attention(
     return _merge_heads(op, y, sizes[2]), k, v
 
 
-def _parts(op: Emitter, query: Value, key: Value | None, value: Value | None) -> list[Value]:
+def _parts(op: Emitter, query: Value, key: Input, value: Input) -> list[Value]:
     """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already."""
     if key is None and rank(query) == 5:
         return _unpacked(op, query)
@@ -110,10 +111,6 @@ def _unpacked(op: Emitter, packed: Value) -> list[Value]:
     return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
 
 
-def _biased(op: Emitter, x: Value, bias: Value, heads: int) -> Value:
-    return x + (op.Reshape(bias, [heads, 1, -1]) if rank(x) == 4 else bias)
-
-
 def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
     """Reshape [B,S,NH] to [B,N,S,H]."""
     return op.Transpose(op.Reshape(x, [0, 0, heads, size // heads]), perm=[0, 2, 1, 3])
@@ -124,16 +121,14 @@ def _merge_heads(op: Emitter, y: Value, size: int) -> Value:
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, size])
 
 
-def _attend(
-    op: Emitter, q: Value, k: Value, v: Value, scale: float, mask: Value | None, bias: Value | None
-) -> Value:
+def _attend(op: Emitter, q: Value, k: Value, v: Value, scale: float, mask: Input, bias: Input) -> Value:
     scale = scale or 1 / math.sqrt(_size(q, -1))
     scores = op.MatMul(scale * q, op.Transpose(k, perm=[0, 1, 3, 2]))
     return op.MatMul(op.Softmax(plus(plus(scores, mask), bias), axis=-1), v)
 
 
 def _mask(
-    op: Emitter, q: Value, k: Value, fresh: Value, mask: Value | None, unidirectional: int, masked: float
+    op: Emitter, q: Value, k: Value, fresh: Value, mask: Input, unidirectional: int, masked: float
 ) -> Value | None:
     """Return the term to add to the scores, in a shape that broadcasts to [B,N,S,T], or None."""
     padding = None if mask is None else _padding(op, q, k, mask, masked)
@@ -217,6 +212,10 @@ def rotary_embedding(
     else:
         axes = [1]
     cosine, sine = (op.Unsqueeze(op.Gather(freeze(cache), position_ids), axes) for cache in (cosines, sines))
+
+    def rotated(a: Value, b: Value) -> tuple[Value, Value]:
+        return a * cosine - b * sine, b * cosine + a * sine
+
     rest = _size(heads_first, -1) - turned
     part = heads_first
     if rest:
@@ -224,12 +223,10 @@ def rotary_embedding(
     if interleaved:
         pairs = op.Reshape(part, [0, 0, 0, turned // 2, 2])
         a, b = (op.Gather(pairs, i, axis=4) for i in range(2))
-        turn = op.Concat(
-            op.Unsqueeze(a * cosine - b * sine, [4]), op.Unsqueeze(b * cosine + a * sine, [4]), axis=4
-        )
+        turn = op.Concat(*(op.Unsqueeze(x, [4]) for x in rotated(a, b)), axis=4)
         turn = op.Reshape(turn, [0, 0, 0, turned])
     else:
         a, b = op.Split(part, num_outputs=2, axis=-1, _outputs=2)
-        turn = op.Concat(a * cosine - b * sine, b * cosine + a * sine, axis=-1)
+        turn = op.Concat(*rotated(a, b), axis=-1)
     y = op.Concat(turn, tail, axis=-1) if rest else turn
     return y if rank(x) == 4 else _merge_heads(op, y, _size(x, -1))

@@ -17,7 +17,7 @@ from onnxscript.rewriter.pattern import RewriteRule
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.values import is_floating, rank
+from graphopt.graph.values import dtype_of, is_floating, name_of, number_of, rank
 from passes.gradients.registry import no_gradient
 from passes.lowering.registry import freeze, frozen, lowers, weight
 
@@ -69,20 +69,17 @@ def freeze_preprocessing(model: ir.Model) -> None:
     The predictor begins at the first initializers with the names that its weights have, or else at the last product.
     """
     weights = [x for x in model.graph.initializers.values() if is_floating(x)]
-    predicting = [x for x in weights if _PREDICTOR.search(str(x.name))]
+    predicting = [x for x in weights if _PREDICTOR.search(name_of(x))]
     if not predicting:
-        products = [node for node in model.graph if node.op_type in MATRIX_PRODUCTS and _is_weighted(node)]
-        last = [node for node in products if not _after(node) & set(products)]
+        read = {node for x in model.graph.initializers.values() for node in x.consumers()}
+        products = {node for node in read if node.op_type in MATRIX_PRODUCTS and node.graph is model.graph}
+        last = [node for node in model.graph if node in products and not _after(node) & products]
         predicting = [x for node in last for x in node.inputs if x is not None and x.is_initializer()]
     ends = {node for x in predicting for node in x.consumers()}
     for x in weights:
         before = any(_after(node) & ends for node in x.consumers())
-        if _STATISTICS.fullmatch(str(x.name)) or (before and x not in predicting):
+        if _STATISTICS.fullmatch(name_of(x)) or (before and x not in predicting):
             freeze(x)
-
-
-def _is_weighted(node: ir.Node) -> bool:
-    return any(x is not None and x.is_initializer() for x in node.inputs)
 
 
 def _after(node: ir.Node) -> set[ir.Node]:
@@ -101,11 +98,6 @@ def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
     raise GraphoptError(
         "a kernel machine stores all its support vectors as attributes: train a linear model or a network instead"
     )
-
-
-def as_float(op: Emitter, x: Value) -> Value:
-    """Convert `x` to float32, the type in which these operators compute."""
-    return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
 
 
 def array(numbers: Sequence[float]) -> np.ndarray:
@@ -177,7 +169,7 @@ def linear_classifier(
 
 
 def _scores(op: Emitter, x: Value, node: ir.Node, w: np.ndarray, b: np.ndarray) -> Value:
-    x = as_float(op, x)
+    x = op.cast(x, ir.DataType.FLOAT)
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
     bias = weight(op, node, "intercepts", b) if b.size else None
@@ -206,7 +198,7 @@ def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
 def scaler(
     op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node
 ) -> Value:
-    y = as_float(op, x)
+    y = op.cast(x, ir.DataType.FLOAT)
     if offset:
         y = y - frozen(op, node, "offset", array(offset))
     if scale:
@@ -225,9 +217,8 @@ def imputer(
     replaced_value_int64: int = 0,
     node: ir.Node,
 ) -> Value:
-    assert x.dtype is not None
-    floating = x.dtype.is_floating_point()
-    values = np.array(imputed_value_floats if floating else imputed_value_int64s, x.dtype.numpy())
+    floating = is_floating(x)
+    values = np.array(imputed_value_floats if floating else imputed_value_int64s, dtype_of(x).numpy())
     replaced = replaced_value_float if floating else replaced_value_int64
     is_missing = op.IsNaN(x) if np.isnan(replaced) else op.Equal(x, op.constant(replaced, like=x))
     return op.Where(is_missing, frozen(op, node, "values", values), x)
@@ -239,7 +230,7 @@ def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
     made_by = x.producer()
     if norm == "L1" and made_by is not None and made_by.op_type == "Softmax" and rank(x) == 2:
         return x  # its rows sum to 1 already, and a loss can read the logits
-    x = as_float(op, x)
+    x = op.cast(x, ir.DataType.FLOAT)
     sizes = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}
     if norm not in sizes:
         raise GraphoptError(f"its attribute norm={norm!r} is not covered")
@@ -259,23 +250,14 @@ def binarizer(op: Emitter, x: Value, *, threshold: float = 0.0) -> Value:
     return op.CastLike(op.Greater(x, op.constant(threshold, like=x)), x)
 
 
-def _reciprocal(op: Any, x: Value, minus: Value, one: Value) -> Value:
-    return op.Reciprocal(op.Add(op.Exp(op.Mul(x, minus)), one))
-
-
-def _stable(op: Any, x: Value, minus: Value, one: Value) -> Value:
-    return op.Exp(op.Neg(op.Softplus(op.Neg(x))))
-
-
 def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
-    if x.dtype != ir.DataType.FLOAT:
-        return False
-    values = [ir.convenience.get_const_tensor(value) for value in (minus, one)]
-    return all(
-        v is not None and v.size == 1 and v.numpy().item() == n for v, n in zip(values, (-1, 1), strict=True)
-    )
+    return x.dtype == ir.DataType.FLOAT and (number_of(minus), number_of(one)) == (-1, 1)
 
 
 # scikit-learn's converter writes 1 / (1 + exp(-x)), whose gradient is NaN if exp(-x) overflows. A Sigmoid does not suit
 # runtimes that compute it with absolute precision, because here small values are added and divided by their sum.
-LOGISTIC = RewriteRule(_reciprocal, _stable, _is_logistic)
+LOGISTIC = RewriteRule(
+    lambda op, x, minus, one: op.Reciprocal(op.Add(op.Exp(op.Mul(x, minus)), one)),
+    lambda op, x, minus, one: op.Exp(op.Neg(op.Softplus(op.Neg(x)))),
+    _is_logistic,
+)

@@ -8,41 +8,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.schemas import schema_of
 from graphopt.graph.values import rank
-from passes.lowering.registry import lowers
+from passes.lowering.registry import Lowering, lowers
 
 DOMAIN = "com.microsoft"
 
 
-def plus(x: Value, bias: Value | None) -> Value:
+def plus(x: Value, bias: Input) -> Value:
     """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
 
 
-@lowers("Gelu", domain=DOMAIN)
-def gelu(op: Emitter, x: Value) -> Value:
-    return op.Gelu(x)
+@lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=DOMAIN)
+def as_in_onnx(
+    op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: Any
+) -> Value:
+    """Emit the operator of the same name in ONNX's domain, which has the same inputs and attributes."""
+    inputs = [value for value in (x, scale, more) if value is not None]
+    return op.call_op(node.op_type, inputs, attributes)  # type: ignore[return-value]
 
 
-@lowers("BiasGelu", domain=DOMAIN)
-def bias_gelu(op: Emitter, x: Value, bias: Value) -> Value:
-    return op.Gelu(x + bias)
-
-
-@lowers("FastGelu", domain=DOMAIN)
-def fast_gelu(op: Emitter, x: Value, bias: Value | None = None) -> Value:
-    return op.Gelu(plus(x, bias), approximate="tanh")
-
-
-@lowers("QuickGelu", domain=DOMAIN)
-def quick_gelu(op: Emitter, x: Value, *, alpha: float = 1.702) -> Value:
-    return x * op.Sigmoid(alpha * x)
+_GELUS: dict[str, Lowering] = {
+    "BiasGelu": lambda op, x, bias: op.Gelu(x + bias),
+    "FastGelu": lambda op, x, bias=None: op.Gelu(plus(x, bias), approximate="tanh"),
+    "QuickGelu": lambda op, x, *, alpha=1.702: x * op.Sigmoid(alpha * x),
+}
+for _op_type, _function in _GELUS.items():
+    lowers(_op_type, domain=DOMAIN)(_function)
 
 
 def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | None]) -> Value:
@@ -51,10 +49,9 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
         return x
     if activation == "Clip":
         return op.Clip(x, *numbers)
-    try:
-        schema = onnx.defs.get_schema(activation, op.versions[""])
-    except onnx.defs.SchemaError:
-        raise GraphoptError(f"its activation {activation!r} is not covered") from None
+    schema = schema_of("", activation, op.versions[""])
+    if schema is None:
+        raise GraphoptError(f"its activation {activation!r} is not covered")
     attributes: dict[str, Any] = dict(zip(sorted(schema.attributes), numbers, strict=False))
     given = {name: value for name, value in attributes.items() if value is not None}
     result = op.call_op(activation, [x], given)
@@ -67,18 +64,15 @@ def fused_gemm(
     op: Emitter,
     a: Value,
     b: Value,
-    c: Value | None = None,
+    c: Input = None,
     *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
     activation: str = "",
     activation_alpha: float | None = None,
     activation_beta: float | None = None,
     activation_gamma: float | None = None,
+    **product: Any,
 ) -> Value:
-    y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    y = op.Gemm(a, b, c, **product)
     return activate(op, y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
@@ -87,16 +81,14 @@ def fused_conv(
     op: Emitter,
     x: Value,
     w: Value,
-    b: Value | None = None,
-    z: Value | None = None,
+    b: Input = None,
+    z: Input = None,
     *,
     activation: str = "",
     activation_params: Sequence[float] = (),
-    auto_pad: str = "NOTSET",
-    group: int = 1,
     **window: Any,
 ) -> Value:
-    y = op.Conv(x, w, b, auto_pad=auto_pad, group=group, **window)
+    y = op.Conv(x, w, b, **window)
     return activate(op, plus(y, z), activation, activation_params)
 
 
@@ -128,20 +120,6 @@ def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
     return x if axes == sorted(axes) else op.Transpose(x, perm=axes)
 
 
-@lowers("LayerNormalization", domain=DOMAIN)
-def layer_normalization(
-    op: Emitter,
-    x: Value,
-    scale: Value,
-    bias: Value | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-5,
-    stash_type: int = 1,
-) -> Value:
-    return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type)
-
-
 @lowers("SimplifiedLayerNormalization", domain=DOMAIN)
 def simplified_layer_normalization(
     op: Emitter, x: Value, scale: Value, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
@@ -166,8 +144,8 @@ def skip_layer_normalization(
     x: Value,
     skip: Value,
     scale: Value,
-    shift: Value | None = None,
-    bias: Value | None = None,
+    shift: Input = None,
+    bias: Input = None,
     *,
     epsilon: float = 1e-12,
 ) -> Sequence[Value | None]:
@@ -177,7 +155,7 @@ def skip_layer_normalization(
 
 @lowers("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization(
-    op: Emitter, x: Value, skip: Value, scale: Value, bias: Value | None = None, *, epsilon: float = 1e-12
+    op: Emitter, x: Value, skip: Value, scale: Value, bias: Input = None, *, epsilon: float = 1e-12
 ) -> Sequence[Value | None]:
     total = plus(x + skip, bias)
     return root_mean_square(op, total, scale, -1, epsilon, ir.DataType.FLOAT), None, None, total
@@ -187,14 +165,14 @@ def skip_simplified_layer_normalization(
 def embed_layer_normalization(
     op: Emitter,
     ids: Value,
-    segments: Value | None,
+    segments: Input,
     words: Value,
     positions: Value,
-    segment_embedding: Value | None,
+    segment_embedding: Input,
     scale: Value,
     shift: Value,
-    mask: Value | None = None,
-    position_ids: Value | None = None,
+    mask: Input = None,
+    position_ids: Input = None,
     *,
     epsilon: float = 1e-12,
     mask_index_type: int = 1,
@@ -223,9 +201,9 @@ def bias_dropout(
     op: Emitter,
     x: Value,
     bias: Value,
-    residual: Value | None = None,
-    ratio: Value | None = None,
-    training_mode: Value | None = None,
+    residual: Input = None,
+    ratio: Input = None,
+    training_mode: Input = None,
     *,
     seed: int | None = None,
 ) -> Sequence[Value]:

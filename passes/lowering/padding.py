@@ -29,10 +29,8 @@ def pads_for_output_shapes(model: ir.Model) -> None:
         if not all(isinstance(size, int) for size in sizes + kernel):
             continue
         strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
-        more, given = (
-            node.attributes.get_ints("output_padding", [0] * n),
-            node.attributes.get_ints("output_shape"),
-        )
+        more = node.attributes.get_ints("output_padding", [0] * n)
+        given = node.attributes.get_ints("output_shape")
         totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - given[-n:]
         if (totals < 0).any():
             continue
@@ -53,13 +51,10 @@ def pad_all_axes(model: ir.Model) -> None:
         if x is None or x.shape is None or widths is None or at is None:
             continue
         spread = ir.tensor(spread_pads(len(x.shape), widths, at))
-        constant = ir.node("Constant", [], {"value": spread})
-        constant.outputs[0].name = f"{node.outputs[0].name}/pads"
-        constant.outputs[0].type = ir.TensorType(spread.dtype)
-        constant.outputs[0].shape = ir.Shape(spread.shape.numpy())
+        output = ir.val(f"{node.outputs[0].name}/pads", spread.dtype, spread.shape.numpy())
         assert node.graph is not None
-        node.graph.insert_before(node, constant)
-        node.replace_input_with(1, constant.outputs[0])
+        node.graph.insert_before(node, ir.node("Constant", [], {"value": spread}, outputs=[output]))
+        node.replace_input_with(1, output)
         node.resize_inputs(3)
 
 
@@ -71,14 +66,7 @@ def whole_windows(model: ir.Model) -> None:
         sizes, counts = dims_of(x)[2:], dims_of(y)[2:]
         if not all(isinstance(size, int) for size in [*sizes, *counts]):
             continue
-        kernel, auto_pad = (
-            node.attributes.get_ints("kernel_shape"),
-            node.attributes.get_string("auto_pad", "NOTSET"),
-        )
-        pads, strides, dilations = (
-            list(node.attributes.get_ints(name, ())) for name in ("pads", "strides", "dilations")
-        )
-        window = window_of(x, kernel, auto_pad, pads, strides, dilations)
+        window = window_of(x, node)
         room = np.array(sizes) + window.begin + window.end - window.extent
         if (room // window.strides + 1).tolist() == list(counts):
             node.attributes.pop("ceil_mode")

@@ -7,29 +7,10 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import constant_of
 from passes.lowering.contrib import DOMAIN, plus
 from passes.lowering.registry import freeze, lowers, off
-
-
-@lowers("QuantizeLinear", domain=DOMAIN)
-def quantize_linear(
-    op: Emitter, x: Value, scale: Value, zero_point: Value, *, axis: int = 1, block_size: int = 0
-) -> Value:
-    return op.QuantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
-
-
-@lowers("DequantizeLinear", domain=DOMAIN)
-def dequantize_linear(
-    op: Emitter,
-    x: Value,
-    scale: Value,
-    zero_point: Value | None = None,
-    *,
-    axis: int = 1,
-    block_size: int = 0,
-) -> Value:
-    return op.DequantizeLinear(x, scale, zero_point, axis=axis, block_size=block_size)
 
 
 @lowers("MatMulNBits", domain=DOMAIN)
@@ -38,9 +19,9 @@ def mat_mul_n_bits(
     a: Value,
     b: Value,
     scales: Value,
-    zero_points: Value | None = None,
-    group_index: Value | None = None,
-    bias: Value | None = None,
+    zero_points: Input = None,
+    group_index: Input = None,
+    bias: Input = None,
     *,
     K: int,
     N: int,
@@ -62,20 +43,20 @@ def mat_mul_n_bits(
         raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
     if group_index is not None:
         raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered: expected none")
-    packed, points = ir.convenience.get_const_tensor(b), None
+    packed, points = constant_of(b), None
     if packed is None:
         raise GraphoptError(f"expected its weight {b.name!r} to be an initializer, found a computed value")
     blocks = -(-K // block_size)
-    numbers = _unpacked(packed.numpy().reshape(N, -1), bits)
+    numbers = _unpacked(packed.reshape(N, -1), bits)
     if zero_points is None:
         points = np.full((N, blocks), 2 ** (bits - 1), np.uint8)
     elif zero_points.dtype == ir.DataType.UINT8:
-        tensor = ir.convenience.get_const_tensor(zero_points)
-        if tensor is None:
+        known = constant_of(zero_points)
+        if known is None:
             raise GraphoptError(
                 f"expected its zero points {zero_points.name!r} to be an initializer, found a computed value"
             )
-        points = _unpacked(tensor.numpy().reshape(N, -1), bits)[:, :blocks]
+        points = _unpacked(known.reshape(N, -1), bits)[:, :blocks]
     scales = _by_block(op, scales, N, blocks)
     w = op.DequantizeLinear(
         _integers(op, node, "weight", numbers.T.reshape(blocks, block_size, N), bits),

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import FROZEN
+from passes.gradients.registry import enter
 
 Lowering = Callable[..., ir.Value | Sequence[ir.Value | None]]
 
@@ -28,18 +29,14 @@ def lowers(*op_types: str, domain: str) -> Callable[[Lowering], Lowering]:
 
     def register(function: Lowering) -> Lowering:
         for op_type in op_types:
-            LOWERINGS[domain, op_type] = function
+            enter(LOWERINGS, (domain, op_type), function)
         return function
 
     return register
 
 
 def off(**attributes: Any) -> None:
-    """Refuse attributes that are covered only if they are 0.
-
-    Raises:
-        GraphoptError: an attribute is not 0.
-    """
+    """Refuse attributes that are covered only if they are 0."""
     for name, value in attributes.items():
         if value:
             raise GraphoptError(f"attribute {name}={value!r} is not covered: expected 0")

@@ -14,7 +14,7 @@ from graphopt.graph.folding import MANY
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import constant_of, like, number_of, swap
 
 __all__ = ["lower_sequences"]
 
@@ -46,12 +46,7 @@ def lower_sequences(model: ir.Model) -> None:
 
 
 def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], sizes: Container[Size]) -> None:
-    """Lower the nodes of a graph in order.
-
-    Args:
-        contents: the known contents of sequences.
-        sizes: symbolic dimensions that are equal in all turns of a loop.
-    """
+    """Lower the nodes of a graph in order; `sizes` are the dimensions that are equal in all turns of a loop."""
     graph.sort()
     for node in list(graph):
         if node.domain != "":
@@ -120,9 +115,8 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
     given = node.inputs[index] if index < len(node.inputs) else None
     if given is None:
         return places - 1
-    tensor = ir.convenience.get_const_tensor(given)
-    place = None if tensor is None or tensor.size != 1 else int(tensor.numpy().item())
-    return place % places if place is not None and -places <= place < places else None
+    place = number_of(given)
+    return int(place) % places if place is not None and -places <= place < places else None
 
 
 def _split(op: Emitter, node: ir.Node) -> Content | None:
@@ -140,12 +134,12 @@ def _split(op: Emitter, node: ir.Node) -> Content | None:
             return Stack(rows if alone else op.Unsqueeze(rows, [axis + 1]))
         parts = _parts(op, x, [1] * size, axis)
         return [op.Squeeze(part, [axis]) for part in parts] if alone else parts
-    tensor = ir.convenience.get_const_tensor(split)
-    if tensor is None:
+    sizes = constant_of(split)
+    if sizes is None:
         return None
-    if tensor.shape.rank():
-        return _parts(op, x, tensor.numpy().tolist(), axis) if tensor.size <= MANY else None
-    part = int(tensor.numpy().item())
+    if sizes.ndim:
+        return _parts(op, x, sizes.tolist(), axis) if sizes.size <= MANY else None
+    part = int(sizes.item())
     if not isinstance(size, int) or size > MANY * part:
         return None
     return _parts(op, x, [min(part, size - start) for start in range(0, size, part)], axis)
@@ -210,9 +204,8 @@ def _concatenated(op: Emitter, node: ir.Node, content: Content) -> ir.Value | No
         return moved
     if stack.shape[axis + 1] == 1:
         return op.Squeeze(moved, [axis + 1])
-    return op.Reshape(
-        moved, op.Concat(op.Shape(moved, end=axis), [-1], op.Shape(moved, start=axis + 2), axis=0)
-    )
+    shape = op.Concat(op.Shape(moved, end=axis), [-1], op.Shape(moved, start=axis + 2), axis=0)
+    return op.Reshape(moved, shape)
 
 
 def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]:
@@ -261,9 +254,8 @@ def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: 
         del body.inputs[i + 2]
     remove_unused_nodes(body)
     inputs = [*node.inputs[:2], *(node.inputs[i + 2] for i in left)]
-    op.call_op(
-        "Loop", inputs, {"body": body.clone(allow_outer_scope_values=True)}, outputs=outputs, name=node.name
-    )
+    body = body.clone(allow_outer_scope_values=True)
+    op.call_op("Loop", inputs, {"body": body}, outputs=outputs, name=node.name)
     for y, new in zip(kept, outputs, strict=False):
         _replace(op, y, new)
     stacks = iter(outputs[len(kept) :])
@@ -275,11 +267,10 @@ def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: 
             if first:
                 tensor = op.Concat(_stacked(op, first), tensor, axis=0)
             whole = Stack(tensor)
-        again = (
-            op.SplitToSequence(whole.tensor, axis=0, keepdims=0)
-            if isinstance(whole, Stack)
-            else op.Identity(node.inputs[i + 2])
-        )
+        if isinstance(whole, Stack):
+            again = op.SplitToSequence(whole.tensor, axis=0, keepdims=0)
+        else:
+            again = op.Identity(node.inputs[i + 2])
         contents[_replace(op, y, again)] = whole
     node.graph.remove(node, safe=True)  # type: ignore[union-attr]
 
@@ -325,8 +316,4 @@ def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Cont
 
 def _replace(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
     """Replace `y` by a copy of `result` with the name of `y`, and return it."""
-    result = like(op.Identity(result), y)
-    name, y.name = y.name, f"{y.name}/replaced"
-    ir.convenience.replace_all_uses_with(y, result, replace_graph_outputs=True)
-    result.name = name
-    return result
+    return swap(y, like(op.Identity(result), y))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dtype_of
 from graphopt.intervals import within
+from passes.optimizers.emission import Values
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -24,7 +26,6 @@ class Adam(Optimizer):
         beta2: the decay of the mean of squared gradients.
         epsilon: the number added to the root of the mean, to avoid division by 0.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-3))
     >>> sorted(graphopt.Executor(step).state)[:3]
     ['layers.0.bias', 'layers.0.bias.exp_sum', 'layers.0.bias.exp_sum_sq']
@@ -38,9 +39,7 @@ class Adam(Optimizer):
         moment = "exp_avg" if self.fused else "exp_sum"
         return {moment: 0.0, f"{moment}_sq": 0.0}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         m, v = slots
         m = self.beta1 * m + g
         v = self.beta2 * v + g * g
@@ -57,7 +56,6 @@ class AdamW(Adam):
     Args:
         weight_decay: the share of each parameter that a step removes, times the rate.
 
-    >>> from graphopt import models
     >>> optimizer = passes.AdamW(1e-3, weight_decay=0.1)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> round(graphopt.Executor(step).learning_rate, 6)
@@ -81,7 +79,6 @@ class Adagrad(Optimizer):
         initial_accumulator: the initial value of the sum.
         epsilon: the number added to the root of the sum, to avoid division by 0.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adagrad(0.1))
     >>> sorted(graphopt.Executor(step).state)[:2]
     ['layers.0.bias', 'layers.0.bias.sum']
@@ -93,9 +90,7 @@ class Adagrad(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"sum": self.initial_accumulator}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         s = slots[0] + g * g
         return w - rate * g / (op.Sqrt(s) + self.epsilon), s
 
@@ -110,7 +105,6 @@ class RMSprop(Optimizer):
         momentum: the decay of the velocity, which accumulates the steps as in PyTorch. 0 turns it off.
         centered: subtract the square of the mean gradient from the mean of squares.
 
-    >>> from graphopt import models
     >>> optimizer = passes.RMSprop(0.01, centered=True)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> sorted(graphopt.Executor(step).state)[:3]
@@ -126,9 +120,7 @@ class RMSprop(Optimizer):
         names = ["square_avg", *(["grad_avg"] * self.centered), *(["momentum"] if self.momentum else [])]
         return dict.fromkeys(names, 0.0)
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         new = {name: slot for name, slot in zip(self.slots(), slots, strict=True)}
         v = new["square_avg"] = self.alpha * new["square_avg"] + (1 - self.alpha) * (g * g)
         if self.centered:
@@ -149,7 +141,6 @@ class Lion(Optimizer):
         beta1: the share of the mean in the update's direction.
         beta2: the decay of the mean m of gradients.
 
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Lion(1e-4))
     >>> sorted(graphopt.Executor(step).state)[:2]
     ['layers.0.bias', 'layers.0.bias.exp_avg']
@@ -164,15 +155,12 @@ class Lion(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"exp_avg": 0.0}
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         (m,) = slots
         direction = op.Sign(self.beta1 * m + (1 - self.beta1) * g)
         return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g
 
 
-def _rounded(number: float, like: ir.Value) -> float:
+def _rounded(number: float, like: Value) -> float:
     """Round a number to the type of `like`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
-    assert like.dtype is not None
-    return float(like.dtype.numpy().type(number))
+    return float(dtype_of(like).numpy().type(number))

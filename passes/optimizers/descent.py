@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
+from passes.optimizers.emission import Values
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -29,7 +30,6 @@ class SGD(Optimizer):
             Keras do this. Under a schedule, past gradients keep the rate of their step. At a constant rate the two
             forms are equal.
 
-    >>> from graphopt import models
     >>> optimizer = passes.SGD(0.1, momentum=0.9)
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
     >>> sorted(graphopt.Executor(step).state)[:2]
@@ -54,9 +54,7 @@ class SGD(Optimizer):
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
         return None if self.momentum else ("SGDOptimizerV2", {})
 
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         if not slots:
             return (w - rate * g,)
         fresh = g

@@ -7,45 +7,39 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import wide_type
 from passes import ort_kernels
 
-Formula = Callable[..., tuple[ir.Value, ...]]
+Values = tuple[Value, ...]
+Formula = Callable[..., Values]
 
 
 class Row(NamedTuple):
     """Hold a parameter, its gradient and its slots."""
 
-    parameter: ir.Value
-    gradient: ir.Value
-    slots: tuple[ir.Value, ...]
+    parameter: Value
+    gradient: Value
+    slots: Values
 
     @property
-    def state(self) -> tuple[ir.Value, ...]:
+    def state(self) -> Values:
         return self.parameter, *self.slots
 
 
 @dataclass(frozen=True)
 class Emission:
-    """Emit updates with one rate and one weight decay.
-
-    Args:
-        model: the training graph.
-        op: its emitter.
-        rate: the learning rate.
-        step: the number of the step, starting at 1.
-        decay: the weight decay.
-        decoupled: whether the decay shrinks the parameter instead of being added to its gradient.
-    """
+    """Emit updates with one rate and one weight decay."""
 
     model: ir.Model
     op: Emitter
-    rate: ir.Value
-    step: ir.Value
+    rate: Value
+    step: Value  # its number, starting at 1
     decay: float
-    decoupled: bool
+    decoupled: bool  # whether the decay shrinks the parameter instead of being added to its gradient
 
     def each(self, formula: Formula, rows: Sequence[Row]) -> None:
         """Update each parameter on its own."""
@@ -61,13 +55,12 @@ class Emission:
         columns = list(zip(*inputs, strict=True))
         updated = [column for i, column in enumerate(columns) if i != 1]  # all but the gradients
         scalars = [self.rate, self.step] if rows[0].slots else [self.rate]
-        results = ort_kernels.call(
-            self.op, self.model, op_type, scalars, columns, updated, flag=True, **attributes
-        )
+        tensors = (scalars, columns, updated)
+        results = ort_kernels.call(self.op, self.model, op_type, *tensors, flag=True, **attributes)
         for row, new in zip(rows, zip(*results, strict=True), strict=True):
             self._set_next(row, new)
 
-    def _apply(self, formula: Formula, w: ir.Value, g: ir.Value, *slots: ir.Value) -> tuple[ir.Value, ...]:
+    def _apply(self, formula: Formula, w: Value, g: Value, *slots: Value) -> Values:
         w, g, rate, step = self._wide(w, g, self.rate, self.step)
         if self.decay and self.decoupled:
             w = w * (1 - rate * self.decay)
@@ -75,24 +68,13 @@ class Emission:
             g = self._decayed(w, g)
         return formula(self.op, w, g, rate, step, *slots)
 
-    def _decayed(self, w: ir.Value, g: ir.Value) -> ir.Value:
+    def _decayed(self, w: Value, g: Value) -> Value:
         return g + self.decay * w if self.decay else g
 
-    def _wide(self, w: ir.Value, *values: ir.Value) -> list[ir.Value]:
+    def _wide(self, w: Value, *values: Value) -> list[Value]:
         """Cast a parameter and other values to the type in which it is updated."""
-        return [_cast(self.op, value, wide(w.dtype)) for value in (w, *values)]
+        return [self.op.cast(value, wide_type(w)) for value in (w, *values)]
 
-    def _set_next(self, row: Row, new: Sequence[ir.Value]) -> None:
+    def _set_next(self, row: Row, new: Sequence[Value]) -> None:
         for x, value in zip(row.state, new, strict=True):
-            assert x.dtype is not None
-            state.set_next(self.model, x, self.op.Identity(_cast(self.op, value, x.dtype)))
-
-
-def wide(dtype: ir.DataType | None) -> ir.DataType:
-    """Return the type in which a parameter of `dtype` is updated: float32 for 16 bits."""
-    assert dtype is not None
-    return ir.DataType.FLOAT if dtype.itemsize < 4 else dtype
-
-
-def _cast(op: Emitter, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    return value if value.dtype == dtype else op.Cast(value, to=dtype)
+            state.set_next(self.model, x, self.op.Identity(self.op.cast(value, x.dtype)))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
@@ -20,8 +21,9 @@ from graphopt.graph.names import gradient_of, slot_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import name_of, wide_type
 from graphopt.intervals import check_intervals, within
-from passes.optimizers.emission import Emission, Row, wide
+from passes.optimizers.emission import Emission, Row, Values
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,7 @@ class Optimizer(Pass):
         return {}
 
     @abstractmethod
-    def update(
-        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
-    ) -> tuple[ir.Value, ...]:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
         """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1."""
 
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
@@ -98,9 +98,7 @@ class Optimizer(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = with_role(model, Role.GRADIENT)
-        if not gradients:
-            raise GraphoptError("an optimizer needs gradients, found none: run Gradient first")
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         if self.fused and self.kernel(0.0) is None:
             raise GraphoptError(
                 f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
@@ -110,15 +108,14 @@ class Optimizer(Pass):
         self._check_groups(list(parameters.values()))
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
-        types = {wide(p.dtype) for p in parameters.values()}
+        types = {wide_type(p) for p in parameters.values()}
         rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in types else ir.DataType.FLOAT
-        rate = state.declare(
-            model, LEARNING_RATE, np.array(self.learning_rate, rate_type.numpy()), Role.HYPERPARAMETER
-        )
+        initial = np.array(self.learning_rate, rate_type.numpy())
+        rate = state.declare(model, LEARNING_RATE, initial, Role.HYPERPARAMETER)
         counter = state.counter(model)
         rows: dict[tuple[float, float], list[Row]] = {}
         for gradient in gradients:
-            w = parameters[str(gradient.name)]
+            w = parameters[name_of(gradient)]
             group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
             decay = self.weight_decay if group.weight_decay is None else group.weight_decay
             row = Row(w, gradient, self._declare_slots(model, w))
@@ -136,18 +133,18 @@ class Optimizer(Pass):
             return
         emission.each(self.update, rows)
 
-    def _declare_slots(self, model: ir.Model, w: ir.Value) -> tuple[ir.Value, ...]:
+    def _declare_slots(self, model: ir.Model, w: Value) -> Values:
         assert w.shape is not None
-        dims, dtype = w.shape.numpy(), wide(w.dtype).numpy()
+        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
         return tuple(
             state.declare(model, slot_of(w, slot), np.full(dims, fill, dtype), Role.SLOT)
             for slot, fill in self.slots().items()
         )
 
-    def _check_groups(self, parameters: list[ir.Value]) -> None:
+    def _check_groups(self, parameters: list[Value]) -> None:
         for group in self.groups:
             if not any(selects(group.pattern, parameter) for parameter in parameters):
                 raise GraphoptError(
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
-                    f"{', '.join(str(parameter.name) for parameter in parameters)}"
+                    f"{', '.join(name_of(parameter) for parameter in parameters)}"
                 )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
+from onnx_ir import Value
 
-from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import needs_training_runtime
-from graphopt.graph.values import like
+from graphopt.graph.values import like, name_of, swap
 from passes.gradients import GradientSource
 from passes.gradients.walk import between
 from passes.ort_gradient.builder import Builder, seeded
@@ -33,8 +33,8 @@ class OrtGradient(GradientSource):
     """
 
     def backward(
-        self, op: Emitter, model: ir.Model, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
-    ) -> dict[ir.Value, ir.Value]:
+        self, op: Emitter, model: ir.Model, seeds: Mapping[Value, Value], wrt: Sequence[Value]
+    ) -> dict[Value, Value]:
         builder = Builder(model)
         path = between(model.graph, seeds, wrt)
         wrt = [x for x in wrt if any(user in path for user in x.consumers())]
@@ -60,9 +60,9 @@ def _insert_gradients(
     model: ir.Model,
     part: ir.Model,
     built: onnx.ModelProto,
-    seeds: Mapping[ir.Value, ir.Value],
-    wrt: Sequence[ir.Value],
-) -> dict[ir.Value, ir.Value]:
+    seeds: Mapping[Value, Value],
+    wrt: Sequence[Value],
+) -> dict[Value, Value]:
     """Add the nodes of `built` that `part` lacks to `model`, and return the gradients of `wrt`."""
     built.graph.input.extend(onnx.ValueInfoProto(name=f"{seeded(y)}_grad") for y in seeds)
     graph = ir.from_proto(built).graph
@@ -83,7 +83,7 @@ def _insert_gradients(
     graph.remove(added)
     model.graph.extend(added)
     for value in [value for name, value in graph.initializers.items() if name not in known]:
-        del graph.initializers[str(value.name)]
+        del graph.initializers[name_of(value)]
         value.name = f"{value.name}.{len(model.graph)}" if value.name in ours else value.name
         model.graph.register_initializer(value)
     for domain in {node.domain for node in added}:
@@ -91,9 +91,8 @@ def _insert_gradients(
     return {x: like(theirs[f"{x.name}_grad"], x) for x in wrt}
 
 
-def _replace(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    metadata.copy(old, like(new, old))
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+def _replace(model: ir.Model, old: Value, new: Value) -> None:
+    swap(old, like(new, old))
     node = old.producer()
     if node is not None and node.graph is model.graph:
         model.graph.remove(node)

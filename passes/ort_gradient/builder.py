@@ -15,7 +15,9 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME
+from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import name_of
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
@@ -49,14 +51,14 @@ class Builder:
     def extract(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Model:
         """Return the graph of `nodes` with each of `outputs` behind an Identity. Other values are inputs."""
         made = {y for node in nodes for y in node.outputs}
-        needed = dict.fromkeys(
-            x for node in nodes for x in inputs_of(node) if x is not None and x not in made
-        )
-        inputs = [x for x in needed if not _is_small(x)]
+        read = dict.fromkeys(x for node in nodes for x in inputs_of(node))
+        needed = [x for x in read if x is not None and x not in made]
+        constants = {x: ir.convenience.get_const_tensor(x) for x in needed}
+        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > SMALL]
         graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():
-                del graph.initializers[str(x.name)]
+                del graph.initializers[name_of(x)]
                 x.const_value = None
         for i, y in enumerate(graph.outputs):  # the gradient of a value that has other readers is a sum
             output = ir.Value(name=seeded(y), type=y.type, shape=y.shape)
@@ -67,9 +69,9 @@ class Builder:
 
     def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
         """Return `part` with its gradients NAME_grad. For outputs with other readers it is left undefined."""
-        names = {str(y.name) for y in part.graph.outputs}
-        text = ir.to_proto(part).SerializeToString()
-        builder = self._builder(text, names, {str(x.name) for x in wrt}, "", self._options)
+        names = {name_of(y) for y in part.graph.outputs}
+        text = whole(part)
+        builder = self._builder(text, names, {name_of(x) for x in wrt}, "", self._options)
         builder.build()
         return onnx.load_from_string(builder.get_model())
 
@@ -87,8 +89,8 @@ class Builder:
         blocking = []
         wrt = [x for x in active if x.producer() not in path]
         for (domain, op_type), nodes in sorted(refused.items()):
-            blocks = tuple(sorted(str(x.name) for x in wrt if reaches(x, list(nodes))))
-            names = tuple(str(node.name) for node in nodes)
+            blocks = tuple(sorted(name_of(x) for x in wrt if reaches(x, list(nodes))))
+            names = tuple(name_of(node) for node in nodes)
             blocking.append(BlockingOperator(domain, op_type, names, blocks, next(iter(nodes.values()))))
         return NoGradient(blocking, "use Gradient")
 
@@ -96,9 +98,8 @@ class Builder:
         """Return the builder's error for one node, or an empty text."""
         used = [y for y in node.outputs if y.is_graph_output() or any(user in path for user in y.consumers())]
         try:
-            self.build(
-                self.extract([node], used), [x for x in inputs_of(node) if x is not None and x in active]
-            )
+            wrt = [x for x in inputs_of(node) if x is not None and x in active]
+            self.build(self.extract([node], used), wrt)
         except RuntimeError as error:
             return _said(error)
         return ""
@@ -107,11 +108,6 @@ class Builder:
 def seeded(y: ir.Value) -> str:
     """Return the name of the Identity of an output."""
     return f"{y.name}.seeded"
-
-
-def _is_small(x: ir.Value) -> bool:
-    tensor = ir.convenience.get_const_tensor(x)
-    return tensor is not None and tensor.size <= SMALL
 
 
 def _said(error: RuntimeError | None) -> str:

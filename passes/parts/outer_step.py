@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import gradient_of, state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
-from passes.optimizers.emission import wide
+from graphopt.graph.values import wide_type
 
 OUTER = "outer."  # the prefix of the outer optimizer's own state
 
@@ -39,12 +39,12 @@ def outer_step(model: ir.Model, optimizer: Callable[[ir.Model], Any]) -> ir.Mode
             initial, role = state.initial(x), role_of(x)
             assert initial is not None and role is not None and x.dtype is not None
             w = state.declare(outer, str(x.name), initial.numpy(), role)
-            g = ir.Value(name=gradient_of(x), type=ir.TensorType(wide(x.dtype)), shape=x.shape)
+            g = ir.Value(name=gradient_of(x), type=ir.TensorType(wide_type(x)), shape=x.shape)
             gradients.append(set_role(g, Role.GRADIENT))
             if role is Role.PARAMETER:
                 outer.graph.outputs.append(g)  # which the optimizer takes
             else:
-                mean = op.Cast(op.Cast(w, to=wide(x.dtype)) - g, to=x.dtype)
+                mean = op.Cast(op.Cast(w, to=wide_type(x)) - g, to=x.dtype)
                 state.set_next(outer, w, op.Identity(mean))
     optimizer(outer)
     outer.graph.inputs.extend(gradients)

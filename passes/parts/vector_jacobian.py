@@ -38,7 +38,6 @@ class VectorJacobianProduct(Pass):
         GraphoptError: no floating-point output depends differentiably on anything, or none on a parameter; or
             operators in between have no rule.
 
-    >>> from graphopt import models
     >>> layer = graphopt.ForwardBackward(models.linear((2,), 1), gradient=passes.VectorJacobianProduct(inputs=None))
     >>> [value.name for value in layer.backward_model.graph.outputs]
     ['layers.0.bias.grad', 'layers.0.weight.grad']

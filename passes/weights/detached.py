@@ -10,7 +10,7 @@ import functools
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
 from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import name_of
 from passes.weights.initializers import is_weight, register
 
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
@@ -62,11 +63,7 @@ def _parsed(text: str) -> Call | None:
 
 
 def stop(model: ir.Model) -> list[str]:
-    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there.
-
-    Raises:
-        GraphoptError: the exporter merged values that differ in what is detached.
-    """
+    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there."""
     names = _Names(model)
     stopped: list[ir.Value] = []
     for node in model.graph.all_nodes():
@@ -83,13 +80,13 @@ def stop(model: ir.Model) -> list[str]:
             node.replace_input_with(index, stops[x])
     for index, output in enumerate(list(model.graph.outputs)):
         if names.is_detached_output(index, output):
-            name, output.name = str(output.name), f"{output.name}/attached"
+            name, output.name = name_of(output), f"{output.name}/attached"
             stops[output] = _stopped(output)
             stops[output].name = name
             model.graph.outputs[index] = stops[output]
     stopped += stops.values()
     _check_lost(names, merged, stopped)
-    return [str(x.name) for x in stopped]
+    return [name_of(x) for x in stopped]
 
 
 def stop_at_padding(model: ir.Model) -> None:
@@ -110,7 +107,7 @@ def stop_at_padding(model: ir.Model) -> None:
         chosen = ir.node("Where", [column.outputs[0], _stopped(y), y])
         for i, added in enumerate((pads, column, chosen)):
             added.outputs[0].name = added.name = f"{y.name}/unpadded.{i}"
-        in_inference(chosen, same_as=2)
+        in_inference(chosen.outputs[0], same_as=2)
         stop = chosen.inputs[1].producer()  # type: ignore[union-attr]
         assert stop is not None
         model.graph.insert_after(stop, [pads, column, chosen])
@@ -143,12 +140,11 @@ class _Names:
         self.model = model
         text = note_of(model.graph, SIGNATURE) or ""
         inputs, _, outputs = text.partition("# outputs")
-        self.placeholders = {
-            target: name for name, target in re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
-        }
+        targets = re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
+        self.placeholders = {target: name for name, target in targets}
         self.parameters = set(re.findall(r"^\w+: PARAMETER target='([^']*)'", inputs, re.MULTILINE))
         users = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
-        self.inputs = dict(zip((str(x.name) for x in model.graph.inputs), users, strict=False))
+        self.inputs = dict(zip((name_of(x) for x in model.graph.inputs), users, strict=False))
         self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
         self.present = {*self.placeholders.values(), *users}
         for node in model.graph.all_nodes():
@@ -157,7 +153,7 @@ class _Names:
 
     def of(self, x: ir.Value) -> str:
         """Return the name of a value in the exported program, or its own."""
-        name, node = str(x.name), x.producer()
+        name, node = name_of(x), x.producer()
         if node is None:
             return self.inputs.get(name) or self.placeholders.get(name, name)
         call = Call.of(node)
@@ -185,21 +181,16 @@ class _Names:
         inside = {node for node, trace in traces.items() if trace.startswith(_APART)}
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
-        ends = [y for node in traces if node in inside for y in node.outputs if self._leaves(y, inside)]
-        return [str(y.name) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
-
-    def _leaves(self, y: ir.Value, nodes: Collection[ir.Node]) -> bool:
-        """Return whether nodes outside of a set read a value."""
-        return y.is_graph_output() or any(user not in nodes and Call.of(user) for user in y.consumers())
+        outside = {node for node in self.model.graph.all_nodes() if node not in inside and Call.of(node)}
+        made = [y for node in traces if node in inside for y in node.outputs]
+        ends = [y for y in made if y.is_graph_output() or not outside.isdisjoint(y.consumers())]
+        return [name_of(y) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
 
     def depends_on_weights(self, x: ir.Value) -> bool:
         """Return whether a parameter may affect a value."""
-        inputs = (y for node in ancestors([x]) for y in node.inputs)
-        return any(y is not None and is_weight(y) and self._is_parameter(y) for y in inputs)
-
-    def _is_parameter(self, x: ir.Value) -> bool:
-        named = [*re.findall(r"'([^']*)'", note_of(x, FOLDED_FROM) or ""), str(x.name)]
-        return any(name in self.parameters for name in named)
+        weights = (y for node in ancestors([x]) for y in node.inputs if y is not None and is_weight(y))
+        names = ([*re.findall(r"'([^']*)'", note_of(y, FOLDED_FROM) or ""), name_of(y)] for y in weights)
+        return any(not self.parameters.isdisjoint(sources) for sources in names)
 
     def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
         """Yield each call with the edges by which its nodes read values of other calls."""
@@ -211,20 +202,15 @@ class _Names:
             call = Call.of(nodes[0])
             if call is not None and not call.detaches:
                 own = {y for node in nodes for y in node.outputs}
-                edges = [
-                    (node, i, x)
-                    for node in nodes
-                    for i, x in enumerate(node.inputs)
-                    if x is not None and x not in own and not self._is_literal(x)
-                ]
-                yield call, edges
+                read = [(node, i, x) for node in nodes for i, x in enumerate(node.inputs) if x is not None]
+                yield call, [edge for edge in read if edge[2] not in own and not self._is_literal(edge[2])]
 
     def detached(self, call: Call, edges: Sequence[Edge], merged: dict[str, ir.Value]) -> list[Edge]:
         """Return the edges of a call that read a detached value, and collect values merged with others."""
         pairs = self._in_order(call, edges) or self._by_name(call, edges)
         for name, (_, _, x) in pairs:
             producer = Call.of(x.producer())
-            if producer and name not in self.present and _stem(name) == _stem(producer.name):
+            if producer and name not in self.present and call_of(name) == call_of(producer.name):
                 merged[name] = x
         found = [edge for name, edge in pairs if self._is_gone(name)]
         gone = [name for name in call.arguments if self._is_gone(name)]
@@ -268,7 +254,7 @@ class _Names:
         node = x.producer()
         if node is not None:
             return node.op_type == "Constant"
-        return x.is_initializer() and bool(_INNER.fullmatch(str(x.name))) and not x.is_graph_input()
+        return x.is_initializer() and bool(_INNER.fullmatch(name_of(x))) and not x.is_graph_input()
 
 
 def _lines(node: ir.Node) -> list[str]:
@@ -281,7 +267,8 @@ def _may_carry(x: ir.Value) -> bool:
     return x.dtype is None or x.dtype.is_floating_point()
 
 
-def _stem(name: str) -> str:
+def call_of(name: str) -> str:
+    """Return the call for which a value is named."""
     return re.sub(r"_\d+$", "", name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 
@@ -10,8 +12,6 @@ from graphopt.graph.operators import (
     ARITHMETIC,
     INITIAL_STATES,
     LAYOUT,
-    MATRIX_PRODUCTS,
-    RECURRENT,
     SCATTERING,
 )
 from graphopt.graph.traversal import subgraphs
@@ -20,12 +20,12 @@ from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill, is_weight
 
-_FACTORS = MATRIX_PRODUCTS | RECURRENT
 _BROADCASTING = ARITHMETIC | {"Where"}
 _LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
 _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
 _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
+_TABLE = "a table of sines and cosines of positions"
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
@@ -76,31 +76,10 @@ def constant_value(x: ir.Value) -> Origin | None:
     if numbers.size == 0 or not np.isfinite(numbers).all():
         return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "empty")
     low = numbers.min()
-    if (
-        numbers.ndim > 1
-        and low <= _MASKING
-        and ((numbers == 0) | (numbers == low)).all()
-        and numbers.max() == 0
-    ):
+    if numbers.ndim > 1 and low <= _MASKING and np.isin(numbers, (0, low)).all() and numbers.max() == 0:
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
-    if _is_switch(x, numbers):
-        return Origin(Kind.CONSTANT, "a mask: zeros and ones", certain=False)
-    if _is_grid(x, numbers):
-        return Origin(Kind.CONSTANT, "a grid, or whole numbers such as anchors and strides", certain=False)
-    if _is_filter(x, numbers):
-        return Origin(Kind.CONSTANT, "a symmetric filter, the same for all channels", certain=False)
-    if _is_triangle(numbers):
-        return Origin(Kind.CONSTANT, "a causal mask: a triangle of ones", certain=False)
-    if (table := constant_table(x)) is not None:
-        return table
-    waves = _waves(x)
-    if waves and (
-        len(waves) == 2 or (max(numbers.shape) == numbers.size and _is_progression(numbers.ravel()))
-    ):
-        return Origin(Kind.CONSTANT, "frequencies of sines and cosines", certain=False)
-    if _is_input_statistic(x):
-        return Origin(Kind.CONSTANT, "shifts or scales an input of the model", certain=False)
-    return None
+    why = next((why for is_so, why in _LIKELY if is_so(x, numbers)), None)
+    return None if why is None else Origin(Kind.CONSTANT, why, certain=False)
 
 
 def written_out(x: ir.Value) -> Origin | None:
@@ -138,9 +117,7 @@ def _is_channelwise(x: ir.Value | None) -> bool:
 
 def constant_table(x: ir.Value) -> Origin | None:
     """Return the kind of an initializer if it contains sines and cosines of positions, which are rarely trained."""
-    if not _is_wave(_numbers(x)):
-        return None
-    return Origin(Kind.CONSTANT, "a table of sines and cosines of positions", certain=False)
+    return Origin(Kind.CONSTANT, _TABLE, certain=False) if _is_wave(x, _numbers(x)) else None
 
 
 def _numbers(x: ir.Value) -> np.ndarray:
@@ -165,11 +142,6 @@ def is_short(x: ir.Value) -> bool:
     """Return whether a single number has at most three digits, as numbers that people write do."""
     tensor = x.const_value
     return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
-
-
-def is_factor(x: ir.Value) -> bool:
-    """Tell whether all uses of an initializer are in matrix products and recurrences."""
-    return all(user.op_type in _FACTORS for user in x.consumers())
 
 
 def is_sparse(numbers: np.ndarray) -> bool:
@@ -200,9 +172,8 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
     if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
         return False
     distinct = np.unique(np.round(numbers.astype(np.float64), 5))
-    even = len(distinct) > 3 and np.allclose(
-        np.diff(distinct), distinct[1] - distinct[0], rtol=1e-3, atol=1e-6
-    )
+    steps = np.diff(distinct)
+    even = len(distinct) > 3 and np.allclose(steps, steps[0], rtol=1e-3, atol=1e-6)
     line = max(numbers.shape) == numbers.size
     if line and even and bool((np.diff(numbers.ravel()) > 0).all() or (np.diff(numbers.ravel()) < 0).all()):
         return True
@@ -226,7 +197,7 @@ def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:
     return (symmetric and equal) or not (numbers % 1).any()
 
 
-def _is_triangle(numbers: np.ndarray) -> bool:
+def _is_triangle(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether the last two axes have ones on one side of the diagonal and zeros on the other."""
     rows, columns = numbers.shape[-2:] if numbers.ndim > 1 else (0, 0)
     if rows != columns or rows < 3 or not np.isin(numbers[..., 0, :], (0, 1)).all():
@@ -235,7 +206,7 @@ def _is_triangle(numbers: np.ndarray) -> bool:
     return any((numbers == triangle).all() or (numbers == 1 - triangle).all() for triangle in lower)
 
 
-def _is_wave(numbers: np.ndarray) -> bool:
+def _is_wave(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether numbers are sines or cosines sampled along the last axis but one, by its first 64 rows.
 
     Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n] with an amplitude of 1. Constant columns satisfy it too
@@ -283,10 +254,16 @@ def _waves(x: ir.Value) -> set[str]:
     return waves
 
 
-def _is_input_statistic(x: ir.Value) -> bool:
+def _is_frequency(x: ir.Value, numbers: np.ndarray) -> bool:
+    """Return whether sines and cosines read numbers, or one of them a progression of numbers."""
+    waves = _waves(x)
+    line = max(numbers.shape, default=1) == numbers.size
+    return len(waves) == 2 or (len(waves) == 1 and line and _is_progression(numbers.ravel()))
+
+
+def _is_input_statistic(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether a single number, or one per channel, is subtracted from an input of the model or divides it."""
-    assert x.const_value is not None
-    dims = [dim for dim in x.const_value.shape if dim != 1]
+    dims = [dim for dim in numbers.shape if dim != 1]
     return len(dims) <= 1 and any(
         user.op_type in ("Sub", "Div") and user.inputs[1] is x and _is_data(user.inputs[0])
         for user in x.consumers()
@@ -301,3 +278,15 @@ def _is_data(x: ir.Value | None) -> bool:
             return False
         x = node.inputs[0]
     return x is not None and x.const_value is None
+
+
+# What numbers and uses suggest.
+_LIKELY: tuple[tuple[Callable[[ir.Value, np.ndarray], bool], str], ...] = (
+    (_is_switch, "a mask: zeros and ones"),
+    (_is_grid, "a grid, or whole numbers such as anchors and strides"),
+    (_is_filter, "a symmetric filter, the same for all channels"),
+    (_is_triangle, "a causal mask: a triangle of ones"),
+    (_is_wave, _TABLE),
+    (_is_frequency, "frequencies of sines and cosines"),
+    (_is_input_statistic, "shifts or scales an input of the model"),
+)

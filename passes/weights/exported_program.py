@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import some
 from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
-from passes.weights import folds, gathers, ties
-from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE
+from graphopt.graph.values import name_of
+from passes.weights import folds, gathers, initializers, ties
+from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE, call_of
 from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -26,39 +28,16 @@ _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
-# Calls of ATen that only move numbers.
-_MOVING = {
-    *("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"),
-    *(
-        "chunk",
-        "diagonal",
-        "embedding",
-        "getitem",
-        "index",
-        "index_select",
-        "narrow",
-        "select",
-        "slice",
-        "split",
-    ),
-    *("split_with_sizes", "unbind", "cat", "stack", "expand", "repeat", "tile"),
-    *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "_unsafe_view"),
-    *("flip", "movedim", "permute", "roll", "t", "transpose"),
-}
-# Calls in this list that keep all numbers.
+# Calls of ATen that only change the layout.
 _LAYOUT = {
-    *(
-        "alias",
-        "clone",
-        "contiguous",
-        "lift_fresh_copy",
-        "flatten",
-        "reshape",
-        "squeeze",
-        "unflatten",
-        "unsqueeze",
-    ),
-    *("view", "_unsafe_view", "movedim", "permute", "t", "transpose", "val"),
+    *("alias", "clone", "contiguous", "lift_fresh_copy", "flatten", "reshape", "squeeze", "unflatten"),
+    *("unsqueeze", "view", "_unsafe_view", "movedim", "permute", "t", "transpose"),
+}
+# Calls that only move numbers, or leave some out.
+_MOVING = _LAYOUT | {
+    *("detach", "detach_", "to", "_to_copy", "cat", "stack", "expand", "repeat", "tile", "flip", "roll"),
+    *("chunk", "diagonal", "embedding", "getitem", "index", "index_select", "narrow", "select", "slice"),
+    *("split", "split_with_sizes", "unbind"),
 }
 # Calls that make numbers out of none.
 _MAKING = {
@@ -70,17 +49,7 @@ _TURNING = {"permute", "t", "transpose"}
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Operators from which the exporter drops a bias of zeros.
 _BIASED = CONVOLUTIONS | {"Gemm"}
-# Invertible calls of ATen: the operator and its inverse.
-_INVERTIBLE: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
-    "exp": ("Exp", np.log),
-    "log": ("Log", np.exp),
-    "neg": ("Neg", np.negative),
-    "reciprocal": ("Reciprocal", np.reciprocal),
-    "sigmoid": ("Sigmoid", lambda y: np.log(y / (1 - y))),
-    "softplus": ("Softplus", lambda y: np.where(y > 20, y, np.log(np.expm1(np.minimum(y, 20))))),
-    "sqrt": ("Sqrt", np.square),
-    "tanh": ("Tanh", np.arctanh),
-}
+_INVERSES = {call: inverse for call, (_, inverse) in folds.UNARY.items() if inverse is not None}
 
 
 @dataclass(frozen=True)
@@ -104,8 +73,8 @@ def signature(model: ir.Model) -> dict[str, Spec]:
     for value in floating(model):
         kind = note_of(value, _KIND)
         if kind in _KINDS and value.name not in targets:
-            placeholder = note_of(value, _PLACEHOLDER) or str(value.name)
-            specs[placeholder] = Spec(_KINDS[kind], str(value.name))
+            placeholder = note_of(value, _PLACEHOLDER) or name_of(value)
+            specs[placeholder] = Spec(_KINDS[kind], name_of(value))
     return specs
 
 
@@ -113,7 +82,7 @@ def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
     if model.producer_name != "pytorch" or note_of(model.graph, SIGNATURE) is not None:
         return False
-    return any(re.fullmatch(r"val_\d+", str(x.name)) for x in model.graph.initializers.values()) or any(
+    return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
     )
 
@@ -124,24 +93,18 @@ def restore_records(model: ir.Model, specs: Signature) -> None:
         return
     parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
     targets = {spec.target for spec in specs.values()}
-    folded = [x for x in floating(model) if str(x.name) not in targets and fill(x) is None]
-    sources = {
-        x: {parameters[name] for name in _arguments_of_readers(x) if name in parameters} for x in folded
-    }
+    folded = [x for x in floating(model) if name_of(x) not in targets and fill(x) is None]
+    sources: dict[ir.Value, set[str]] = {}
     for x in folded:
+        calls = [note_of(user, EXPORTED_CALL) or "" for user in x.consumers()]
+        found = {parameters[name] for call in calls for name in _arguments(call) if name in parameters}
         own = {y.name for user in x.consumers() for y in user.inputs if y is not None}
-        sources[x] -= own if len(sources[x] - own) else set()
-    known = {source for found in sources.values() for source in found}
-    missing = [
-        name for name in parameters.values() if name not in model.graph.initializers and name not in known
-    ]
+        sources[x] = (found - own) or found
+    known = set(model.graph.initializers).union(*sources.values())
+    missing = [name for name in parameters.values() if name not in known]
     for x in folded:
         if names := sorted(sources[x]) or (missing if len(x.shape or ()) else []):
             note(x, FOLDED_FROM, repr(names))
-
-
-def _arguments_of_readers(x: ir.Value) -> list[str]:
-    return [name for user in x.consumers() for name in _arguments(note_of(user, EXPORTED_CALL) or "")]
 
 
 def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
@@ -155,14 +118,14 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
     if not leaves_open:
         for node in model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
-                yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a constant of the exported program")
+                yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
     for value in floating(model):
-        name = str(value.name)
+        name = name_of(value)
         sources = tuple(source for source in _sources(value) if source in kinds)
-        if leaves_open and (name in kinds or (sources and _call_of(name) in _MOVING)):
+        if leaves_open and (name in kinds or (sources and call_of(name) in _MOVING)):
             continue
         if leaves_open and sources and fill(value) != 0:
-            why = f"computed from {_some(sources)} by the exporter, and trains in its place"
+            why = f"computed from {some(sources)} by the exporter, and trains in its place"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=sources)
             continue
         if name in kinds:
@@ -174,20 +137,17 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             why = f"made by the exporter, which folded a BatchNormalization into {layer}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
         elif not parameters or _calls_of(value, kinds) & DETACHING:
-            why = f"computed from {_some(sources)}" if sources else "a constant of the exported program"
+            why = f"computed from {some(sources)}" if sources else "a constant of the exported program"
             yield name, Origin(Kind.CONSTANT, why, sources=sources)
         elif _is_moved(value, [placeholders[source] for source in parameters], kinds):
             others = [source for source in sources if kinds[source] is not Kind.PARAMETER]
-            joined = f", joined with {_some(others)}, which is no parameter" if others else ""
-            why = f"{_some(parameters)}, laid out anew by the exporter{joined}"
+            joined = f", joined with {some(others)}, which is no parameter" if others else ""
+            why = f"{some(parameters)}, laid out anew by the exporter{joined}"
             yield name, Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
         else:
-            apart = (
-                " beside it"
-                if any(name in model.graph.initializers for name in parameters)
-                else " in its place"
-            )
-            why = f"computed from {_some(parameters)} by the exporter, and trains{apart}"
+            present = any(name in model.graph.initializers for name in parameters)
+            where = "beside it" if present else "in its place"
+            why = f"computed from {some(parameters)} by the exporter, and trains {where}"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
@@ -205,9 +165,8 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     named = {name for call in calls for name in _arguments(call)}
     for call, uses in calls.items():
         taken = [name for name in _arguments(call) if name in specs]
-        own = {
-            x: {placeholders[n] for n in (str(x.name), *_sources(x)) if n in placeholders} for x, _, _ in uses
-        }
+        names = {x: {name_of(x), *_sources(x)} for x, _, _ in uses}
+        own = {x: {placeholders[n] for n in names[x] & placeholders.keys()} for x in names}
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
             if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill(x) is None):
@@ -220,7 +179,7 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
                 name, origin = spec.target, _named(spec.kind, f", merged with {x.name}")
             copy = copies.get((x, name)) or duplicate(model, x, name)
             copies[x, name] = copy
-            parted[str(copy.name)] = origin
+            parted[name_of(copy)] = origin
             node.replace_input_with(index, copy)
     return parted
 
@@ -232,29 +191,23 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     for value in floating(model):
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
-        calls = [_call_of(name) for name in (*sources, str(value.name)) if name not in paths]
-        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERTIBLE.keys() >= set(calls):
+        calls = [call_of(name) for name in (*sources, name_of(value)) if name not in paths]
+        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERSES.keys() >= set(calls):
             continue
         numbers = array(value).astype(np.float64)
         with np.errstate(all="ignore"):
             for call in reversed(calls):
-                numbers = _INVERTIBLE[call][1](numbers)
+                numbers = _INVERSES[call](numbers)
         path = paths[0]
         existing = model.graph.initializers.get(path)
-        if not np.isfinite(numbers).all() or (
-            existing and not np.allclose(array(existing), numbers, rtol=1e-4, atol=1e-5)
-        ):
+        other = numbers if existing is None else array(existing)
+        if not np.isfinite(numbers).all() or not np.allclose(other, numbers, rtol=1e-4, atol=1e-5):
             continue
         last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
         inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
-        nodes = []
         for call in calls:
-            nodes.append(ir.node(_INVERTIBLE[call][0], [last], name=f"{value.name}/{call}"))
-            last = nodes[-1].outputs[0]
-            last.name, last.type, last.shape = f"{value.name}/{call}", value.type, value.shape
-        model.graph.insert_before(model.graph[0], nodes)
-        ir.convenience.replace_all_uses_with(value, last, replace_graph_outputs=True)
-        del model.graph.initializers[str(value.name)]
+            last = initializers.prepend(model, value, call, call.capitalize(), [last])
+        initializers.replace_by(model, value, last)
     return inverted
 
 
@@ -263,10 +216,8 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        sources = _sources(value)
-        paths = [source for source in sources if kinds.get(source) is Kind.PARAMETER]
-        folded = (*sources, str(value.name))
-        calls = {_call_of(name) for name in folded if name not in kinds} - {"val"}
+        paths = [source for source in _sources(value) if kinds.get(source) is Kind.PARAMETER]
+        calls = _calls_of(value, kinds) - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
             restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
@@ -284,9 +235,7 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     standing = _standing(model, kinds)
     for value in floating(model):
         sources = [source for source in _sources(value) if source in kinds]
-        present = {
-            source: x for source in sources if (x := standing.get(source)) is not None and x is not value
-        }
+        present = {name: standing[name] for name in sources if standing.get(name, value) is not value}
         parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
         constants = [x for source, x in present.items() if kinds[source] is not Kind.PARAMETER]
         missing = [name for name in sources if kinds[name] is Kind.PARAMETER and name not in present]
@@ -299,7 +248,7 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
                 continue  # tying computes it by simpler nodes
             rest = folds.move(model, value, [*parameters, *constants], missing, bool(detached))
             if rest is not None and missing:
-                restored[str(rest.name)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
+                restored[name_of(rest)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
         elif not missing:
             functions = sorted(calls - (_MOVING - _TURNING))
             folds.compute(model, value, parameters, constants, functions, bool(detached))
@@ -313,15 +262,15 @@ def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]
         sources = [source for source in _sources(value) if source in kinds]
         calls = _calls_of(value, kinds)
         repeats = calls & _REPEATING and gathers.repeats(array(value))
-        if len(sources) == 1 and calls <= _LAYOUT and not repeats:
+        if len(sources) == 1 and calls <= _LAYOUT | {"val"} and not repeats:
             found.setdefault(sources[0], value)
-    own = {str(x.name): x for x in floating(model) if str(x.name) in kinds}
+    own = {name_of(x): x for x in floating(model) if name_of(x) in kinds}
     return found | own
 
 
 def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
     """Return the calls that made a folded value."""
-    return {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs}
+    return {call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
 
 
 def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
@@ -332,9 +281,8 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
             continue
         arguments = [specs[name] for name in _arguments(note_of(node, EXPORTED_CALL) or "") if name in specs]
-        gone = [
-            spec.target for spec in arguments if spec.kind is Kind.PARAMETER and spec.target not in present
-        ]
+        parameters = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER]
+        gone = [target for target in parameters if target not in present]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
@@ -356,17 +304,18 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
     present = _names_present(model)
     taken = {name for call in _calls(model) for name in _arguments(call)}
     gone = {name: spec for name, spec in specs.items() if spec.target not in present}
-    folded = {_module(spec.target) for spec in gone.values() if spec.target.endswith(".running_mean")}
+    mean = ".running_mean"
+    folded = {spec.target.removesuffix(mean) for spec in gone.values() if spec.target.endswith(mean)}
     return [
         spec.target
         for name, spec in gone.items()
-        if spec.kind is Kind.PARAMETER and (name in taken or _module(spec.target) in folded)
+        if spec.kind is Kind.PARAMETER and (name in taken or spec.target.rpartition(".")[0] in folded)
     ]
 
 
 def _names_present(model: ir.Model) -> set[str]:
     """Return the names of the values in the file, and of those from which the exporter computed its values."""
-    return {name for value in floating(model) for name in (str(value.name), *_sources(value))}
+    return {name for value in floating(model) for name in (name_of(value), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:
@@ -384,18 +333,13 @@ def _arguments(call: str) -> list[str]:
     return re.findall(r"%(\w+)", call.partition("](args = ")[2])
 
 
-def _call_of(name: str) -> str:
-    """Return the call for which a value is named."""
-    return re.sub(r"_\d+$", "", name)
-
-
 def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[str]) -> bool:
     """Return whether a folded value contains numbers of parameters instead of others computed from them.
 
     Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
     move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
     """
-    folded = {_call_of(name) for name in (*_sources(value), str(value.name)) if name not in inputs} - {"val"}
+    folded = _calls_of(value, inputs) - {"val"}
     if folded & _REPEATING and gathers.repeats(array(value)):
         return False
     calls = [_arguments(note_of(node, EXPORTED_CALL) or "") for node in value.consumers()]
@@ -415,11 +359,3 @@ def _sources(value: ir.Value) -> tuple[str, ...]:
 
 def _named(kind: Kind, more: str = "") -> Origin:
     return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)
-
-
-def _module(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import floating
 
@@ -35,6 +35,7 @@ def read(model: ir.Model) -> dict[str, Origin]:
             exported_program.restore_biases,
         ):
             restored |= undo(model, signature)
+        model.graph.sort()
         return dict(exported_program.read(model, signature)) | restored
     if exported_program.is_stripped(model):
         warnings.warn(
@@ -47,9 +48,12 @@ def read(model: ir.Model) -> dict[str, Origin]:
     if model.producer_name == "pytorch":
         restored = torchscript.separate_merged(model)
         restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
+        model.graph.sort()
         return dict(torchscript.read(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
-        return dict(_read_tensorflow(model))
+        variables = [name for x in floating(model) if "ReadVariableOp" in (name := name_of(x))]
+        origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
+        return dict.fromkeys(variables, origin)
     return {}
 
 
@@ -57,9 +61,3 @@ def left_out(model: ir.Model) -> list[str]:
     """Return the parameters of the exported program that the file does not contain in any form."""
     signature = exported_program.signature(model)
     return exported_program.left_out(model, signature) if signature else []
-
-
-def _read_tensorflow(model: ir.Model) -> Iterator[tuple[str, Origin]]:
-    for value in floating(model):
-        if "ReadVariableOp" in str(value.name):
-            yield str(value.name), Origin(Kind.PARAMETER, "a variable of the exported program", named=True)

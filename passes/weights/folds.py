@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import STOP_GRADIENT
-from passes.weights.initializers import array, register
+from passes.weights.initializers import array, prepend, register, replace_by
 
 
 @dataclass(frozen=True)
@@ -24,26 +24,27 @@ class Step:
 
 
 Chain = tuple[Step, ...]
+_Function = Callable[[np.ndarray], np.ndarray]
 
-_UNARY: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
-    "abs": ("Abs", np.abs),
-    "exp": ("Exp", np.exp),
-    "log": ("Log", np.log),
-    "neg": ("Neg", np.negative),
-    "reciprocal": ("Reciprocal", np.reciprocal),
-    "relu": ("Relu", lambda x: np.maximum(x, 0)),
-    "sigmoid": ("Sigmoid", lambda x: 1 / (1 + np.exp(-x))),
-    "softplus": ("Softplus", lambda x: np.logaddexp(x, 0)),
-    "sqrt": ("Sqrt", np.sqrt),
-    "tanh": ("Tanh", np.tanh),
+# Functions of ATen, with their inverses if they have one. ONNX's operators have the same names.
+UNARY: dict[str, tuple[_Function, _Function | None]] = {
+    "abs": (np.abs, None),
+    "exp": (np.exp, np.log),
+    "log": (np.log, np.exp),
+    "neg": (np.negative, np.negative),
+    "reciprocal": (np.reciprocal, np.reciprocal),
+    "relu": (lambda x: np.maximum(x, 0), None),
+    "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda y: np.log(y / (1 - y))),
+    "softplus": (
+        lambda x: np.logaddexp(x, 0),
+        lambda y: np.where(y > 20, y, np.log(np.expm1(np.minimum(y, 20)))),
+    ),
+    "sqrt": (np.sqrt, np.square),
+    "tanh": (np.tanh, np.arctanh),
 }
-_BINARY: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
-    "add": ("Add", np.add),
-    "sub": ("Sub", np.subtract),
-    "rsub": ("Sub", np.subtract),
-    "mul": ("Mul", np.multiply),
-    "div": ("Div", np.divide),
-    "pow": ("Pow", np.power),
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    **{"add": np.add, "sub": np.subtract, "rsub": np.subtract},
+    **{"mul": np.multiply, "div": np.divide, "pow": np.power},
 }
 _MOST_CALLS = 3
 
@@ -60,11 +61,7 @@ def move(
         detached: stop the gradient.
     """
     numbers = array(value)
-    if (
-        any(array(source).dtype != numbers.dtype for source in sources)
-        or len(missing) > 1
-        or numbers.size == 0
-    ):
+    if {array(source).dtype for source in sources} != {numbers.dtype} or len(missing) > 1 or not numbers.size:
         return None
     flat = np.concatenate([array(source).ravel() for source in sources])
     distinct, places = np.unique(flat, return_index=True)
@@ -83,12 +80,14 @@ def move(
     size = sum(array(source).size for source in sources)
     shape = register(model, f"{value.name}.flat", np.array([-1], np.int64))
     parts = [
-        _emit(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
+        prepend(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
         for i, source in enumerate(sources)
     ]
-    whole = parts[0] if len(parts) == 1 else _emit(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
+    whole = (
+        parts[0] if len(parts) == 1 else prepend(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
+    )
     gathered = [whole, register(model, f"{value.name}.places", index)]
-    _replace(model, value, _emit(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
+    _replace(model, value, prepend(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
     return sources[-1]
 
 
@@ -125,19 +124,17 @@ def compute(
             shape = np.broadcast_shapes(shape, array(other).shape)
         if step.op_type == "Transpose":
             shape = tuple(shape[axis] for axis in dict(step.attributes)["perm"])  # type: ignore[attr-defined]
-        last = _emit(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
+        last = prepend(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
     if shape != array(value).shape:
         target = register(model, f"{value.name}.shape", np.array(array(value).shape, np.int64))
-        last = _emit(model, value, "reshape", "Reshape", [last, target])
+        last = prepend(model, value, "reshape", "Reshape", [last, target])
     _replace(model, value, last, detached)
 
 
 def _replace(model: ir.Model, value: ir.Value, computed: ir.Value, detached: bool) -> None:
     if detached:
-        computed = STOP_GRADIENT.mark(_emit(model, value, "detached", "Identity", [computed]))
-    ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
-    del model.graph.initializers[str(value.name)]
-    model.graph.sort()
+        computed = STOP_GRADIENT.mark(prepend(model, value, "detached", "Identity", [computed]))
+    replace_by(model, value, computed)
 
 
 def _chains(
@@ -166,11 +163,10 @@ def _steps(
     elif call in ("t", "transpose", "permute"):
         for perm in itertools.permutations(range(min(x.ndim, 4))):
             yield Step("Transpose", (("perm", list(perm)),)), x.transpose(perm)
-    elif call in _UNARY:
-        op_type, function = _UNARY[call]
-        yield Step(op_type), function(x)
-    elif call in _BINARY:
-        op_type, function = _BINARY[call]
+    elif call in UNARY:
+        yield Step(call.capitalize()), UNARY[call][0](x)
+    elif call in _ARITHMETIC:
+        op_type, function = call.removeprefix("r").capitalize(), _ARITHMETIC[call]
         for other in [*others, *(_scalar(x, wanted, call) if last else map(np.array, _COMMON))]:
             numbers = (array(other) if isinstance(other, ir.Value) else other).astype(np.float64)
             for first in (False, True):
@@ -202,21 +198,3 @@ def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:
     if call == "mul" and np.isin(wanted[x != 0] / x[x != 0], (0, 1)).all():
         masks = [np.where(x != 0, wanted / np.where(x == 0, 1, x), 1.0)]
     return [np.array(number) for number in dict.fromkeys(found)] + masks
-
-
-def _emit(
-    model: ir.Model,
-    value: ir.Value,
-    what: str,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    attributes: dict[str, object] | None = None,
-    shape: Sequence[int] | None = None,
-) -> ir.Value:
-    """Add a node to a graph, which is to be sorted afterwards."""
-    node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")  # type: ignore[arg-type]
-    output = node.outputs[0]
-    output.name, output.type = node.name, value.type
-    output.shape = value.shape if shape is None else ir.Shape(shape)
-    model.graph.insert_before(model.graph[0], [node])
-    return output

@@ -5,15 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from passes.weights.initializers import array, register
+from passes.weights.initializers import array, prepend, register, replace_by
 
 
 def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
-    """Compute an initializer from a table of its distinct rows, and return the table, or None if no rows repeat.
-
-    Args:
-        name: the name of the table. An initializer that already has it is the table.
-    """
+    """Compute an initializer from a table `name` of its distinct rows, and return it, or None if no rows repeat."""
     numbers = array(value)
     axis = _axis(numbers)
     if axis is None:
@@ -30,16 +26,10 @@ def undo(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
         return None
     table = existing or register(model, name, distinct)
     index = register(model, f"{value.name}.rows", np.array(indices, np.int64).reshape(rows.shape[:-1]))
-    gathered = ir.node("Gather", [table, index], {"axis": 0}, name=f"{value.name}/gather")
+    gathered = prepend(model, value, "gather", "Gather", [table, index], {"axis": 0}, rows.shape)
     order = list(range(numbers.ndim - 1))
     order.insert(axis, numbers.ndim - 1)
-    moved = ir.node("Transpose", gathered.outputs, {"perm": order}, name=f"{value.name}/transpose")
-    for node, shape in ((gathered, rows.shape), (moved, numbers.shape)):
-        output = node.outputs[0]
-        output.name, output.type, output.shape = node.name, value.type, ir.Shape(shape)
-    model.graph.insert_before(model.graph[0], [gathered, moved])
-    ir.convenience.replace_all_uses_with(value, moved.outputs[0], replace_graph_outputs=True)
-    del model.graph.initializers[str(value.name)]
+    replace_by(model, value, prepend(model, value, "transpose", "Transpose", [gathered], {"perm": order}))
     return table
 
 

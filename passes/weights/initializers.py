@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from graphopt.graph.values import constant_of, name_of
 
 
 def floating(model: ir.Model) -> list[ir.Value]:
@@ -26,8 +30,7 @@ def array(value: ir.Value) -> np.ndarray:
 
 def fill(x: ir.Value | None) -> float | None:
     """Return the number with which a constant is filled, or None."""
-    tensor = None if x is None else ir.convenience.get_const_tensor(x)
-    numbers = None if tensor is None else tensor.numpy()
+    numbers = constant_of(x)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
     return float(numbers.flat[0])
@@ -38,13 +41,35 @@ def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
     return register(model, name, array(value).copy())
 
 
+def prepend(
+    model: ir.Model,
+    value: ir.Value,
+    what: str,
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    attributes: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+) -> ir.Value:
+    """Put a node named after an initializer, of its type and shape, before all others; sort the graph afterwards."""
+    node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")
+    output = node.outputs[0]
+    output.name, output.type = node.name, value.type
+    output.shape = value.shape if shape is None else ir.Shape(shape)
+    model.graph.insert_before(model.graph[0], [node])
+    return output
+
+
+def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
+    """Remove an initializer, in whose place nodes read a computed value."""
+    ir.convenience.replace_all_uses_with(value, computed, replace_graph_outputs=True)
+    del model.graph.initializers[name_of(value)]
+
+
 def register(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
     """Register an initializer under a name, or under a similar free one."""
     taken = ir.convenience.create_value_mapping(model.graph)
     names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
     free = next(candidate for candidate in names if candidate not in taken)
-    tensor = ir.tensor(numbers, name=free)
-    shape = ir.Shape(numbers.shape)
-    value = ir.Value(name=free, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+    value = ir.val(free, const_value=ir.tensor(numbers, name=free))
     model.graph.register_initializer(value)
     return value

@@ -20,53 +20,41 @@ from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
 from graphopt.graph.roles import Role, set_role, stop_gradient_at
 from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
-from graphopt.graph.values import like
+from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
+from passes.weights.initializers import array
 
 WIDE = ir.DataType.FLOAT
+_LAYOUT = {"axis": 1, "block_size": 0}
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
 
 
 def is_narrow(value: ir.Value) -> bool:
     """Return whether a value has floating-point numbers of fewer bits than float32."""
-    return value.dtype is not None and value.dtype.is_floating_point() and value.dtype.itemsize < 4
+    return is_floating(value) and dtype_of(value).itemsize < 4
 
 
 def promote(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into state, of float32 if it has fewer bits; inside a pass only."""
     if not is_narrow(weight):
         return state.promote(model, weight, role)
-    assert weight.const_value is not None and weight.dtype is not None
-    master = _declare(model, weight, weight.const_value.numpy().astype(np.float32), role)
+    master = _declare(model, weight, array(weight).astype(np.float32), role)
+    if role is Role.STATISTIC:  # the graph computes with it in float32
+        STORED_TYPE.write(master, dtype_of(weight).name)
+        ir.convenience.replace_all_uses_with(weight, master)
+        return master
     with Emitter(model) as op:
         rounded = STORED.mark(op.Cast(master, to=weight.dtype))
         ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
     return master
 
 
-def promote_statistic(model: ir.Model, statistic: ir.Value) -> ir.Value:
-    """Turn a running statistic into state, of float32 if it has fewer bits; inside a pass only."""
-    if not is_narrow(statistic):
-        return state.promote(model, statistic, Role.STATISTIC)
-    assert statistic.const_value is not None and statistic.dtype is not None
-    wide = _declare(model, statistic, statistic.const_value.numpy().astype(np.float32), Role.STATISTIC)
-    STORED_TYPE.write(wide, statistic.dtype.name)
-    ir.convenience.replace_all_uses_with(statistic, wide)
-    return wide
-
-
 @dataclass(frozen=True)
 class Quantized:
-    """Hold the integers of a weight and how a DequantizeLinear reads them.
-
-    Args:
-        integers: the integers.
-        node: one of the nodes that read them, all of which are alike.
-        numbers: what the integers stand for.
-    """
+    """Hold the integers of a weight and how a DequantizeLinear reads them."""
 
     integers: ir.TensorProtocol
-    node: ir.Node
-    numbers: np.ndarray
+    node: ir.Node  # one of the nodes that read them, all of which are alike
+    numbers: np.ndarray  # what the integers stand for
 
 
 class QuantizedWeights:
@@ -81,10 +69,9 @@ class QuantizedWeights:
     def _show(self, integers: ir.Value, nodes: Sequence[ir.Node]) -> None:
         numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
         assert numbers is not None and integers.const_value is not None and y.dtype is not None
-        name = str(integers.name)
+        name = name_of(integers)
         self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
-        tensor = ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
-        shown = ir.Value(name=name, type=ir.TensorType(y.dtype), shape=integers.shape, const_value=tensor)
+        shown = ir.val(name, const_value=ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name))
         metadata.copy(integers, shown)
         QUANTIZED.write(shown, name)
         del self._model.graph.initializers[name]
@@ -117,12 +104,9 @@ class QuantizedWeights:
             _detach(quantized.node)
 
     def _restore(self, op: Emitter, weight: ir.Value, quantized: Quantized) -> None:
-        name = str(weight.name)
+        name = name_of(weight)
         del self._model.graph.initializers[name]
-        tensor = quantized.integers
-        integers = ir.Value(
-            name=name, type=ir.TensorType(tensor.dtype), shape=weight.shape, const_value=tensor
-        )
+        integers = ir.val(name, const_value=quantized.integers)
         metadata.copy(weight, integers)
         self._model.graph.register_initializer(integers)
         restored = _dequantize(op, integers, quantized.node)
@@ -152,17 +136,17 @@ def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
 
 def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
     first = nodes[0]
-    scale = ir.convenience.get_const_tensor(first.inputs[1]) if first.inputs[1] is not None else None
+    scale = constant_of(first.inputs[1])
     if scale is None or dequantized(first) is None or FROZEN.is_set(x):
         return False
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
-    steps = scale.numpy().astype(np.float32)
+    steps = scale.astype(np.float32)
     return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
 
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
     """Declare state with the name and the notes of an initializer, which it replaces."""
-    name = str(weight.name)
+    name = name_of(weight)
     del model.graph.initializers[name]
     weight.const_value = None  # renaming a value renames its tensor, which may belong to the caller
     weight.name = f"{name}/stored"
@@ -176,26 +160,24 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     node, dtype = quantized.node, quantized.integers.dtype
     if dtype.itemsize < 4:
         return _dequantize(op, STORED.mark(_quantize(op, master, node, dtype)), node)
-    scale = ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
+    scale = constant_of(node.inputs[1])
     assert scale is not None
-    steps = op.constant(spread(node, scale.numpy().astype(np.float32), quantized.numbers.shape))
-    whole = op.Clip(op.Round(master / steps), *INT32_RANGE)
-    rounded = _dequantize(op, STORED.mark(_like_shape(op.Cast(whole, to=dtype), master)), node)
+    steps = op.constant(spread(node, scale.astype(np.float32), quantized.numbers.shape))
+    whole = op.Cast(op.Clip(op.Round(master / steps), *INT32_RANGE), to=dtype)
+    whole.shape = master.shape
+    rounded = _dequantize(op, STORED.mark(whole), node)
     passed = master - stop_gradient_at(op.Identity(master))
-    y: ir.Value = rounded + op.CastLike(passed, rounded)
-    producer = y.producer()
-    assert producer is not None
-    in_inference(producer, same_as=0)
-    return y
+    return in_inference(rounded + op.CastLike(passed, rounded), same_as=0)
 
 
 def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) -> ir.Value:
     scale = node.inputs[1]
     assert scale is not None
-    wide = scale if scale.dtype == WIDE else op.Cast(scale, to=WIDE)
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     given = {} if zero is not None else {"output_dtype": dtype}
-    return _like_shape(op.QuantizeLinear(master, wide, zero, **given, **_layout(node)), master)
+    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, WIDE), zero, **given, **_layout(node))
+    quantized.shape = master.shape
+    return quantized
 
 
 def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
@@ -208,13 +190,4 @@ def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
 
 
 def _layout(node: ir.Node) -> dict[str, int]:
-    return {
-        "axis": node.attributes.get_int("axis", 1),
-        "block_size": node.attributes.get_int("block_size", 0),
-    }
-
-
-def _like_shape(value: ir.Value, model: ir.Value) -> ir.Value:
-    """Declare that `value` has the shape of `model`, where inference cannot see it."""
-    value.shape = model.shape
-    return value
+    return {name: node.attributes.get_int(name, default) for name, default in _LAYOUT.items()}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Copy
-from graphopt.graph.values import like
-from passes.weights.initializers import array, duplicate
+from graphopt.graph.values import like, name_of
+from passes.weights.initializers import array, duplicate, replace_by
 
 _FEWEST = 8  # the fewest equal elements that indicate a tie
+_HOW = {
+    "Identity": "equal to",
+    "Transpose": "the transpose of",
+    "Reshape": "a reshaped copy of",
+    "Moved": "a copy with moved axes of",
+}
 
 
 def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
@@ -38,18 +44,20 @@ def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, l
         return None
     if not transposed and a.shape == b.shape and np.array_equal(a, b):
         return "Identity", []
-    if a.ndim == b.ndim and a.ndim <= 5:
-        for perm in sorted(itertools.permutations(range(a.ndim)), reverse=True):
-            if a.transpose(perm).shape == b.shape and np.array_equal(a.transpose(perm), b):
-                return ("Identity", []) if perm == tuple(range(a.ndim)) else ("Transpose", list(perm))
+    perm = _permutation(a, b)
+    if perm is not None:
+        return ("Identity", []) if perm == [*range(a.ndim)] else ("Transpose", perm)
     if np.array_equal(a.ravel(), b.ravel()):
         return "Reshape", list(b.shape)
-    a, b = a.squeeze(), b.squeeze()
-    if a.ndim == b.ndim and a.ndim <= 5:
-        for perm in sorted(itertools.permutations(range(a.ndim)), reverse=True):
-            if a.transpose(perm).shape == b.shape and np.array_equal(a.transpose(perm), b):
-                return "Moved", list(perm)
-    return None
+    perm = _permutation(a.squeeze(), b.squeeze())
+    return None if perm is None else ("Moved", perm)
+
+
+def _permutation(a: np.ndarray, b: np.ndarray) -> list[int] | None:
+    """Return the permutation of the axes of `a` that gives `b`, or None."""
+    perms = sorted(itertools.permutations(range(a.ndim)), reverse=True) if a.ndim == b.ndim <= 5 else ()
+    moved = (list(perm) for perm in perms if a.transpose(perm).shape == b.shape)
+    return next((perm for perm in moved if np.array_equal(a.transpose(perm), b)), None)
 
 
 def tells(weight: ir.Value) -> bool:
@@ -61,30 +69,19 @@ def tells(weight: ir.Value) -> bool:
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, list[int]]) -> Copy:
     """Compute an initializer from the weight of which it is a copy."""
     op_type, argument = made_by
-    name, shape = str(copy.name), array(copy).shape
+    name, shape = name_of(copy), array(copy).shape
     with Emitter(model) as op:
-        emit: dict[str, Callable[[], ir.Value]] = {
-            "Identity": lambda: weight,
-            "Transpose": lambda: op.Transpose(weight, perm=argument),
-            "Reshape": lambda: _reshaped(op, weight, argument),
-            "Moved": lambda: _reshaped(op, op.Transpose(_squeezed(op, weight), perm=argument), shape),
-        }
-        computed = emit[op_type]()
-    ir.convenience.replace_all_uses_with(copy, computed, replace_graph_outputs=True)
-    del model.graph.initializers[name]
+        computed = weight
+        if op_type == "Moved":
+            computed = _reshaped(op, weight, array(weight).squeeze().shape)
+        if op_type in ("Moved", "Transpose"):
+            computed = op.Transpose(computed, perm=argument)
+        if op_type in ("Moved", "Reshape"):
+            computed = _reshaped(op, computed, shape)
     if computed is not weight:
         like(computed, copy)
-    how = {
-        "Identity": "equal to",
-        "Transpose": "the transpose of",
-        "Reshape": "a reshaped copy of",
-        "Moved": "a copy with moved axes of",
-    }[op_type]
-    return Copy(name, shape, f"{how} {weight.name}")
-
-
-def _squeezed(op: Emitter, x: ir.Value) -> ir.Value:
-    return _reshaped(op, x, array(x).squeeze().shape)
+    replace_by(model, copy, computed)
+    return Copy(name, shape, f"{_HOW[op_type]} {weight.name}")
 
 
 def _reshaped(op: Emitter, x: ir.Value, shape: Sequence[int]) -> ir.Value:

@@ -14,48 +14,19 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
+from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, floating, is_weight, register
+from passes.weights.initializers import array, duplicate, floating, is_weight, prepend, register
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
-    *(
-        "alibi",
-        "anchor",
-        "anchors",
-        "default_boxes",
-        "dboxes",
-        "grid",
-        "grids",
-        "prior_boxes",
-        "priors",
-        "slopes",
-    ),
-    *("stride", "strides", "attention_mask", "attn_mask", "causal_mask", "mask", "masks", "tril", "triu"),
-    *("cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq"),
+    *("alibi", "anchor", "anchors", "default_boxes", "dboxes", "grid", "grids", "prior_boxes", "priors"),
+    *("slopes", "stride", "strides", "attention_mask", "attn_mask", "causal_mask", "mask", "masks", "tril"),
+    *("triu", "cos", "cos_cached", "sin", "sin_cached", "freqs", "frequencies", "inv_freq"),
     *("pe", "position_ids", "position_table", "relative_coords_table", "relative_position_index"),
-    *(
-        "running_mean",
-        "running_var",
-        "running_std",
-        "num_batches_tracked",
-        "embed_scale",
-        "final_logits_bias",
-    ),
-    *(
-        "mean",
-        "means",
-        "std",
-        "stds",
-        "ema",
-        "embed_avg",
-        "cluster_size",
-        "alphas_cumprod",
-        "betas",
-        "filt",
-        "mel_basis",
-        "window",
-    ),
+    *("running_mean", "running_var", "running_std", "num_batches_tracked", "embed_scale"),
+    *("final_logits_bias", "mean", "means", "std", "stds", "ema", "embed_avg", "cluster_size"),
+    *("alphas_cumprod", "betas", "filt", "mel_basis", "window"),
 }
 _PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_", "gaussian_", "posterior_", "sqrt_")
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
@@ -67,23 +38,19 @@ _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
     for value in floating(model):
-        name = str(value.name)
         if _is_power_vector(value, model):
             why = "a singular vector, which spectral normalization estimates"
-            yield name, Origin(Kind.BUFFER, why, certain=False, named=True)
+            yield name_of(value), Origin(Kind.BUFFER, why, certain=False, named=True)
         else:
-            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
+            yield name_of(value), _origin_of(value, model)
     for node in model.graph.all_nodes():
         if node.op_type in LITERALS and node.domain == "":
-            yield str(node.outputs[0].name), Origin(Kind.CONSTANT, "a literal of the exported program")
+            yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a literal of the exported program")
 
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
-    for value in floating(model):
-        name = str(value.name)
-        if _is_buffer(name):
-            yield name, _origin(value, name, value.consumers(), model.graph.initializers)
+    return ((name_of(x), _origin_of(x, model)) for x in floating(model) if _is_buffer(name_of(x)))
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -97,14 +64,14 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
         x, y = node.inputs[0], node.outputs[0]
         if x is None or not is_weight(x) or y.is_graph_output():
             continue
-        name, readers = str(y.name), list(y.consumers())
+        name, readers = name_of(y), list(y.consumers())
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
         y.name = f"{name}/alias"
         copy = x
         if not (_is_folded(name) and _modules(own, modules) & _modules(readers, modules)):
             copy = duplicate(model, x, name)
             origin = _origin(copy, name, readers, model.graph.initializers)
-            parted[str(copy.name)] = replace(origin, named=True)
+            parted[name_of(copy)] = replace(origin, named=True)
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
     return parted
@@ -114,13 +81,13 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     """Recompute gathers and sums that the exporter folded, as for biases of relative positions; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        name, readers = str(value.name), list(value.consumers())
+        name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
             table = gathers.undo(model, value, f"{name}.table")
             if table is not None:
                 why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
-                restored[str(table.name)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
+                restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     return restored
 
 
@@ -128,7 +95,7 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
     """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in floating(model):
-        name, uses = str(value.name), list(value.uses())
+        name, uses = name_of(value), list(value.uses())
         folded = _is_folded(name) and bool(uses)
         if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
             numbers = array(value)
@@ -136,16 +103,17 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
                 continue
             zeros = int((numbers == 0).sum())
             mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-            masked = ir.node("Mul", [value, mask], name=f"{name}/masked")
-            output = masked.outputs[0]
-            output.name, output.type, output.shape = masked.name, value.type, value.shape
+            masked = prepend(model, value, "masked", "Mul", [value, mask])
             for node, index in uses:
-                node.replace_input_with(index, output)
-            model.graph.insert_before(model.graph[0], [masked])
+                node.replace_input_with(index, masked)
             why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
             restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
-            restored[str(mask.name)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+            restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
     return restored
+
+
+def _origin_of(value: ir.Value, model: ir.Model) -> Origin:
+    return _origin(value, name_of(value), value.consumers(), model.graph.initializers)
 
 
 def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Collection[str]) -> Origin:
@@ -195,9 +163,8 @@ def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
     module = _module(product)
     layers = [module] if module else []
     for reader in product.outputs[0].consumers():
-        layers += [
-            str(x.name).removesuffix(".bias") for x in reader.inputs if x and str(x.name).endswith(".bias")
-        ]
+        names = [name_of(x) for x in reader.inputs if x]
+        layers += [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
     return any(f"{layer}.weight" not in known for layer in layers)
 
 
@@ -210,7 +177,7 @@ def _is_buffer(name: str) -> bool:
 
 def _is_power_vector(value: ir.Value, model: ir.Model) -> bool:
     """Return whether a value is one of the vectors `weight_u` and `weight_v` of spectral normalization."""
-    stem, end = str(value.name)[:-1], str(value.name)[-1:]
+    stem, end = name_of(value)[:-1], name_of(value)[-1:]
     pair = [model.graph.initializers.get(stem + letter) for letter in "uv"]
     return end in ("u", "v") and stem[-1:] == "_" and all(x is not None and array(x).ndim == 1 for x in pair)
 

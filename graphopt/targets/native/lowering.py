@@ -14,10 +14,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
-from graphopt.graph.large_models import weights_apart
 from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
+from graphopt.graph.storage import skeleton
 from graphopt.graph.values import like
 from graphopt.targets.native.attributes import is_well_formed
 from graphopt.targets.native.bodies import bodies, move_into_bodies, note_rows
@@ -83,8 +83,7 @@ def lower(
     if set(LOWERINGS) <= set(without):
         return None
     threads = threads or os.cpu_count() or 1
-    with weights_apart(model) as weights:
-        content = ir.to_proto(model).SerializeToString()
+    content, weights = skeleton(model)
     digest = digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version())
     try:
         return _kept(digest, weights) or _lowered(model, without, threads, in_place, digest)
@@ -102,8 +101,7 @@ def _lowered(
     shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
     kernels = [*result.kernels, *variants]
     library = build(source(kernels, threads), parts(kernels))
-    with weights_apart(result.model):
-        content = ir.to_proto(result.model).SerializeToString()
+    content, _ = skeleton(result.model)
     note = {"library": library.name, "check": result.check, "shared": shared}
     keep(f"{digest}.onnx", content)
     keep(f"{digest}.json", json.dumps(note).encode())

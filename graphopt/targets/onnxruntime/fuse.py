@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
-from graphopt.graph.rewriting import Pass, keep_interface
+from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.targets.onnxruntime.column_sums import column_sums_as_product
@@ -68,7 +68,7 @@ class Fuse(Pass):
         for node in model.graph:
             for y in node.outputs:
                 GRADIENT_OF.remove(y)
-        with keep_interface(model):
+        with interface_kept(model):
             changed = [
                 fusion(model) and _sorted(model)
                 for name, fusion in FUSIONS.items()

@@ -9,7 +9,6 @@ from onnx.reference.op_run import OpRun
 
 
 class _WithBody(OpRun):
-    op_domain = ""
     body: Any
     _run_body: Any
 
@@ -91,7 +90,6 @@ class _Recurrent(OpRun):
     of the activations that have them.
     """
 
-    op_domain = ""
     default: tuple[str, ...]
     step: Any
 
@@ -112,9 +110,8 @@ class _Recurrent(OpRun):
         for d in range(count):
             first = d * len(self.default)
             places = range(first, first + len(self.default))
-            functions = [
-                activation(names[i], alphas[i], betas[i], np.inf if i - first == 2 else clip) for i in places
-            ]
+            clips = [clip, clip, np.inf]
+            functions = [activation(names[i], alphas[i], betas[i], clips[i - first]) for i in places]
             backwards = given["direction"] == "reverse" or d == 1
             for row in range(rows):
                 order = range(steps if lengths is None else lengths[row])

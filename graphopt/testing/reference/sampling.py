@@ -10,11 +10,11 @@ import numpy as np
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_affine_grid, op_grid_sample
 
+from graphopt.testing.reference.windows import spacing
+
 
 class AffineGrid(OpRun):
     """Return the type of `theta`; the reference returns float32."""
-
-    op_domain = ""
 
     def _run(self, theta: np.ndarray, size: np.ndarray, align_corners: int = 0) -> Any:
         build: Any = op_affine_grid.construct_original_grid
@@ -27,14 +27,10 @@ class GridSample(op_grid_sample.GridSample):
     PyTorch and ONNX Runtime do the same. The reference has positions in float32, and clips them.
     """
 
-    op_domain = ""
-
-    def _run(
-        self, x: Any, grid: Any, mode: Any = None, padding_mode: Any = None, align_corners: Any = None
-    ) -> Any:
+    def _run(self, *args: Any, mode: Any = None, padding_mode: Any = None, align_corners: Any = None) -> Any:
         self._moves = (mode, padding_mode) != ("cubic", "border")
         whole: Any = op_grid_sample.GridSample._run
-        return whole(self, x, grid, mode, padding_mode, align_corners)
+        return whole(self, *args, mode, padding_mode, align_corners)
 
     def _prepare_border(self, dims: Any, align_corners: Any) -> Any:
         borders: Any = op_grid_sample.GridSample._prepare_border
@@ -48,25 +44,22 @@ class GridSample(op_grid_sample.GridSample):
 class DeformConv(OpRun):
     """Sample in the input's precision; the reference samples in float32."""
 
-    op_domain = ""
-
     def _run(
         self,
         x: np.ndarray,
         w: np.ndarray,
         offset: np.ndarray,
-        bias: np.ndarray | None = None,
-        mask: np.ndarray | None = None,
-        dilations: list[int] | None = None,
+        bias: Any = None,
+        mask: Any = None,
+        *,
         group: int = 1,
-        kernel_shape: list[int] | None = None,
         offset_group: int = 1,
-        pads: list[int] | None = None,
-        strides: list[int] | None = None,
+        kernel_shape: Any = None,
+        **geometry: Any,
     ) -> Any:
         n = x.ndim - 2
         kernel, out = w.shape[2:], offset.shape[2:]
-        dilations, strides, pads = dilations or [1] * n, strides or [1] * n, pads or [0] * 2 * n
+        strides, dilations, pads = spacing(n, **geometry)
         offset = offset.reshape(len(x), offset_group, -1, n, *out)
         mask = np.ones((1,)) if mask is None else mask.reshape(len(x), offset_group, -1, *out)
         mask = np.broadcast_to(mask, (len(x), offset_group, math.prod(kernel), *out))
@@ -97,11 +90,7 @@ def interpolated(plane: np.ndarray, at: np.ndarray) -> float:
 class MaxRoiPool(OpRun):
     """Implement an operator that the reference lacks."""
 
-    op_domain = ""
-
-    def _run(
-        self, x: np.ndarray, rois: np.ndarray, pooled_shape: Any = None, spatial_scale: float = 1
-    ) -> Any:
+    def _run(self, x: np.ndarray, rois: Any, pooled_shape: Any = None, spatial_scale: float = 1) -> Any:
         y = np.zeros((len(rois), x.shape[1], *pooled_shape), x.dtype)
         for roi, (batch, *corners) in enumerate(rois):
             x1, y1, x2, y2 = (math.floor(v * spatial_scale + 0.5) for v in corners)

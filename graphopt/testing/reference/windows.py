@@ -11,25 +11,22 @@ from onnx.reference.op_run import OpRun
 class ConvTranspose(OpRun):
     """Separate the channels of groups, which the reference mixes, and accept output padding as large as the stride."""
 
-    op_domain = ""
-
     def _run(
         self,
         x: np.ndarray,
         w: np.ndarray,
-        bias: np.ndarray | None = None,
+        bias: Any = None,
+        *,
         auto_pad: str = "NOTSET",
-        dilations: list[int] | None = None,
         group: int = 1,
-        kernel_shape: list[int] | None = None,
-        output_padding: list[int] | None = None,
-        output_shape: list[int] | None = None,
-        pads: list[int] | None = None,
-        strides: list[int] | None = None,
+        kernel_shape: Any = None,
+        output_padding: Any = None,
+        output_shape: Any = None,
+        **geometry: Any,
     ) -> Any:
         n, sizes, kernel = x.ndim - 2, x.shape[2:], w.shape[2:]
-        strides, dilations = strides or [1] * n, dilations or [1] * n
-        more, pads = output_padding or [0] * n, pads or [0] * 2 * n
+        strides, dilations, pads = spacing(n, **geometry)
+        more = output_padding or [0] * n
         whole = [(sizes[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(n)]
         begin, out = pads[:n], [whole[i] - pads[i] - pads[n + i] for i in range(n)]
         if output_shape or auto_pad.startswith("SAME"):
@@ -51,14 +48,13 @@ class ConvTranspose(OpRun):
         return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 
+def spacing(n: int, strides: Any = None, dilations: Any = None, pads: Any = None) -> tuple[list[int], ...]:
+    """Return the strides, dilations and pads of `n` axes."""
+    return strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
+
+
 def windows(
-    x: np.ndarray,
-    kernel: list[int],
-    auto_pad: str = "NOTSET",
-    ceil_mode: int = 0,
-    dilations: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
+    x: np.ndarray, kernel: list[int], auto_pad: str = "NOTSET", ceil_mode: int = 0, **geometry: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the elements of each window along a last axis, their positions in a plane, and two masks.
 
@@ -66,7 +62,7 @@ def windows(
     both.
     """
     n, sizes = len(kernel), x.shape[2:]
-    pads, strides, dilations = pads or [0] * 2 * n, strides or [1] * n, dilations or [1] * n
+    strides, dilations, pads = spacing(n, **geometry)
     position: np.ndarray = np.zeros((), np.int64)
     inside, padded = np.ones((), bool), np.ones((), bool)
     for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
@@ -85,20 +81,15 @@ def windows(
         inside = np.logical_and.outer(inside, (at >= 0) & (at < size))
         padded = np.logical_and.outer(padded, at < size + end)
     windows_first = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
-    position, inside, padded = (
-        v.transpose(windows_first).reshape(*v.shape[::2], -1) for v in (position, inside, padded)
-    )
+    several = (position, inside, padded)
+    position, inside, padded = (v.transpose(windows_first).reshape(*v.shape[::2], -1) for v in several)
     return x.reshape(*x.shape[:2], -1)[:, :, position], position, inside, padded
 
 
 class AveragePool(OpRun):
     """Accept SAME padding with strides that skip elements, which the reference rejects."""
 
-    op_domain = ""
-
-    def _run(
-        self, x: np.ndarray, *, kernel_shape: list[int], count_include_pad: int = 0, **geometry: Any
-    ) -> Any:
+    def _run(self, x: Any, *, kernel_shape: list[int], count_include_pad: int = 0, **geometry: Any) -> Any:
         elements, _, inside, padded = windows(x, kernel_shape, **geometry)
         count = (padded if count_include_pad else inside).sum(-1)
         return ((elements.sum(-1, where=inside) / count).astype(x.dtype),)
@@ -106,8 +97,6 @@ class AveragePool(OpRun):
 
 class MaxPool(OpRun):
     """Return maxima with their positions, which the reference omits for strides of 1; it also misplaces SAME_LOWER."""
-
-    op_domain = ""
 
     def _run(self, x: np.ndarray, *, kernel_shape: list[int], storage_order: int = 0, **geometry: Any) -> Any:
         elements, position, inside, _ = windows(x, kernel_shape, **geometry)
@@ -126,8 +115,6 @@ class MaxPool(OpRun):
 class LpPool(OpRun):
     """Accept SAME padding with strides that skip elements, which the reference rejects."""
 
-    op_domain = ""
-
     def _run(self, x: np.ndarray, *, kernel_shape: list[int], p: int = 2, **geometry: Any) -> Any:
         elements, _, inside, _ = windows(x, kernel_shape, **geometry)
         return ((np.abs(elements) ** p).sum(-1, where=inside) ** (1 / p),)
@@ -136,16 +123,12 @@ class LpPool(OpRun):
 class GlobalMaxPool(OpRun):
     """Reduce any number of axes; the reference assumes images."""
 
-    op_domain = ""
-
     def _run(self, x: np.ndarray) -> Any:
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 
 class GlobalLpPool(OpRun):
     """Implement an operator that the reference lacks."""
-
-    op_domain = ""
 
     def _run(self, x: np.ndarray, p: int = 2) -> Any:
         return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.storage import whole
 
 # How each activation of scikit-learn is emitted. The last two are for outputs alone.
 ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
@@ -54,7 +55,7 @@ def perceptron(
             y = op.Gemm(y, *(graph.initializers[name] for name in names))
             y = ACTIVATIONS[activation if i < len(pairs) - 1 else out_activation](op, y)
         graph.outputs.append(op.Identity(y, _outputs=[output]))
-    return ir.to_proto(model).SerializeToString()
+    return whole(model)
 
 
 def layers(count: int) -> Iterator[tuple[str, str]]:

@@ -28,15 +28,8 @@ refused(
 )
 refused(
     "it works on sequences of tensors, which have no gradient: use Concat, Split, Gather or Scan",
-    *(
-        "ConcatFromSequence",
-        "SequenceAt",
-        "SequenceConstruct",
-        "SequenceErase",
-        "SequenceInsert",
-        "SequenceMap",
-    ),
-    *("SplitToSequence",),
+    *("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceErase", "SequenceInsert"),
+    *("SequenceMap", "SplitToSequence"),
 )
 refused("it contains an optional, which may be empty: pass the tensor itself", "Optional")
 refused("it reinterprets the bits of a number, which has no derivative: use Cast", "BitCast")

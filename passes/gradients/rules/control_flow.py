@@ -12,9 +12,9 @@ import onnx_ir as ir
 from onnx_ir import Graph, Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.values import dims_of, is_floating, like
+from graphopt.graph.values import dims_of, is_floating, like, rank
 from passes.gradients.loop_bodies import (
     Sequences,
     added,
@@ -23,7 +23,7 @@ from passes.gradients.loop_bodies import (
     emit_scan,
     finish,
     floating,
-    padded,
+    numbers_of,
     saved,
 )
 from passes.gradients.registry import Gradients, rule
@@ -143,36 +143,29 @@ def scan(
     further: list[Value | None],
     active: frozenset[Value],
     num_scan_inputs: int,
-    scan_input_axes: Sequence[int] = (),
-    scan_input_directions: Sequence[int] = (),
-    scan_output_axes: Sequence[int] = (),
-    scan_output_directions: Sequence[int] = (),
 ) -> Gradients:
     """Run a Scan in the reverse direction over the saved states, the slices and the gradients of the outputs."""
     n, end = len(node.inputs) - num_scan_inputs, len(node.inputs)
-    axes = [
-        axis % len(dims_of(x))
-        for axis, x in zip(padded(scan_input_axes, end - n), inputs[n:end], strict=False)
-    ]
+    axes = numbers_of(node, "scan_input_axes", end - n)
+    axes = [axis % rank(x) for axis, x in zip(axes, inputs[n:end], strict=True)]
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[end:] if x in active), dys, 0, n)
-    directions = padded(scan_input_directions, len(back.slices))[: len(back.slices)]
+    directions = numbers_of(node, "scan_input_directions", end - n)
     turned = [1 - direction for direction in directions]
     length = dims_of(inputs[n])[axes[0]]
     slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, directions, strict=True))
     stacks = recomputed(op, node, back.body, slices)
     kept = back.kept() if SAVING in node.meta else []
     kept += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
-    sequences: Sequences = [
-        (x, saved(node, back.body, y, length, directions[0]), 0, turned[0]) for x, y in kept
-    ]
+    stacks_of = [(x, saved(node, back.body, y, length, directions[0])) for x, y in kept]
+    sequences: Sequences = [(x, stack, 0, turned[0]) for x, stack in stacks_of]
     sequences += [(x, stacks[i], 0, turned[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks]
     sequences += [
         (x, sequence, axis, direction)
         for x, sequence, axis, direction in zip(back.slices, inputs[n:end], axes, turned, strict=True)
         if x.uses()
     ]
-    stacked, ends = padded(scan_output_axes, len(dys)), padded(scan_output_directions, len(dys))
+    stacked, ends = (numbers_of(node, f"scan_output_{name}", len(dys)) for name in ("axes", "directions"))
     sequences += [
         (end_, dy_, axis, 1 - direction)
         for end_, dy_, axis, direction in zip(back.ends[n:], dys[n:], stacked, ends, strict=False)
@@ -199,8 +192,8 @@ def scan(
 def loop(
     op: Emitter,
     dy: Value | None,
-    trips: Value | None,
-    condition: Value | None,
+    trips: Input,
+    condition: Input,
     *inputs: Value,
     node: Node,
     further: list[Value | None],
@@ -219,9 +212,8 @@ def loop(
         for i, x in enumerate(back.states)
         if x.uses()
     ]
-    kept += [
-        (x, dy) for x, dy in zip(back.ends[n:], dys[n:], strict=False) if x is not None and dy and x.uses()
-    ]
+    ends = zip(back.ends[n:], dys[n:], strict=False)
+    kept += [(x, dy) for x, dy in ends if x is not None and dy and x.uses()]
     states = [i for i, x in enumerate(back.states) if is_floating(x)]
     with op.within(back.graph) as inner:
         turn, on = inner.value_like(number), inner.value_like(going)
@@ -256,9 +248,8 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
         body.inputs[:] = [rows[i] for i in others]
         finish(inner, body, [*(body.outputs[i] for i in others), *body.inputs])
     _, sequence, axis, direction = slices[0]
-    stacked = [
-        Value(type=rows[i].type, shape=ir.Shape([dims_of(sequence)[axis], *dims_of(rows[i])])) for i in others
-    ]
+    length = dims_of(sequence)[axis]
+    stacked = [Value(type=rows[i].type, shape=ir.Shape([length, *dims_of(rows[i])])) for i in others]
     starts = [x for i in others if (x := node.inputs[i]) is not None]
     found = emit_scan(
         op,

@@ -5,20 +5,17 @@ Dumoulin and Visin, https://arxiv.org/abs/1603.07285.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir import Value
+from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import counted, reshape_like
-
-Dims = Sequence[int | ir.SymbolicDim]
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,11 @@ class Window:
         return [(taps - 1) * dilation + 1 for taps, dilation in zip(self.kernel, self.dilations, strict=True)]
 
     @property
+    def geometry(self) -> dict[str, list[int]]:
+        """Return the attributes of a Conv or a pool with this window, except for the kernel's size."""
+        return {"strides": self.strides, "dilations": self.dilations, "pads": [*self.begin, *self.end]}
+
+    @property
     def is_pointwise(self) -> bool:
         """Return whether the kernel is one element that visits every element of the input."""
         ones = [1] * len(self.kernel)
@@ -48,23 +50,25 @@ class Window:
         return self.extent == self.strides == self.kernel
 
 
-def window_of(
-    x: Value,
-    kernel: Dims,
-    auto_pad: str = "NOTSET",
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
-) -> Window:
-    """Return the window that a node's attributes describe, with resolved pads."""
+def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Window:
+    """Return the window that a node's attributes describe, with resolved pads.
+
+    Args:
+        w: the weights, which have the kernel's sizes if no attribute has them.
+        auto_pad: the mode, in place of the attribute.
+    """
+    numbers = node.attributes.get_ints
+    kernel = numbers("kernel_shape", None) or ([] if w is None else dims_of(w)[2:])
     taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
     if len(taps) < n:
         raise GraphoptError(
             f"the gradient with respect to {x.name!r} needs a kernel of known size, found {list(kernel)}: declare "
             f"its shape"
         )
-    pads = list(pads or [0] * (2 * n))
-    window = Window(taps, list(strides or [1] * n), list(dilations or [1] * n), pads[:n], pads[n:])
+    strides, dilations = (list(numbers(name, [1] * n)) for name in ("strides", "dilations"))
+    pads = list(numbers("pads", [0] * (2 * n)))
+    window = Window(taps, strides, dilations, pads[:n], pads[n:])
+    auto_pad = auto_pad or node.attributes.get_string("auto_pad", "NOTSET")
     if not auto_pad.startswith("SAME"):
         return window if auto_pad == "NOTSET" else replace(window, begin=[0] * n, end=[0] * n)
     totals = [_same(x, *axis) for axis in zip(dims_of(x)[2:], window.extent, window.strides, strict=True)]
@@ -161,20 +165,9 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
 
 @rule("Conv")
 def conv(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    w: Value,
-    bias: Value | None = None,
-    *,
-    group: int,
-    auto_pad: str,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
+    op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
 ) -> Gradients:
-    window = window_of(x, kernel_shape or dims_of(w)[2:], auto_pad, pads, strides, dilations)
+    window = window_of(x, node, w)
     dx = like(transposed(op, window, dy, w, x, group), x)
     return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy, bias)]
 
@@ -185,30 +178,20 @@ def conv_transpose(
     dy: Value,
     x: Value,
     w: Value,
-    bias: Value | None = None,
+    bias: Input = None,
     *,
+    node: Node,
     group: int,
     auto_pad: str,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
     output_padding: list[int] | None = None,
     output_shape: list[int] | None = None,
 ) -> Gradients:
     """Convolve: the gradient of a transposed convolution is the convolution itself."""
-    window = window_of(x, kernel_shape or dims_of(w)[2:], "NOTSET", pads, strides, dilations)
+    window = window_of(x, node, w, "NOTSET")
     more = output_padding or [0] * len(window.kernel)
     if output_shape or auto_pad.startswith("SAME"):
         window = _halved(window, _cut(window, x, dy, more), auto_pad)
-    dx = op.Conv(
-        dy,
-        w,
-        strides=window.strides,
-        dilations=window.dilations,
-        pads=[*window.begin, *window.end],
-        group=group,
-    )
+    dx = op.Conv(dy, w, **window.geometry, group=group)
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
         dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
     return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy, bias)]
@@ -227,23 +210,13 @@ def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     return cuts
 
 
-def by_channel(op: Emitter, dy: Value, bias: Value | None) -> Value | None:
+def by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
     """Return the gradient of a bias per channel."""
     return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
 
 
 @rule("Col2Im")
-def col2im(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    image: Value,
-    block: Value,
-    *,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
-) -> Gradients:
+def col2im(op: Emitter, dy: Value, x: Value, image: Value, block: Value, *, node: Node) -> Gradients:
     """Extract the blocks of the image by a convolution with one kernel for each position in a block."""
     taps = constant_of(block)
     if taps is None:
@@ -255,6 +228,5 @@ def col2im(
     counted(places, places)
     kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
     planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
-    geometry = {"pads": pads, "strides": strides, "dilations": dilations}
-    blocks = op.Conv(planes, kernel, **{name: value for name, value in geometry.items() if value})
+    blocks = op.Conv(planes, kernel, **node.attributes)
     return [like(op.Reshape(blocks, op.shape_of(x)), x)]

@@ -7,10 +7,10 @@ import math
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.roles import stop_gradient_at
-from graphopt.graph.values import constant_of
-from passes.gradients.registry import Gradients, elementwise, rule
+from graphopt.graph.values import constant_of, dtype_of, number_of
+from passes.gradients.registry import Gradients, elementwise, one_line_rules, rule
 from passes.gradients.walk import further_output
 
 
@@ -38,21 +38,16 @@ def positive(op: Emitter, x: Value) -> Value:
 
 def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
     """Return d(x^p)/dx = p x^(p-1), simplified for a known exponent, and 0 if p is 0, even at x = 0."""
-    exponent = constant_of(p)
-    if exponent is None or exponent.size != 1:
+    n = number_of(p)
+    if n is None:
         p = op.Cast(p, to=x.dtype)
         return p * op.Pow(x, p - 1 + mask(op, op.Equal(p, 0.0), p))
-    n = float(exponent.item())
+    n = float(n)
     if n in (0, 1):
         return n
     if n == 0.5:
         return 0.5 / y
     return n * x if n == 2 else n * op.Pow(x, op.constant(n - 1, like=x))
-
-
-def logarithm(op: Emitter, x: Value, y: Value) -> Value:
-    """Return d(x^p)/dp = y log(x), and 0 where x is 0, because y is 0 or constant there."""
-    return y * op.Log(nonzero(op, x))
 
 
 def gelu(op: Emitter, x: Value, approximate: str) -> Value:
@@ -83,7 +78,7 @@ elementwise(
         "Mul": (lambda op, a, b, y: b, lambda op, a, b, y: a),
         "Div": (lambda op, a, b, y: 1 / b, lambda op, a, b, y: -y / b),
         "Mod": (lambda op, a, b, y: 1, lambda op, a, b, y: op.Round((y - a) / b)),
-        "Pow": (power, lambda op, x, p, y: logarithm(op, x, y)),
+        "Pow": (power, lambda op, x, p, y: y * op.Log(nonzero(op, x))),  # where x is 0, y is 0 or constant
         "PRelu": (
             lambda op, x, slope, y: 1 + mask(op, op.Less(x, 0.0), x) * (slope - 1),
             lambda op, x, slope, y: op.Min(x, 0.0),
@@ -134,45 +129,32 @@ elementwise(
 )
 
 
-@rule("Cast", "CastLike")
-def cast(op: Emitter, dy: Value, x: Value, target: Value | None = None) -> Gradients:
-    return [op.Cast(dy, to=x.dtype)]
-
-
-@rule("Where")
-def where(op: Emitter, dy: Value, condition: Value, a: Value, b: Value) -> Gradients:
-    chosen = dy * mask(op, condition, dy)
-    return [None, chosen, dy - chosen]
+one_line_rules(
+    {
+        "Cast": lambda op, dy, x: [op.Cast(dy, to=x.dtype)],
+        "CastLike": lambda op, dy, x, target: [op.Cast(dy, to=x.dtype)],
+        "Mean": lambda op, dy, *inputs: [dy * (1 / len(inputs))] * len(inputs),
+        "Sum": lambda op, dy, *inputs: [dy] * len(inputs),
+        "Where": lambda op, dy, condition, a, b: [None, chosen := dy * mask(op, condition, dy), dy - chosen],
+    }
+)
 
 
 @rule("Clip")
-def clip(
-    op: Emitter, dy: Value, x: Value, low: Value | None = None, high: Value | None = None, *, y: Value
-) -> Gradients:
+def clip(op: Emitter, dy: Value, x: Value, low: Input = None, high: Input = None, *, y: Value) -> Gradients:
     """Pass the gradient between the bounds; if the lower bound exceeds the upper one, the upper one wins.
 
     In 16 bits `x` is not compared with `y`: ONNX Runtime's CPU provider may round only one of them.
     """
-    assert x.dtype is not None
     never = op.constant(False)
     below = never if low is None else op.Less(x, low)
     above = never if high is None else op.Greater(x if low is None else op.Max(x, low), high)
-    inside = op.Equal(x, y) if x.dtype.itemsize > 2 else op.Not(op.Or(below, above))
+    inside = op.Equal(x, y) if dtype_of(x).itemsize > 2 else op.Not(op.Or(below, above))
     return [
         dy * mask(op, inside, x),
         low and dy * mask(op, op.And(below, op.Not(above)), x),
         high and dy * mask(op, above, x),
     ]
-
-
-@rule("Sum")
-def sum_(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
-    return [dy] * len(inputs)
-
-
-@rule("Mean")
-def mean(op: Emitter, dy: Value, *inputs: Value) -> Gradients:
-    return [dy * (1 / len(inputs))] * len(inputs)
 
 
 @rule("Max", "Min")
@@ -189,13 +171,7 @@ def extremum(op: Emitter, dy: Value, *inputs: Value, node: Node) -> Gradients:
 
 @rule("Dropout")
 def dropout(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    ratio: Value | None = None,
-    training: Value | None = None,
-    *,
-    node: Node,
+    op: Emitter, dy: Value, x: Value, ratio: Input = None, training: Input = None, *, node: Node
 ) -> Gradients:
     """Divide the gradients of the kept elements, which the second output marks, by 1 - ratio."""
     known = constant_of(training)

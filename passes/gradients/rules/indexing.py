@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, like, rank
-from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads, wide
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
+from passes.gradients.registry import Gradients, one_line_rules, rule
+from passes.gradients.rules.shape import pads_of_all_axes, reshape_like, spread_pads
 from passes.gradients.walk import further_output, zeros
 
 
@@ -29,12 +27,10 @@ def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **a
 
     Convert 32-bit positions to 64 bits, which ScatterND requires.
     """
-    assert dy.dtype is not None
-    dtype = ir.DataType.FLOAT if dy.dtype.itemsize < 4 else dy.dtype
+    dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
-    terms = dy if dy.dtype == dtype else op.Cast(dy, to=dtype)
-    total: Value = getattr(op, scatter)(zeros, wide(op, where), terms, reduction="add", **attributes)
-    return total if dy.dtype == dtype else op.Cast(total, to=dy.dtype)
+    total = getattr(op, scatter)(zeros, where, op.cast(dy, dtype), reduction="add", **attributes)
+    return op.cast(total, dy.dtype)
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
@@ -72,14 +68,7 @@ def left_out(x: Value, *bounds: Value) -> list[int] | None:
 
 @rule("Pad")
 def pad(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    pads: Value,
-    fill: Value | None = None,
-    axes: Value | None = None,
-    *,
-    mode: str,
+    op: Emitter, dy: Value, x: Value, pads: Value, fill: Input = None, axes: Input = None, *, mode: str
 ) -> Gradients:
     """Pad by the negative pads, or slice if no pad is negative. Add the gradient of a copied element to its origin."""
     pads = pads_of_all_axes(op, x, pads, axes)
@@ -117,9 +106,19 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
     return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
 
 
-@rule("GatherElements")
-def gather_elements(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
-    return [like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)]
+one_line_rules(
+    {
+        "Compress": lambda op, dy, x, condition, *, node: [
+            scatter_back(op, dy, op.Compress(positions(op, x), condition, **node.attributes), x)
+        ],
+        "GatherElements": lambda op, dy, x, indices, *, axis: [
+            like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)
+        ],
+        "TopK": lambda op, dy, x, k, *, axis, node: [
+            like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)
+        ],
+    }
+)
 
 
 @rule("GatherND")
@@ -129,56 +128,22 @@ def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: i
     return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
 
 
-@rule("TopK")
-def top_k(op: Emitter, dy: Value, x: Value, k: Value, *, axis: int, node: Node) -> Gradients:
-    return [like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)]
-
-
-@rule("Compress")
-def compress(op: Emitter, dy: Value, x: Value, condition: Value, *, axis: int | None = None) -> Gradients:
-    where = positions(op, x)
-    return [
-        scatter_back(op, dy, op.Compress(where, condition, **({} if axis is None else {"axis": axis})), x)
-    ]
-
-
-@rule("ScatterElements")
-def scatter_elements(
-    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, axis: int, reduction: str
-) -> Gradients:
-    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        return like(op.ScatterElements(base, indices, values, axis=axis, reduction=reduction), x)
-
-    def gather(values: Value) -> Value:
-        return like(op.GatherElements(values, indices, axis=axis), updates)
-
-    return scattered(op, dy, x, updates, y, reduction, scatter, gather)
-
-
-@rule("ScatterND")
-def scatter_nd(
-    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, reduction: str
-) -> Gradients:
-    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        return like(op.ScatterND(base, indices, values, reduction=reduction), x)
-
-    def gather(values: Value) -> Value:
-        return like(op.GatherND(values, indices), updates)
-
-    return scattered(op, dy, x, updates, y, reduction, scatter, gather)
-
-
+@rule("ScatterElements", "ScatterND")
 def scattered(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    updates: Value,
-    y: Value,
-    reduction: str,
-    scatter: Callable[..., Value],
-    gather: Callable[[Value], Value],
+    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, node: Node, reduction: str
 ) -> Gradients:
     """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
+    of_elements = node.op_type == "ScatterElements"
+    along = {"axis": node.attributes.get_int("axis", 0)} if of_elements else {}
+
+    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
+        write = op.ScatterElements if of_elements else op.ScatterND
+        return like(write(base, indices, values, **along, reduction=reduction), x)
+
+    def gather(values: Value) -> Value:
+        read = op.GatherElements if of_elements else op.GatherND
+        return like(read(values, indices, **along), updates)
+
     if reduction == "none":
         return [scatter(dy, zeros(op, updates)), None, gather(dy)]
     if reduction == "add":
@@ -214,14 +179,7 @@ def one_hot(
 
 @rule("TensorScatter")
 def tensor_scatter(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    update: Value,
-    start: Value | None = None,
-    *,
-    axis: int,
-    mode: str,
+    op: Emitter, dy: Value, x: Value, update: Value, start: Input = None, *, axis: int, mode: str
 ) -> Gradients:
     """Pass no gradient to the overwritten part of the cache, which starts at a separate position for each row."""
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like, rank
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import counted, reshape_like
 
@@ -39,7 +39,7 @@ def gemm(
     dy: Value,
     a: Value,
     b: Value,
-    c: Value | None = None,
+    c: Input = None,
     *,
     alpha: float,
     beta: float,
@@ -73,9 +73,9 @@ def einsum(op: Emitter, dy: Value, *inputs: Value, equation: str) -> Gradients:
         seen = "".join(letter for letter in term if letter in "".join([result, *others]))
         gradient = op.Einsum(dy, *factors, equation=f"{','.join([result, *others])}->{seen}")
         alone = [axis for axis, letter in enumerate(term) if letter not in seen]
-        gradients.append(
-            like(op.Expand(op.Unsqueeze(gradient, alone), op.shape_of(x)), x) if alone else gradient
-        )
+        if alone:
+            gradient = like(op.Expand(op.Unsqueeze(gradient, alone), op.shape_of(x)), x)
+        gradients.append(gradient)
     return gradients
 
 
@@ -92,9 +92,8 @@ def distinct(term: str, taken: str) -> tuple[str, list[str]]:
 
 def identity(op: Emitter, x: Value, axis: int) -> Value:
     """Return the identity matrix of the size of an axis."""
-    assert x.dtype is not None
     size = op.shape_of(x, axis, axis + 1) if axis + 1 else op.Shape(x, start=axis)
-    square = op.ConstantOfShape(op.Concat(size, size, axis=0), value=ir.tensor([0], dtype=x.dtype))
+    square = op.ConstantOfShape(op.Concat(size, size, axis=0), value=ir.tensor([0], dtype=dtype_of(x)))
     return op.EyeLike(square)
 
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_COUNT, BATCH_GRADIENT, OF_BATCH
 from graphopt.graph.values import dims_of, rank
 from passes.gradients.registry import Gradients, rule
@@ -34,7 +34,7 @@ def layer_normalization(
     dy: Value | None,
     x: Value,
     scale: Value,
-    bias: Value | None = None,
+    bias: Input = None,
     *,
     dys: list[Value | None],
     node: Node,
@@ -107,7 +107,7 @@ def batch_normalization(
         return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
     assert dy is not None
     if OF_BATCH.is_set(node):
-        return of_batch(op, dy, x, scale, bias, mean, variance, epsilon)
+        return of_batch(op, dy, x, scale, mean, variance, epsilon)
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
     dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
@@ -119,14 +119,7 @@ def batch_normalization(
 
 
 def of_batch(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    scale: Value,
-    bias: Value,
-    mean: Value,
-    variance: Value,
-    epsilon: float,
+    op: Emitter, dy: Value, x: Value, scale: Value, mean: Value, variance: Value, epsilon: float
 ) -> Gradients:
     """Differentiate through the batch statistics, which have no gradients of their own: per channel, as `standardized`.
 
@@ -140,7 +133,7 @@ def of_batch(
     dbias = op.ReduceSum(dy, axes, keepdims=0)
     along = op.ReduceSum(dy * centered, axes, keepdims=0) * inverse
     share = BATCH_COUNT.mark(op.Cast(scale, to=x.dtype) * inverse / op.count(x, axes))
-    shift = op.Cast(BATCH_GRADIENT.mark(-share * dbias), to=bias.dtype)
+    shift = op.Cast(BATCH_GRADIENT.mark(-share * dbias), to=scale.dtype)
     zero = op.Cast(filled(op, 0.0, scale), to=variance.dtype)
     dx = op.BatchNormalization(dy, scale, shift, zero, variance, epsilon=epsilon)
     slope = BATCH_GRADIENT.mark(share * inverse * along)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import Window, transposed, window_of
@@ -21,20 +21,7 @@ from passes.gradients.walk import further_output
 
 
 @rule("MaxPool")
-def max_pool(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    *,
-    y: Value,
-    node: Node,
-    kernel_shape: list[int],
-    auto_pad: str,
-    ceil_mode: int,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
-) -> Gradients:
+def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mode: int) -> Gradients:
     """Compare elements with their maximum if windows tile the input, and otherwise find the position of each maximum.
 
     The first form takes half the time on the CPU, where MaxPool is slow when it returns positions. It is not used for
@@ -43,10 +30,10 @@ def max_pool(
     """
     sized = all(isinstance(size, int) for size in dims_of(x)[2:])
     if sized and not ceil_mode and x.dtype == ir.DataType.FLOAT:
-        window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
+        window = window_of(x, node)
         if window.tiles:
             chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
-            share = dy / (average(op, window, chosen) * float(np.prod(kernel_shape)))
+            share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))
             return [chosen * repeat_window(op, window, share, x)]
     return [scatter_back(op, dy, maxima(op, node, x), x)]
 
@@ -62,32 +49,15 @@ def maxima(op: Emitter, node: Node, x: Value) -> Value:
 
 def average(op: Emitter, window: Window, x: Value) -> Value:
     """Return the average of each window including pads."""
-    return op.AveragePool(
-        x,
-        kernel_shape=window.kernel,
-        strides=window.strides,
-        dilations=window.dilations,
-        pads=[*window.begin, *window.end],
-        count_include_pad=1,
-    )
+    return op.AveragePool(x, kernel_shape=window.kernel, **window.geometry, count_include_pad=1)
 
 
 @rule("AveragePool")
 def average_pool(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    *,
-    kernel_shape: list[int],
-    ceil_mode: int,
-    count_include_pad: int,
-    auto_pad: str,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
+    op: Emitter, dy: Value, x: Value, *, node: Node, ceil_mode: int, count_include_pad: int
 ) -> Gradients:
     """Treat an average as a convolution with equal weights, divided by the number of counted elements."""
-    window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
+    window = window_of(x, node)
     share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
     return [spread_window(op, window, share, x)]
 
@@ -153,28 +123,20 @@ def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Valu
 
 
 @rule("LpPool")
-def lp_pool(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    *,
-    y: Value,
-    p: int,
-    kernel_shape: list[int],
-    auto_pad: str,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    dilations: list[int] | None = None,
-) -> Gradients:
+def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -> Gradients:
     """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
-    window = window_of(x, kernel_shape, auto_pad, pads, strides, dilations)
-    share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
-    return [signed_power(op, x, p - 1.0) * spread_window(op, window, share, x)]
+    window = window_of(x, node)
+    return [signed_power(op, x, p - 1.0) * spread_window(op, window, _per_norm(op, dy, y, p), x)]
 
 
 @rule("GlobalLpPool")
 def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
-    return [signed_power(op, x, p - 1.0) * (dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y)))]
+    return [signed_power(op, x, p - 1.0) * _per_norm(op, dy, y, p)]
+
+
+def _per_norm(op: Emitter, dy: Value, y: Value, p: int) -> Value:
+    """Return dy y^(1-p)."""
+    return dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
 
 
 def signed_power(op: Emitter, x: Value, exponent: float) -> Value:
@@ -197,15 +159,7 @@ def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
 
 @rule("MaxUnpool")
 def max_unpool(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    indices: Value,
-    shape: Value | None = None,
-    *,
-    kernel_shape: list[int],
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
+    op: Emitter, dy: Value, x: Value, indices: Value, shape: Input = None, *, node: Node
 ) -> Gradients:
     """Read `dy` at the position of each element. With a given output shape, an evaluator maps the positions.
 
@@ -215,11 +169,7 @@ def max_unpool(
     if shape is None:
         flat = op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1]))
         return [like(op.Reshape(flat, op.shape_of(x)), x)]
-    geometry = {"kernel_shape": kernel_shape, "pads": pads, "strides": strides}
-    numbers = op.Cast(positions(op, x) + 1, to=x.dtype)
-    put: Value = op.MaxUnpool(
-        numbers, indices, shape, **{name: value for name, value in geometry.items() if value}
-    )
+    put: Value = op.MaxUnpool(op.Cast(positions(op, x) + 1, to=x.dtype), indices, shape, **node.attributes)
     put.shape = dy.shape = ir.Shape([None] * rank(x))  # ONNX infers no shape
     where = op.Cast(put, to=ir.DataType.INT64)
     return [scatter_back(op, dy * mask(op, op.Greater(where, 0), dy), op.Max(where - 1, 0), x)]

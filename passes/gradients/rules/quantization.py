@@ -12,28 +12,20 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like, rank
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.expansion import expansion
 
 
 @expansion("QuantizeLinear")
 def quantize_linear(
-    op: Emitter,
-    x: Value,
-    scale: Value,
-    zero_point: Value | None = None,
-    *,
-    y: Value,
-    axis: int,
-    block_size: int,
+    op: Emitter, x: Value, scale: Value, zero_point: Input = None, *, y: Value, axis: int, block_size: int
 ) -> list[Value]:
     """Pass the gradient of numbers that round into the range of integers; halves round to even."""
-    assert y.dtype is not None
-    steps = x / stretched(op, scale, x, axis, block_size)
-    low, high = float(y.dtype.min), float(y.dtype.max)
-    if y.dtype.is_floating_point():
+    steps, dtype = x / stretched(op, scale, x, axis, block_size), dtype_of(y)
+    low, high = float(dtype.min), float(dtype.max)
+    if dtype.is_floating_point():
         return [op.Clip(steps, low, high)]
     rounded = op.Round(steps)
     if zero_point is not None:
@@ -67,7 +59,7 @@ def dequantize_linear(
     dy: Value,
     x: Value,
     scale: Value,
-    zero_point: Value | None = None,
+    zero_point: Input = None,
     *,
     active: frozenset[Value],
     axis: int,
@@ -99,7 +91,6 @@ def by_scale(op: Emitter, terms: Value, x: Value, scale: Value, axis: int, block
             f"{block_size}: freeze the scale"
         )
     split = op.constant(np.array([blocks, block_size], np.int64))
-    shape = (
-        [op.shape_of(x, 0, axis)] * (axis > 0) + [split] + [op.shape_of(x, axis + 1)] * (axis + 1 < rank(x))
-    )
-    return like(op.ReduceSum(op.Reshape(terms, op.Concat(*shape, axis=0)), [axis + 1], keepdims=0), scale)
+    before, after = [op.shape_of(x, 0, axis)] * (axis > 0), [op.shape_of(x, axis + 1)] * (axis + 1 < rank(x))
+    rows = op.Reshape(terms, op.Concat(*before, split, *after, axis=0))
+    return like(op.ReduceSum(rows, [axis + 1], keepdims=0), scale)

@@ -5,6 +5,7 @@ https://onnx.ai/onnx/operators lists the equations of a step. One Gemm computes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
-from graphopt.graph.values import dims_of, like
+from graphopt.graph.values import dims_of, dtype_of, like
 from passes.gradients.loop_bodies import Step, scan_over
 from passes.gradients.rules.control_flow import KNOWN, SAVING
 from passes.gradients.rules.expansion import expansion
@@ -46,14 +47,7 @@ def rnn(op: Emitter, h: Value, gates: Value, r: Value, f: Activation) -> list[Va
 
 
 def gru(
-    op: Emitter,
-    h: Value,
-    gates: Value,
-    rzr: Value,
-    rh: Value,
-    bias: Value | None,
-    f: Activation,
-    g: Activation,
+    op: Emitter, h: Value, gates: Value, rzr: Value, rh: Value, bias: Input, f: Activation, g: Activation
 ) -> list[Value]:
     """Multiply the state by its weights before the reset if the recurrent bias is given as `bias`."""
     zr, candidate = op.Split(gates, [2 * width(h), width(h)], axis=-1, _outputs=2)
@@ -101,17 +95,16 @@ def expanded(
     x: Value,
     w: Value,
     r: Value,
-    b: Value | None = None,
-    lengths: Value | None = None,
-    h: Value | None = None,
-    c: Value | None = None,
-    p: Value | None = None,
+    b: Input = None,
+    lengths: Input = None,
+    h: Input = None,
+    c: Input = None,
+    p: Input = None,
     *,
     node: Node,
     direction: str,
     layout: int = 0,
     hidden_size: int | None = None,
-    **attributes: Any,
 ) -> list[Value]:
     """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
     if direction not in DIRECTIONS:
@@ -122,22 +115,22 @@ def expanded(
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
     weights = zip(*(parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
-    states = zip(
-        *(parts(op, v, len(ways), layout) for v in ([h, c] if node.op_type == "LSTM" else [h])), strict=True
-    )
-    functions = activations(node, len(ways), **attributes)
+    starts = [h, c] if node.op_type == "LSTM" else [h]
+    states = zip(*(parts(op, v, len(ways), layout) for v in starts), strict=True)
+    functions = activations(node, len(ways))
     known: list[Value | None] = [None] * len(ways)
     if width(r) < LARGE:
-        assert x.dtype is not None
         steps, rows, _ = dims_of(x)
-        y = further_output(node, 0, x.dtype, ir.Shape([steps, len(ways), rows, width(r)]))
+        y = further_output(node, 0, dtype_of(x), ir.Shape([steps, len(ways), rows, width(r)]))
         known = parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
     results = []
     for reverse, (wi, ri, bi, pi), initial, chosen, hs in zip(
         ways, weights, states, functions, known, strict=True
     ):
-        gates, cell = prepared(op, node.op_type, x, wi, ri, bi, pi, chosen, **attributes)
-        start = [no_state(op, x, ri) if state is None else of_size(state, x, ri) for state in initial]
+        gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
+        start = [no_state(op, x, width(ri)) if state is None else state for state in initial]
+        for state in start:  # a computation may hide its shape
+            state.shape = ir.Shape([dims_of(x)[1], width(ri)])
         results.append(run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
@@ -151,35 +144,25 @@ def expanded(
 
 
 def prepared(
-    op: Emitter,
-    op_type: str,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Value | None,
-    p: Value | None,
-    functions: Sequence[Activation],
-    *,
-    linear_before_reset: int = 0,
-    input_forget: int = 0,
-    **_: Any,
+    op: Emitter, node: Node, x: Value, w: Value, r: Value, b: Input, p: Input, functions: Sequence[Activation]
 ) -> tuple[Value, Cell]:
     """Return the input's part of the gates of all steps, with every bias that fits in, and the cell."""
     gates = op.MatMul(x, op.Transpose(w))
     n = width(r)
     wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
     extra: tuple[Any, ...] = (r,)
-    if op_type == "LSTM":
-        extra = r, None if p is None else op.Split(p, num_outputs=3, axis=0, _outputs=3), bool(input_forget)
-    elif op_type == "GRU":
+    if node.op_type == "LSTM":
+        peepholes = None if p is None else op.Split(p, num_outputs=3, axis=0, _outputs=3)
+        extra = r, peepholes, bool(node.attributes.get_int("input_forget", 0))
+    elif node.op_type == "GRU":
         extra = *op.Split(r, [2 * n, n], axis=0, _outputs=2), None
-        if linear_before_reset:
+        if node.attributes.get_int("linear_before_reset", 0):
             rb = op.constant([0.0] * 3 * n, like=x) if rb is None else rb
             zr, own = op.Split(rb, [2 * n, n], axis=0, _outputs=2)
             extra, rb = (*extra[:2], own), op.Pad(zr, [0, n])
     for bias in (wb, rb):
         gates = gates if bias is None else gates + bias
-    return gates, lambda op, *values: CELLS[op_type](op, *values, *extra, *functions)
+    return gates, lambda op, *values: CELLS[node.op_type](op, *values, *extra, *functions)
 
 
 def run(
@@ -187,8 +170,8 @@ def run(
     cell: Cell,
     states: Sequence[Value],
     gates: Value,
-    known: Value | None,
-    lengths: Value | None,
+    known: Input,
+    lengths: Input,
     reverse: bool,
 ) -> list[Value]:
     """Return the outputs of all steps, 0 after a sequence's end, and the states at the end of each sequence.
@@ -222,7 +205,7 @@ def scanned(
     step: Step,
     states: Sequence[Value],
     sequences: Sequence[Value],
-    known: Value | None,
+    known: Input,
     reverse: bool = False,
 ) -> list[Value]:
     """Return the outputs of all steps and the last states of a Scan that reads known outputs or saves its gates."""
@@ -239,21 +222,13 @@ def scanned(
     return [y, *lasts]
 
 
-def activations(
-    node: Node,
-    directions: int,
-    *,
-    activations: Sequence[str] = (),
-    activation_alpha: Sequence[float] = (),
-    activation_beta: Sequence[float] = (),
-    clip: float | None = None,
-    **_: Any,
-) -> Iterator[list[Activation]]:
+def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
     """Yield the activations of each direction, and assign alpha and beta in order to those that use them."""
-    alphas, betas = list(activation_alpha), list(activation_beta)
+    numbers = [list(node.attributes.get_floats(f"activation_{name}", ())) for name in ("alpha", "beta")]
+    clip = node.attributes.get_float("clip", None)
     count = {"RNN": 1, "GRU": 2, "LSTM": 3}[node.op_type]
     default = ["tanh"] if count == 1 else ["sigmoid", "tanh", "tanh"][:count]
-    names = [name.lower() for name in activations] or default
+    names = [name.lower() for name in node.attributes.get_strings("activations", ())] or default
     names = names if len(names) == count * directions else names[:count] * directions
     found: list[Activation] = []
     for i, name in enumerate(names):
@@ -262,28 +237,25 @@ def activations(
                 f"{node.op_type} node {node.name!r}: expected a standard activation, found {name!r}"
             )
         defaults, function = ACTIVATIONS[name]
-        given = [
-            rest.pop(0) if rest else default for default, rest in zip(defaults, (alphas, betas), strict=False)
-        ]
-        found.append(activation(function, given, None if i % count == 2 else clip))
+        pairs = zip(defaults, numbers, strict=False)
+        given = [rest.pop(0) if rest else default for default, rest in pairs]
+        found.append(functools.partial(_activated, function, given, None if i % count == 2 else clip))
     for i in range(0, len(found), count):
         yield found[i : i + count]
 
 
-def activation(function: Callable[..., Value], parameters: Sequence[float], clip: float | None) -> Activation:
-    def clipped(op: Emitter, x: Value) -> Value:
-        return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
+def _activated(
+    function: Any, parameters: Sequence[float], clip: float | None, op: Emitter, x: Value
+) -> Value:
+    return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
 
-    return clipped
 
-
-def parts(op: Emitter, value: Value | None, count: int, axis: int = 0) -> list[Value | None]:
+def parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:
     """Return the part of an input for each direction, or None for each if the input is left out."""
     if value is None or count == 1:
         return [None if value is None else op.Squeeze(value, [axis])] * count
-    return [
-        op.Squeeze(part, [axis]) for part in op.Split(value, num_outputs=count, axis=axis, _outputs=count)
-    ]
+    split = op.Split(value, num_outputs=count, axis=axis, _outputs=count)
+    return [op.Squeeze(part, [axis]) for part in split]
 
 
 def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
@@ -292,19 +264,10 @@ def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=axis)
 
 
-def no_state(op: Emitter, x: Value, r: Value) -> Value:
-    """Return the default initial state: zeros."""
-    assert x.dtype is not None
-    shape = op.Concat(op.Shape(x, start=1, end=2), [width(r)], axis=0)
-    zeros: Value = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=x.dtype))
-    zeros.shape = ir.Shape([dims_of(x)[1], width(r)])
-    return zeros
-
-
-def of_size(state: Value, x: Value, r: Value) -> Value:
-    """Declare the shape of an initial state, which a computation may hide."""
-    state.shape = ir.Shape([dims_of(x)[1], width(r)])
-    return state
+def no_state(op: Emitter, x: Value, size: int) -> Value:
+    """Return the default initial state."""
+    shape = op.Concat(op.Shape(x, start=1, end=2), [size], axis=0)
+    return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))
 
 
 def width(x: Value) -> int:

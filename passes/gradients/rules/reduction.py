@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from onnx_ir import Value
 
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, like, rank
-from passes.gradients.registry import RULES, UNIFORM, Gradients, Rule
+from passes.gradients.registry import UNIFORM, Gradients, Rule, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.walk import is_uniform
 
@@ -21,7 +21,7 @@ class Along:
 
     op: Emitter
     x: Value
-    axes: Value | None
+    axes: Input
     noop: int
 
     def sum(self, value: Value) -> Value:
@@ -93,7 +93,7 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
         op: Emitter,
         dy: Value,
         x: Value,
-        axes: Value | None = None,
+        axes: Input = None,
         *,
         y: Value,
         keepdims: int,
@@ -107,4 +107,5 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
 
 
 UNIFORM.update([("", "ReduceSum"), ("", "ReduceMean")])
-RULES.update({("", op_type): reduction(gradient) for op_type, gradient in REDUCTIONS.items()})
+for op_type, gradient in REDUCTIONS.items():
+    rule(op_type)(reduction(gradient))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.linear import identity, transpose
@@ -20,9 +20,9 @@ def resize(
     op: Emitter,
     dy: Value,
     x: Value,
-    roi: Value | None = None,
-    scales: Value | None = None,
-    sizes: Value | None = None,
+    roi: Input = None,
+    scales: Input = None,
+    sizes: Input = None,
     *,
     y: Value,
     node: Node,
@@ -33,6 +33,7 @@ def resize(
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
     roi, scales, axes = _given(roi), _given(scales), list(axes or range(rank(x)))
+    known = constant_of(scales)
     in_proportion = keep_aspect_ratio_policy != "stretch"
     cropped = "coordinate_transformation_mode" in attributes and roi is not None
     for i, axis in enumerate(axes):
@@ -45,28 +46,22 @@ def resize(
         else:
             part = roi and op.Gather(roi, [i, i + len(axes)])
             size = op.shape_of(y, axis, axis + 1) if scales is None else None
-            matrix = _along(
-                op, square, part, scales and _one(op, scales, i), size, _copies(op, x, y), **attributes
-            )
+            scale = scales and (op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1]))
+            matrix = _along(op, square, part, scale, size, _copies(op, x, y), **attributes)
         matrix.shape = ir.Shape([dims_of(x)[axis], None])
         dy = contracted(op, dy, matrix, axis)
     return [like(dy, x)]
 
 
-def _given(x: Value | None) -> Value | None:
+def _given(x: Input) -> Value | None:
     """Return an optional input, or None if it is an empty tensor."""
     return None if x is None or (x.shape is not None and x.shape == (0,)) else x
 
 
-def _is_kept(x: Value, scales: Value | None, sizes: Value | None, i: int, axis: int) -> bool:
+def _is_kept(x: Value, scales: Input, sizes: Input, i: int, axis: int) -> bool:
     """Return whether an axis is known to keep its size."""
     known = constant_of(sizes if scales is None else scales)
     return known is not None and bool(known[i] == (dims_of(x)[axis % rank(x)] if scales is None else 1))
-
-
-def _one(op: Emitter, scales: Value, i: int) -> Value:
-    known = constant_of(scales)
-    return op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1])
 
 
 def _copies(op: Emitter, x: Value, y: Value) -> Value:
@@ -78,13 +73,7 @@ def _copies(op: Emitter, x: Value, y: Value) -> Value:
 
 
 def _along(
-    op: Emitter,
-    square: Value,
-    roi: Value | None,
-    scale: Value | None,
-    size: Value | None,
-    copies: Value,
-    **attributes: Any,
+    op: Emitter, square: Value, roi: Input, scale: Input, size: Input, copies: Value, **attributes: Any
 ) -> Value:
     """Resize a matrix along its second axis.
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir import Value
+from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dims_of, like, rank
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import like, rank
 from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.expansion import expansion
 from passes.gradients.rules.shape import counted, reshape_like
@@ -118,18 +119,23 @@ def one_size(op: Emitter, x: Value, axis: int) -> Value:
     return op.Squeeze(op.shape_of(x, axis, axis + 1))
 
 
+def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
+    """Return the elements of an axis."""
+    parts = op.Split(x, num_outputs=count, axis=axis, _outputs=count)
+    return [op.Squeeze(part, [axis]) for part in ([parts] if count == 1 else parts)]
+
+
 @expansion("GridSample")
 def grid_sample(
     op: Emitter, x: Value, grid: Value, *, y: Value, mode: str, padding_mode: str, align_corners: int
 ) -> list[Value]:
     """Map positions from [-1, 1], last axis first, to pixels, and differentiate the sampling there."""
     count = rank(x) - 2
-    parts = op.Split(op.Reshape(grid, [0, -1, count]), num_outputs=count, axis=-1, _outputs=count)
     at, borders = [], []
-    for i, part in enumerate(reversed([parts] if count == 1 else parts)):
+    for i, part in enumerate(reversed(elements_along(op, op.Reshape(grid, [0, -1, count]), count, -1))):
         size = extent(op, x, i, grid)
         low, high = (0.0, size - 1) if align_corners else (-0.5, size - 0.5)
-        position = low + (op.Squeeze(part, [-1]) + 1) * ((high - low) / 2)
+        position = low + (part + 1) * ((high - low) / 2)
         if padding_mode == "reflection" and mode != "nearest":
             position = reflected(op, position, low, high)
         at.append(position)
@@ -230,9 +236,8 @@ def max_roi_pool(
         number = op.constant(np.arange(bins)[None], like=rois)
         first, last = begin + op.Floor(number * step), begin + op.Ceil((number + 1) * step)
         pixel = op.Cast(op.Range(0, one_size(op, x, 2 + i), 1), to=rois.dtype)
-        inside = op.And(
-            op.GreaterOrEqual(pixel, op.Unsqueeze(first, [2])), op.Less(pixel, op.Unsqueeze(last, [2]))
-        )
+        first, last = op.Unsqueeze(first, [2]), op.Unsqueeze(last, [2])
+        inside = op.And(op.GreaterOrEqual(pixel, first), op.Less(pixel, last))
         spread_over, axis = ([1, 2], 3) if i else ([1, 4], 2)
         values = op.Where(op.Unsqueeze(inside, spread_over), op.Unsqueeze(largest, [axis]), empty)
         largest = op.ReduceMax(values, [4 if i else 3], keepdims=0)
@@ -250,43 +255,25 @@ def deform_conv(
     x: Value,
     w: Value,
     offset: Value,
-    bias: Value | None = None,
-    weights: Value | None = None,
+    bias: Input = None,
+    weights: Input = None,
     *,
     y: Value,
+    node: Node,
     group: int,
     offset_group: int,
-    kernel_shape: list[int] | None = None,
-    dilations: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
 ) -> list[Value]:
     """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
-    count = rank(x) - 2
-    kernel = kernel_shape or [size for size in dims_of(w)[2:] if isinstance(size, int)]
-    if len(kernel) != count:
-        raise GraphoptError(
-            f"DeformConv by {w.name!r}: expected a known kernel shape, found {w.shape}: declare its shape"
-        )
-    taps, out = math.prod(kernel), op.shape_of(offset, 2)
+    count, window = rank(x) - 2, window_of(x, node, w)
+    taps, out = math.prod(window.kernel), op.shape_of(offset, 2)
     counted(count, taps)
-    steps = np.indices(kernel).reshape(count, taps, *[1] * count)
-    parts = op.Split(
-        op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)),
-        num_outputs=count,
-        axis=2,
-        _outputs=count,
-    )
+    steps = np.indices(window.kernel).reshape(count, taps, *[1] * count)
+    parts = elements_along(op, op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)), count, 2)
     at = []
-    for i, part in enumerate([parts] if count == 1 else parts):
-        stride, dilation, pad = (
-            (strides or [1] * count)[i],
-            (dilations or [1] * count)[i],
-            (pads or [0] * count)[i],
-        )
-        window = stride * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
-        start = window + op.constant(steps[i] * dilation - pad)
-        at.append(op.Squeeze(part, [2]) + op.Cast(start, to=offset.dtype))
+    for i, part in enumerate(parts):
+        first = window.strides[i] * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
+        start = first + op.constant(steps[i] * window.dilations[i] - window.begin[i])
+        at.append(part + op.Cast(start, to=offset.dtype))
     channels = op.Concat([-1], op.shape_of(x, 1, 2) / offset_group, op.shape_of(x, 2), axis=0)
     groups = op.Reshape(x, channels)
     batch = numbers(op, one_size(op, groups, 0), axes=1 + count)

@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
-from passes.gradients.registry import Gradients, rule
+from passes.gradients.registry import Gradients, one_line_rules, rule
 
 MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
@@ -28,11 +28,7 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
 
 
 def counted(*sizes: int) -> int:
-    """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large.
-
-    Raises:
-        GraphoptError: the constant exceeds the limit for gradients.
-    """
+    """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
     if count > MOST:
         raise GraphoptError(
@@ -41,19 +37,14 @@ def counted(*sizes: int) -> int:
     return count
 
 
-def wide(op: Emitter, numbers: Value) -> Value:
-    """Convert integers to 64 bits."""
-    return numbers if numbers.dtype == ir.DataType.INT64 else op.Cast(numbers, to=ir.DataType.INT64)
-
-
-def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Value | None) -> Value:
+def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Input) -> Value:
     """Return the pads of all axes of `x`. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
     if axes is None:
         return pads
     at, widths = constant_of(axes), constant_of(pads)
     if at is not None and widths is not None:
         return op.constant(spread_pads(rank(x), widths, at))
-    at = op.Mod(wide(op, axes), rank(x))
+    at = op.Mod(op.cast(axes, ir.DataType.INT64), rank(x))
     where = op.Unsqueeze(op.Concat(at, at + rank(x), axis=0), [1])
     return op.ScatterND(op.constant(np.zeros(2 * rank(x), np.int64)), where, pads)
 
@@ -65,19 +56,36 @@ def spread_pads(count: int, pads: np.ndarray, axes: np.ndarray) -> np.ndarray:
     return spread.ravel()
 
 
-@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def reshape(op: Emitter, dy: Value, x: Value, *shape: Value) -> Gradients:
-    return [reshape_like(op, dy, x)]
-
-
-@rule("Expand")
-def expand(op: Emitter, dy: Value, x: Value, shape: Value) -> Gradients:
-    return [dy]
-
-
-@rule("Transpose")
-def transpose(op: Emitter, dy: Value, x: Value, *, perm: list[int] | None = None) -> Gradients:
-    return [op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())]
+one_line_rules(
+    {
+        **dict.fromkeys(
+            ("Flatten", "Reshape", "Squeeze", "Unsqueeze"), lambda op, dy, x, *_: [reshape_like(op, dy, x)]
+        ),
+        "CumProd": lambda op, dy, x, axis, *, y, exclusive, reverse: [  # the factors are assumed not to be 0
+            op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x
+        ],
+        "CumSum": lambda op, dy, x, axis, *, exclusive, reverse: [
+            op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)
+        ],
+        "Expand": lambda op, dy, x, shape: [dy],
+        "Range": lambda op, dy, start, limit, delta: [
+            op.ReduceSum(dy, keepdims=0),
+            None,
+            op.ReduceSum(dy * op.Cast(op.Range(0, op.Size(dy), 1), to=dy.dtype), keepdims=0),
+        ],
+        "ReverseSequence": lambda op, dy, x, lengths, *, batch_axis, time_axis: [
+            op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)
+        ],
+        "SpaceToDepth": lambda op, dy, x, *, blocksize, mode="DCR": [  # before opset 28, the only order
+            like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)
+        ],
+        "Split": lambda op, dy, x, sizes=None, *, dys, axis: [like(op.Concat(*dys, axis=axis), x)],
+        "Transpose": lambda op, dy, x, *, perm=None: [
+            op.Transpose(dy) if perm is None else op.Transpose(dy, perm=np.argsort(perm).tolist())
+        ],
+        "Trilu": lambda op, dy, x, k=None, *, upper: [op.Trilu(dy, k, upper=upper)],
+    }
+)
 
 
 @rule("Concat")
@@ -90,42 +98,12 @@ def concat(op: Emitter, dy: Value, *inputs: Value, axis: int) -> Gradients:
     return [like(part, x) for part, x in zip(parts, inputs, strict=True)]
 
 
-@rule("Split")
-def split(
-    op: Emitter, dy: Value, x: Value, sizes: Value | None = None, *, dys: list[Value], axis: int
-) -> Gradients:
-    return [like(op.Concat(*dys, axis=axis), x)]
-
-
 @rule("Tile")
 def tile(op: Emitter, dy: Value, x: Value, repeats: Value) -> Gradients:
     """Sum over the copies: an axis of r copies of n elements is reshaped to two axes, r and n."""
     pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape_of(x), [1]), axis=1)
     copies = op.Reshape(dy, op.Reshape(pairs, [-1]))
     return [like(op.ReduceSum(copies, [*range(0, 2 * rank(x), 2)], keepdims=0), x)]
-
-
-@rule("CumSum")
-def cumsum(op: Emitter, dy: Value, x: Value, axis: Value, *, exclusive: int, reverse: int) -> Gradients:
-    return [op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)]
-
-
-@rule("Trilu")
-def trilu(op: Emitter, dy: Value, x: Value, k: Value | None = None, *, upper: int) -> Gradients:
-    return [op.Trilu(dy, k, upper=upper)]
-
-
-@rule("ReverseSequence")
-def reverse_sequence(
-    op: Emitter, dy: Value, x: Value, lengths: Value, *, batch_axis: int, time_axis: int
-) -> Gradients:
-    return [op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)]
-
-
-@rule("SpaceToDepth")
-def space_to_depth(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: str = "DCR") -> Gradients:
-    """Apply DepthToSpace. Before opset 28 the only order is DCR: block, then channel."""
-    return [like(op.DepthToSpace(dy, blocksize=blocksize, mode=mode), x)]
 
 
 @rule("DepthToSpace")
@@ -136,17 +114,3 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
         split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
         blocks = op.Transpose(split, perm=[0, 2, 1, 3, 4])
     return [reshape_like(op, blocks, x) if mode == "CRD" else like(blocks, x)]
-
-
-@rule("CumProd")
-def cumprod(
-    op: Emitter, dy: Value, x: Value, axis: Value, *, y: Value, exclusive: int, reverse: int
-) -> Gradients:
-    """Divide by the factors, which are assumed not to be 0."""
-    return [op.CumSum(dy * y, axis, exclusive=exclusive, reverse=1 - reverse) / x]
-
-
-@rule("Range")
-def range_(op: Emitter, dy: Value, start: Value, limit: Value, delta: Value) -> Gradients:
-    steps = op.Cast(op.Range(0, op.Size(dy), 1), to=dy.dtype)
-    return [op.ReduceSum(dy, keepdims=0), None, op.ReduceSum(dy * steps, keepdims=0)]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.indexing import gather
-from passes.gradients.rules.shape import pads_of_all_axes, wide
+from passes.gradients.rules.shape import pads_of_all_axes
 
 
 @rule("DFT")
 def dft(
-    op: Emitter,
-    dy: Value,
-    x: Value,
-    length: Value | None = None,
-    axis: Value | None = None,
-    *,
-    inverse: int,
-    onesided: int,
+    op: Emitter, dy: Value, x: Value, length: Input = None, axis: Input = None, *, inverse: int, onesided: int
 ) -> Gradients:
     """Pad with zeros where the transform cropped its input, and crop where it padded.
 
@@ -35,7 +29,7 @@ def dft(
         )
     at = rank(x) - 2 if at is None else at
     size, halved = op.shape_of(x, at, at + 1), inverse and onesided
-    n = size if length is None else op.Reshape(wide(op, length), [1])
+    n = size if length is None else op.Reshape(op.cast(length, ir.DataType.INT64), [1])
     if halved:
         n = op.shape_of(dy, at, at + 1)
     back = op.DFT(dy, op.Squeeze(n), op.constant(at), inverse=1 - inverse, onesided=halved)
@@ -58,14 +52,16 @@ def stft(
     dy: Value,
     x: Value,
     step: Value,
-    window: Value | None = None,
-    length: Value | None = None,
+    window: Input = None,
+    length: Input = None,
     *,
     onesided: int,
 ) -> Gradients:
     """Transform, weight and gather the frames in reverse: add the gradient of each frame at its position."""
-    size = op.Reshape(op.Shape(window) if length is None else wide(op, length), [1])
-    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(wide(op, step))
+    size = op.Reshape(op.Shape(window) if length is None else op.cast(length, ir.DataType.INT64), [1])
+    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(
+        op.cast(step, ir.DataType.INT64)
+    )
     at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
     frames = op.Gather(x, at, axis=1)
     weights = window and op.Unsqueeze(window, [1])

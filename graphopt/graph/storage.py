@@ -1,0 +1,195 @@
+"""Know where the weights of a model are: in its message, in a file next to it, or in memory.
+
+A protobuf message has less than 2 GB. Whatever turns a model into bytes or reads it, for files, sessions, caches or
+digests, does so by these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from google.protobuf import json_format, text_format
+from google.protobuf.message import DecodeError
+
+from graphopt.errors import GraphoptError, line
+from graphopt.files import replacing
+from graphopt.graph.checking import check_external
+from graphopt.graph.limits import Limits
+from graphopt.graph.values import bytes_of, name_of
+
+LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
+SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
+
+Weights = dict[str, ir.TensorProtocol]
+
+# Exceptions of the onnx package for unreadable files, which depend on the format.
+_UNREADABLE = (
+    DecodeError,
+    json_format.Error,
+    text_format.Error,
+    onnx.parser.ParseError,
+    onnx.checker.ValidationError,
+    ValueError,
+)
+
+
+def is_large(model: ir.Model | onnx.ModelProto) -> bool:
+    """Return whether a model's weights are too large for one protobuf message."""
+    if isinstance(model, onnx.ModelProto):
+        return sum(len(x.raw_data) for x in model.graph.initializer) > LIMIT
+    return sum(bytes_of(x.const_value) for x in model.graph.initializers.values()) > LIMIT
+
+
+def message(model: ir.Model) -> tuple[bytes, Weights]:
+    """Return a model as bytes, and its large weights by name if these are too large for the message."""
+    return skeleton(model) if is_large(model) else (whole(model), {})
+
+
+def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
+    """Return a model as bytes without its large weights, to which it refers as external data, and these by name."""
+    with _external(model) as weights:
+        return whole(model), weights
+
+
+def whole(model: ir.Model) -> bytes:
+    """Return a model with all its weights as bytes, the same for equal models."""
+    return ir.to_proto(model).SerializeToString(deterministic=True)
+
+
+def digest(model: ir.Model) -> str:
+    """Return the SHA-256 sum of a model with its weights."""
+    content, weights = message(model)
+    sums = hashlib.sha256(content)
+    for tensor in weights.values():
+        sums.update(tensor.tobytes())
+    return sums.hexdigest()
+
+
+def without_weights(model: ir.Model) -> onnx.ModelProto:
+    """Return a copy of a model in which large weights are inputs."""
+    with _external(model) as weights:
+        proto = ir.to_proto(model)
+    small = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(small)
+    dims = {name: tensor.shape.numpy() for name, tensor in weights.items()}
+    infos = (onnx.helper.make_tensor_value_info(name, x.dtype, dims[name]) for name, x in weights.items())
+    proto.graph.input.extend(infos)
+    return proto
+
+
+def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model that onnx's checker accepts: if the model is large, a copy with large initializers as inputs."""
+    if not is_large(proto):
+        return proto
+    weights = [x for x in proto.graph.initializer if len(x.raw_data) > SMALL]
+    copy, graph = _fields_but(proto, "graph"), _fields_but(proto.graph, "initializer")
+    graph.initializer.extend(x for x in proto.graph.initializer if len(x.raw_data) <= SMALL)
+    declare_inputs(graph, weights)
+    copy.graph.CopyFrom(graph)
+    return copy
+
+
+def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) -> None:
+    """Make inputs of weights."""
+    inputs = {x.name for x in graph.input}
+    infos = (onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in weights)
+    graph.input.extend(info for info in infos if info.name not in inputs)
+
+
+def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to one file atomically. Beyond 2 GB, write its weights to `PATH.data`.
+
+    Args:
+        model: an onnx_ir.Model or an onnx.ModelProto.
+        path: the file to write.
+
+    >>> from graphopt import models
+    >>> graphopt.save(models.linear((2,), 1), "model.onnx")
+    >>> graphopt.load("model.onnx").graph.outputs[0].name
+    'y'
+    """
+    if is_large(model):
+        _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
+        return
+    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    with replacing(path) as temporary:
+        onnx.save(proto, temporary)
+
+
+def read(path: Path, limits: Limits) -> onnx.ModelProto:
+    """Read a model from a file, with its external data."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+        if kind != stat.S_IFREG:
+            found = "a folder" if kind == stat.S_IFDIR else "a device or a pipe"
+            raise GraphoptError(f"{path}: expected an ONNX file, found {found}")
+        proto = onnx.load(path, load_external_data=False)
+        check_external(proto, path.parent, limits)
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    except GraphoptError:
+        raise
+    except FileNotFoundError as error:
+        raise GraphoptError(f"{path}: no such file") from error
+    except OSError as error:
+        raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
+    except _UNREADABLE as error:
+        raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
+    return proto
+
+
+def read_external(model: ir.Model) -> None:
+    """Read the external data of a model into memory."""
+    try:
+        ir.external_data.load_to_model(model)
+    except (OSError, ValueError) as error:
+        raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
+
+
+@contextlib.contextmanager
+def _external(model: ir.Model) -> Iterator[Weights]:
+    """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
+    values = {name_of(x): x for x in model.graph.initializers.values() if bytes_of(x.const_value) > SMALL}
+    weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
+    for name, tensor in weights.items():
+        values[name].const_value = ir.ExternalTensor(
+            "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+        )
+    try:
+        yield weights
+    finally:
+        for name, tensor in weights.items():
+            values[name].const_value = tensor
+
+
+def _fields_but(source: onnx.ModelProto | onnx.GraphProto, left_out: str) -> Any:
+    """Return a copy of a message without a field. Messages of 2 GB cannot be copied whole."""
+    copy = type(source)()
+    for field, value in source.ListFields():
+        if field.name != left_out:
+            own = getattr(copy, field.name)
+            if hasattr(own, "extend"):
+                own.extend(value)
+            else:
+                setattr(copy, field.name, value)
+    return copy
+
+
+def _save_large(model: ir.Model, path: Path) -> None:
+    data = f"{path.name}.data"
+    with (
+        replacing(path) as temporary,
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+    ):
+        ir.save(model, Path(folder, path.name), external_data=data)
+        os.replace(Path(folder, path.name), temporary)
+        os.replace(Path(folder, data), path.parent / data)

@@ -1,0 +1,85 @@
+"""Tools of `graphopt.graph` by themselves: exchanged values, kept interfaces, and where weights are."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import mlp, model
+
+import graphopt
+from graphopt.errors import GraphoptError
+from graphopt.graph import storage
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.rewriting import Pass, interface_kept
+from graphopt.graph.roles import Role
+from graphopt.graph.values import name_of, swap
+
+
+def test_a_value_that_replaces_another_has_its_name_metadata_and_readers() -> None:
+    loaded = graphopt.load(model("g (float[4] x) => (float[4] y, float[4] z) { y = Abs(x)\n z = Neg(y) }"))
+    graph = loaded.graph
+    old = graph.outputs[0]
+    ORIGINAL_NAME.write(old, "first")
+    with Emitter(loaded) as op:
+        new = swap(old, op.Relu(graph.inputs[0]))
+    assert list(map(name_of, graph.outputs)) == ["y", "z"]
+    assert graph.outputs[0] is new and ORIGINAL_NAME.read(new) == "first"
+    assert [node.op_type for node in new.consumers()] == ["Neg"] and not old.uses()
+
+
+def test_an_interface_is_kept_after_an_error_too() -> None:
+    loaded = graphopt.load(model("g (float[4] x) => (float[4] y) { y = Abs(x) }"))
+
+    def rename_and_fail() -> None:
+        with interface_kept(loaded):
+            loaded.graph.inputs[0].name, loaded.graph.outputs[0].name = "a", "b"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        rename_and_fail()
+    assert [name_of(x) for x in (*loaded.graph.inputs, *loaded.graph.outputs)] == ["x", "y"]
+
+
+def test_a_pass_names_what_it_needs() -> None:
+    class Reporting(Pass):
+        def rewrite(self, model: ir.Model) -> None:
+            self.required(model, Role.GRADIENT, "run Gradient first")
+
+    with pytest.raises(GraphoptError, match="Reporting needs gradients, found none: run Gradient first"):
+        Reporting()(graphopt.load(mlp((4, 3))))
+
+
+def test_bytes_without_weights_refer_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = graphopt.load(mlp((64, 64, 3)))
+    content, weights = storage.skeleton(loaded)
+    assert list(weights) == ["fc0.weight"]
+    tensors = {x.name: x for x in onnx.load_model_from_string(content).graph.initializer}
+    assert [bool(x.external_data) for x in tensors.values()] == [name in weights for name in tensors]
+    assert storage.message(loaded) == (storage.whole(loaded), {})
+    assert storage.digest(loaded) == hashlib.sha256(storage.whole(loaded)).hexdigest()
+    monkeypatch.setattr(storage, "LIMIT", 1000)
+    assert storage.message(loaded)[0] == content
+
+
+@pytest.mark.parametrize("limit", [storage.LIMIT, 1000])
+def test_a_digest_tells_weights_apart(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "LIMIT", limit)
+    loaded: Any = graphopt.load(mlp((64, 64, 3)))
+    before = storage.digest(loaded)
+    assert storage.digest(loaded.clone()) == before
+    weight = loaded.graph.initializers["fc0.weight"]
+    weight.const_value = ir.tensor(weight.const_value.numpy() + np.float32(1), name=weight.name)
+    assert storage.digest(loaded) != before
+
+
+def test_a_second_lowering_of_an_operator_is_refused() -> None:
+    from passes.lowering.registry import lowers
+
+    with pytest.raises(GraphoptError, match=r"com\.microsoft::QuickGelu: expected one rule, found a second"):
+        lowers("QuickGelu", domain="com.microsoft")(lambda op, x: x)
