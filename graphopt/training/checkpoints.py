@@ -105,24 +105,20 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
-        self._steps = self._epochs = self._seconds = math.inf
         if self.keep < 1:
             raise GraphoptError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
         if self.keep_best < 0:
             raise GraphoptError(f"checkpoint.keep_best: expected 0 or more, found {self.keep_best}")
+        count, time_between = None, None
         if self.every is not None:
-            found = _EVERY.fullmatch(str(self.every))
-            time_between = seconds(str(self.every))
-            if not (time_between or (found and int(found[1]))):
+            count, time_between = _EVERY.fullmatch(str(self.every)), seconds(str(self.every))
+            if not (time_between or (count and int(count[1]))):
                 raise GraphoptError(
                     f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
                 )
-            if found and found[2] == "step":
-                self._steps = int(found[1])
-            elif found:
-                self._epochs = int(found[1])
-            else:
-                self._seconds = time_between or math.inf
+        self._steps = int(count[1]) if count and count[2] == "step" else None
+        self._epochs = int(count[1]) if count and count[2] == "epoch" else None
+        self._seconds = time_between or math.inf
         self._thread = ThreadPoolExecutor(1, "graphopt-checkpoint")
         self._writing: Future[Path] | None = None
         self._saved_at = time.monotonic()
@@ -146,9 +142,9 @@ class Checkpoints:
             raise GraphoptError(f"{self._folder}: expected a folder to write to: {error.strerror}") from error
         self._saved_at = time.monotonic()
 
-    def next_step(self, step: int) -> float:
-        """Return the next step after which a checkpoint is due by the number of steps."""
-        return (step // self._steps + 1) * self._steps if math.isfinite(self._steps) else math.inf
+    def next_step(self, step: int) -> int | None:
+        """Return the next step after which a checkpoint is due by the number of steps, or None."""
+        return None if self._steps is None else (step // self._steps + 1) * self._steps
 
     @property
     def is_busy(self) -> bool:
@@ -159,13 +155,13 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step."""
-        if math.isfinite(self._steps):
+        if self._steps is not None:
             return step % self._steps == 0
         return time.monotonic() - self._saved_at >= self._seconds
 
     def is_due_after(self, epoch: int) -> bool:
         """Return whether a checkpoint is due after an epoch."""
-        return math.isfinite(self._epochs) and epoch % self._epochs == 0
+        return self._epochs is not None and epoch % self._epochs == 0
 
     def is_best(self, record: Mapping[str, Any]) -> bool:
         """Return whether the measures of an epoch are among the best so far."""
