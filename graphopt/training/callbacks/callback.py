@@ -16,6 +16,12 @@ from graphopt.runtime.tensors import Tensor
 Record = dict[str, Any]
 
 
+def weights_of(executor: Executor) -> dict[str, np.ndarray]:
+    """Return copies of the parameters and statistics of an executor, without what belongs to its optimizer."""
+    names = {value.name for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
+    return {name: array for name, array in executor.state.items() if name in names}
+
+
 @dataclass
 class Control:
     """Hold what callbacks ask of `fit`; it looks after each step and after each epoch, and resets what it has done.
@@ -78,9 +84,8 @@ class Run:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters and statistics that validation measures."""
-        names = {value.name for value in with_role(self.executor.model, Role.PARAMETER, Role.STATISTIC)}
-        kept = {name: array for name, array in self.executor.state.items() if name in names}
-        return kept | {name: np.array(array) for name, array in (self.averaged or {}).items()}
+        averaged = {name: np.array(array) for name, array in (self.averaged or {}).items()}
+        return weights_of(self.executor) | averaged
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training, and say why."""

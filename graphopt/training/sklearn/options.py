@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+import passes
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source
 from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step
+from graphopt.training.sklearn import objective
 from graphopt.training.sklearn.network import HIDDEN
 
 RATES = ("constant", "invscaling", "adaptive")
@@ -100,9 +102,6 @@ class EstimatorOptions:
 
     def _optimizer(self) -> Any:
         """Return the optimizer pass."""
-        import passes
-        from graphopt.training.sklearn import objective
-
         if self.solver == "adam":
             return objective.Adam(1e-3, self.beta_1, self.beta_2, self.epsilon)
         if self.solver == "sgd":
