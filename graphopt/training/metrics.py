@@ -1,7 +1,7 @@
 """Compute metrics of predictions batch by batch, exactly as on all rows at once.
 
-`Reading` turns outputs and targets of any loss into labels, numbers and probabilities. A class per metric, which
-`METRICS` names, has its mathematics. scikit-learn's metrics of the same names define the values.
+`Metrics` reads outputs and targets as labels, numbers and probabilities. A class per metric, which `METRICS` names,
+has its mathematics. scikit-learn's metrics of the same names define the values.
 """
 
 from __future__ import annotations
@@ -52,45 +52,6 @@ class Batch:
             return np.log(np.maximum(scores, np.finfo(self.scores.dtype).eps))
         scores -= scores.max(axis=1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-
-
-class Reading:
-    """Read predictions and targets as the loss does.
-
-    Args:
-        spec: the specification of the target.
-    """
-
-    def __init__(self, spec: TargetSpec) -> None:
-        self._spec = spec
-
-    def predicted(self, prediction: np.ndarray) -> np.ndarray:
-        """Return the predicted labels, class numbers or numbers."""
-        if self._spec.labels is not None:
-            low, high = self._spec.labels
-            return np.where(prediction > self._spec.threshold, high, low)
-        return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
-
-    def expected(self, target: np.ndarray) -> np.ndarray:
-        """Return the labels, class numbers or numbers of a target."""
-        if self._spec.labels is not None:
-            low, high = self._spec.labels
-            return np.where(target > (low + high) / 2, high, low)
-        return np.asarray(target.argmax(self._spec.axis)) if self._spec.target_probabilities else target
-
-    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
-        """Return what metrics see of an output and its target."""
-        spec = self._spec
-        predicted, wanted = self.predicted(prediction), self.expected(target)
-        if spec.axis is None:
-            if spec.labels is None:
-                return Batch(wanted, predicted.reshape(wanted.shape), predicted, spec)
-            return Batch(wanted.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
-        kept = np.full(wanted.size, True) if spec.ignore_index is None else wanted != spec.ignore_index
-        kept = kept.reshape(-1)
-        probabilities = _by_class(target, spec.axis)[kept] if spec.target_probabilities else None
-        scores = _by_class(prediction, spec.axis)[kept]
-        return Batch(wanted.reshape(-1)[kept], predicted.reshape(-1)[kept], scores, spec, probabilities)
 
 
 class Metric(ABC):
@@ -494,7 +455,7 @@ class Metrics:
     """
 
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
-        self._reading = Reading(spec)
+        self._spec = spec
         self._empty = True
         chosen = [named(one) for one in (DEFAULTS[spec.task] if wanted is None else wanted)]
         for name, _ in chosen:
@@ -502,18 +463,36 @@ class Metrics:
                 raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
         self._metrics = {name: metric for name, metric in chosen if spec.task in metric.tasks}
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the metrics."""
-        return list(self._metrics)
-
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
         """Return the predicted labels, class numbers or numbers."""
-        return self._reading.predicted(prediction)
+        if self._spec.labels is not None:
+            low, high = self._spec.labels
+            return np.where(prediction > self._spec.threshold, high, low)
+        return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
+
+    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
+        """Return what metrics see of an output and its target."""
+        spec, predicted = self._spec, self.predicted(prediction)
+        if spec.axis is None:
+            if spec.labels is None:
+                return Batch(target, predicted.reshape(target.shape), predicted, spec)
+            low, high = spec.labels
+            expected = np.where(target > (low + high) / 2, high, low)
+            return Batch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+        probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
+        expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
+        kept = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
+        return Batch(
+            expected[kept],
+            predicted.reshape(-1)[kept],
+            _by_class(prediction, spec.axis)[kept],
+            spec,
+            None if probabilities is None else probabilities[kept],
+        )
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
         """Accumulate a batch."""
-        batch = self._reading.batch(prediction, target)
+        batch = self.batch(prediction, target)
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():
