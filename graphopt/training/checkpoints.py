@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,13 +163,14 @@ class Checkpoints:
         """Return whether a checkpoint is due after an epoch."""
         return self._epochs is not None and epoch % self._epochs == 0
 
-    def is_best(self, record: Mapping[str, Any]) -> bool:
-        """Return whether the measures of an epoch are among the best so far."""
-        value = record.get(self.best) if self.best else None
-        if not isinstance(value, int | float) or not math.isfinite(value) or not self.keep_best:
-            return False
-        kept = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
-        return len(kept) < self.keep_best or (value > kept[-1] if self._larger else value < kept[-1])
+    def best_of(self, record: Mapping[str, Any]) -> float | None:
+        """Return the measure of an epoch if it is among the best so far, otherwise None."""
+        value = record.get(self.best) if self.best and self.keep_best else None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        best = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
+        is_best = len(best) < self.keep_best or (value > best[-1] if self._larger else value < best[-1])
+        return value if is_best else None
 
     @property
     def _larger(self) -> bool:
@@ -348,25 +349,19 @@ def _point(path: Path, name: str) -> None:
         write(path, f"{name}\n")
 
 
-def _rename(beside: Path, target: Path) -> None:
+def _rename(written: Path, target: Path) -> None:
     """Rename a folder; one that is in its place goes only once the new one is there."""
-    with _moved(target):
-        os.rename(beside, target)
-
-
-@contextlib.contextmanager
-def _moved(target: Path) -> Iterator[None]:
-    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}") if target.exists() else None
-    if old:
+    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    has_old = target.exists()
+    if has_old:
         os.rename(target, old)
     try:
-        yield
+        os.rename(written, target)
     except OSError:
-        if old:
+        if has_old:
             os.rename(old, target)
         raise
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

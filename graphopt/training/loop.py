@@ -231,7 +231,7 @@ class Loop:
         """Write a checkpoint after an epoch if one is due, asked for, or among the best."""
         checkpoints = self._checkpoints
         if checkpoints is not None:
-            best = record[checkpoints.best] if checkpoints.best and checkpoints.is_best(record) else None
+            best = checkpoints.best_of(record)
             if best is not None or checkpoints.is_due_after(self._run.epoch) or self._run.control.should_save:
                 self._save(best=best)
 

@@ -76,6 +76,37 @@ class Metric(ABC):
         return known_as
 
 
+class OfMean(Metric):
+    """Average a term of each element or row, then over columns."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum: Any = 0.0
+
+    def update(self, batch: Batch) -> None:
+        terms = self.terms(batch)
+        self._count += len(terms)
+        self._sum = self._sum + terms.sum(axis=0)
+
+    def result(self) -> float:
+        return float(np.mean(self.of_mean(self._sum / self._count)))
+
+    @abstractmethod
+    def terms(self, batch: Batch) -> np.ndarray:
+        """Return the terms of a batch."""
+
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        """Return a column's value from the mean of its terms."""
+        return mean
+
+
+class Accuracy(OfMean):
+    """Compute the share of predictions that equal the target."""
+
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.equal(batch.predicted, batch.target)
+
+
 class OfCounts(Metric):
     """Compute a number from the counts of each label."""
 
@@ -100,13 +131,6 @@ class OfCounts(Metric):
             predicted: how often each label is predicted.
             target: how often each label is in the target.
         """
-
-
-class Accuracy(OfCounts):
-    """Compute the share of predictions that equal the target."""
-
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
-        return right.sum() / target.sum()
 
 
 class BalancedAccuracy(OfCounts):
@@ -206,7 +230,7 @@ class ConfusionMatrix(Metric):
         return [[self._counts.get((row, column), 0) for column in labels] for row in labels]
 
 
-class TopK(Metric):
+class TopK(OfMean):
     """Compute the share of targets among the k classes with the highest scores.
 
     Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
@@ -220,21 +244,17 @@ class TopK(Metric):
     def __init__(self, k: int = 5) -> None:
         if type(k) is not int or k < 1:
             raise GraphoptError(f"metrics: top_k: expected k of 1 or more, found {k!r}")
+        super().__init__()
         self._k = k
-        self._right = self._count = 0
 
     def name(self, known_as: str) -> str:
         return f"top_{self._k}_accuracy"
 
-    def update(self, batch: Batch) -> None:
+    def terms(self, batch: Batch) -> np.ndarray:
         own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
         later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
         higher = (batch.scores > own) | ((batch.scores == own) & later)
-        self._right += int((higher.sum(axis=1) < self._k).sum())
-        self._count += len(batch.target)
-
-    def result(self) -> float:
-        return self._right / self._count
+        return np.less(higher.sum(axis=1), self._k)
 
 
 class RocAuc(Metric):
@@ -273,65 +293,37 @@ def area(scores: np.ndarray, positive: np.ndarray) -> float:
     return float(above / pairs) if pairs else float("nan")
 
 
-class Perplexity(Metric):
+class Perplexity(OfMean):
     """Compute the exponential of the mean cross-entropy."""
 
     tasks = ("classification",)
 
-    def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
-
-    def update(self, batch: Batch) -> None:
+    def terms(self, batch: Batch) -> np.ndarray:
         log_p = batch.log_probabilities()
         if batch.expected is None:
-            entropy = -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
-        else:
-            entropy = -(batch.expected * log_p)
-        self._sum += float(entropy.sum())
-        self._count += len(batch.target)
+            return -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
+        return -(batch.expected * log_p).sum(axis=1)
 
-    def result(self) -> float:
-        return float(np.exp(self._sum / self._count))
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        return np.exp(mean)
 
 
-class OfErrors(Metric):
-    """Average a term of the error of each column, then over columns."""
+class MeanAbsoluteError(OfMean):
+    """Compute the mean of |p - t|."""
 
     tasks = ("regression",)
 
-    def __init__(self) -> None:
-        self._rows = 0
-        self._sum: Any = 0.0
-
-    def update(self, batch: Batch) -> None:
-        error = _columns(batch.predicted) - _columns(batch.target)
-        self._rows += len(error)
-        self._sum = self._sum + self.term(error).sum(axis=0)
-
-    def result(self) -> float:
-        return float(np.mean(self.of_mean(self._sum / self._rows)))
-
-    @abstractmethod
-    def term(self, error: np.ndarray) -> np.ndarray:
-        """Return the term of each error."""
-
-    def of_mean(self, mean: np.ndarray) -> np.ndarray:
-        """Return a column's value from the mean of its terms."""
-        return mean
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
-class MeanAbsoluteError(OfErrors):
-    """Compute the mean of |p - t|."""
-
-    def term(self, error: np.ndarray) -> np.ndarray:
-        return np.abs(error)
-
-
-class MeanSquaredError(OfErrors):
+class MeanSquaredError(OfMean):
     """Compute the mean of (p - t)^2."""
 
-    def term(self, error: np.ndarray) -> np.ndarray:
-        return error**2
+    tasks = ("regression",)
+
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.square(_columns(batch.predicted) - _columns(batch.target))
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -372,7 +364,7 @@ class R2(MeanSquaredError):
         self._square = self._square + ((target - self._shift) ** 2).sum(axis=0)
 
     def result(self) -> float:
-        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._rows, 0))
+        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._count, 0))
 
 
 class Own(Metric):

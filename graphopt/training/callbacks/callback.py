@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -105,6 +105,8 @@ class Callback:
     events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
     in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
 
+    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more.
+
     With several workers, each has its own callback, which sees the same numbers. A callback that prints or writes sets
     `on_every_worker` to False: only the first worker's then sees the run. What one worker's callback asks for, except
     `should_save`, counts for all.
@@ -118,6 +120,7 @@ class Callback:
 
     reads_state = True
     on_every_worker = True
+    saved: ClassVar[Sequence[str]] = ()
 
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""
@@ -151,7 +154,9 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
-        return {}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+        for name in self.saved:
+            setattr(self, name, state[name])

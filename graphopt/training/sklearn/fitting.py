@@ -210,7 +210,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),
             "regularizer": objective.WeightPenalty(self.alpha) if self.alpha else None,
             "optimizer": self._optimizer(),
-            "schedule": self._schedule(),
+            "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
         return Structure(model, tuple(steps.items()), self.device, self.threads)
 
@@ -229,7 +229,8 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             X, y, weights, held_out = self._split(X, y, weights, random)
         feeds = self._feeds(executor, X, y, weights)
         rows = len(X)
-        size, order = self._rows_of_a_batch(rows), np.arange(rows)
+        size = min(200 if self.batch_size == "auto" else int(self.batch_size), rows)
+        order = np.arange(rows)
         self.n_iter_ = 0
         try:
             for _ in range(epochs):
