@@ -24,6 +24,7 @@ import safetensors.numpy
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write
+from graphopt.intervals import check_intervals, within
 from graphopt.runtime.checkpoint import state_bytes
 
 STATE, CALLBACKS, PROGRESS, MANIFEST = (
@@ -98,17 +99,14 @@ class Checkpoints:
 
     folder: str | os.PathLike[str]
     every: str | None = "1 min"
-    keep: int = 2
+    keep: int = within("[1, inf)", 2)
     best: str | None = "validation_loss"
-    keep_best: int = 1
+    keep_best: int = within("[0, inf)", 1)
 
     def __post_init__(self) -> None:
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
-        if self.keep < 1:
-            raise GraphoptError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
-        if self.keep_best < 0:
-            raise GraphoptError(f"checkpoint.keep_best: expected 0 or more, found {self.keep_best}")
+        check_intervals(self)
         count, time_between = None, None
         if self.every is not None:
             count, time_between = _EVERY.fullmatch(str(self.every)), seconds(str(self.every))

@@ -15,8 +15,7 @@ from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
 from graphopt.runtime.tensors import Tensor, rows_of
-from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.group import Group
+from graphopt.training.callbacks.callback import Callback, Group, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints
 from graphopt.training.evaluation import HeldOut, Mean
 from graphopt.training.options import FitOptions
