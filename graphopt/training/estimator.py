@@ -280,7 +280,7 @@ class Trainer(Estimator):
             return self._executor
         state = self._kept or {} if self._executor is None else self._executor.state
         executor = structure.executor()
-        self._initial = executor.state, executor.hyperparameters
+        self._initial = executor.state, dict(executor.hyperparameters)
         return self._use(structure, executor, state)
 
     def _steps(self) -> dict[str, Any]:
