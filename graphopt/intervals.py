@@ -25,7 +25,7 @@ def within(
     Args:
         interval: the interval, such as `[0, 1)` for 0 or more and less than 1. `inf]` includes infinity; `inf)` does
             not.
-        default: a number, None, or a default factory. The default itself is not checked.
+        default: a number, None, a default factory, or MISSING for none. The default itself is not checked.
         whole: require whole numbers; by default, if the default is a whole number.
         choices: words that may stand for numbers.
     """
@@ -36,8 +36,13 @@ def within(
     return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
 
 
-def check_intervals(options: Any) -> None:
-    """Raise an error unless the fields of a dataclass lie in their intervals."""
+def check_intervals(options: Any, *, owner: str | None = None) -> None:
+    """Raise an error unless the fields of a dataclass lie in their intervals.
+
+    Args:
+        owner: what the options belong to, for the message; by default, the dataclass.
+    """
+    owner = owner or type(options).__name__
     for field in dataclasses.fields(options):
         if _KEY in field.metadata:
             value = getattr(options, field.name)
@@ -46,8 +51,7 @@ def check_intervals(options: Any) -> None:
                 if not _lies_in(number, interval) or (whole and number != int(number)):
                     kind = "a whole number" if whole else "a number"
                     raise GraphoptError(
-                        f"{type(options).__name__}({field.name}={value!r}): expected {kind} in {interval}, found "
-                        f"{number!r}"
+                        f"{owner}({field.name}={value!r}): expected {kind} in {interval}, found {number!r}"
                     )
 
 

@@ -174,7 +174,7 @@ def test_another_graphs_checkpoint_is_refused(tmp_path: Path) -> None:
     [
         ({"every": "often"}, r"checkpoint.every: expected '100 steps'"),
         ({"every": "0.5 steps"}, r"checkpoint.every"),
-        ({"keep": 0}, r"checkpoint.keep: expected 1 or more, found 0"),
+        ({"keep": 0}, r"Checkpoints\(keep=0\): expected a whole number in \[1, inf\), found 0"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:

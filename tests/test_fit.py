@@ -99,8 +99,8 @@ def test_the_rate_of_a_schedule_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"epochs": 0}, "^epochs: expected 1 or more"),
-        ({"batch_size": 0}, "^batch_size: expected 1 or more"),
+        ({"epochs": 0}, r"^fit\(epochs=0\): expected a whole number in \[1, inf\), found 0"),
+        ({"batch_size": 0}, r"^fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
         ({"validation": 1.0}, "^validation: expected a share"),
         ({"validation": 0.999}, "that leaves rows to train on"),
     ],
@@ -204,7 +204,7 @@ def test_the_thread_ends_where_training_stops() -> None:
         fit(executor(), bad, batch_size=8, allow_nan=True, prefetch=2)
     assert threading.active_count() == before
     with pytest.raises(
-        graphopt.GraphoptError, match=r"^prefetch: expected 0 or more batches, or None, found -1"
+        graphopt.GraphoptError, match=r"^fit\(prefetch=-1\): expected a whole number in \[0, inf\), found -1"
     ):
         fit(executor(), DATA, prefetch=-1)
 
@@ -215,5 +215,7 @@ def test_a_negative_seed_is_refused(seed):
         graphopt.compile(mlp((4, 8, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)), device="cpu"
     )
     data = {"x": np.ones((8, 4), np.float32), "target": np.zeros(8, np.int64)}
-    with pytest.raises(graphopt.GraphoptError, match=f"^seed: expected 0 or more, found {seed}"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=rf"^fit\(seed={seed}\): expected a whole number in \[0, inf\)"
+    ):
         fit(executor, data, seed=seed)

@@ -134,7 +134,9 @@ def test_a_negative_number_of_threads(threads: int) -> None:
     step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     with pytest.raises(graphopt.GraphoptError, match="threads: expected 1 or more, or None"):
         graphopt.Executor(step, threads=threads)
-    with pytest.raises(graphopt.GraphoptError, match=r"^seed: expected 0 or more, found -1"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^fit\(seed=-1\): expected a whole number in \[0, inf\)"
+    ):
         fit(graphopt.Executor(step, threads=1), {"x": X, "target": TARGET}, seed=-1)
 
 

@@ -19,7 +19,8 @@ from sklearn.metrics import confusion_matrix
 import graphopt
 from graphopt import cli, data
 from graphopt.inspection.charts import line_chart
-from graphopt.training.callbacks.page import MOST_BINS, _Curve
+from graphopt.training.callbacks.curve import Curve
+from graphopt.training.callbacks.page import MOST_BINS
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 QUIET = [
@@ -154,7 +155,7 @@ def test_numbers_that_are_not_finite_leave_gaps() -> None:
 
 
 def test_a_long_curve_keeps_the_mean() -> None:
-    curve, values = _Curve(), np.random.default_rng(0).standard_normal(10_001)
+    curve, values = Curve(MOST_BINS), np.random.default_rng(0).standard_normal(10_001)
     for step, value in enumerate(values.tolist(), 1):
         curve.add(step, value)
     steps, means = curve.points()

@@ -20,7 +20,8 @@ import passes
 from graphopt import cli
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import progress
-from graphopt.training.callbacks.progress import ProgressBar, Sparkline
+from graphopt.training.callbacks.curve import Curve
+from graphopt.training.callbacks.progress import ProgressBar, sparkline
 
 X = np.random.default_rng(0).standard_normal((200, 3)).astype(np.float32)
 DATA = {"x": X, "target": (X.sum(axis=1) > 0).astype(np.int64)}
@@ -73,18 +74,18 @@ def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sparkline_has_the_means_of_equal_parts() -> None:
-    line = Sparkline(4)
-    for value in [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [7.0] * 4:
-        line.add(value)
-    assert str(line) == "▁▂▃█"
+    def line(width: int, values: Any) -> str:
+        curve = Curve(width)
+        for step, value in enumerate(values):
+            curve.add(step, float(value))
+        return sparkline(curve.points()[1], width)
+
+    assert line(4, [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [7.0] * 4) == "▁▂▃█"
     for width, count in itertools.product((2, 12), (1, 5, 100, 1001)):
-        line, values = Sparkline(width), np.linspace(3, 1, count)
-        for value in values:
-            line.add(float(value))
-        heights = [progress.BARS.index(x) for x in str(line).strip()]
-        assert len(str(line)) == width and heights == sorted(heights, reverse=True)
-    line.add(float("inf"))
-    assert str(line) == ""
+        bars = line(width, np.linspace(3, 1, count))
+        heights = [progress.BARS.index(x) for x in bars.strip()]
+        assert len(bars) == width and heights == sorted(heights, reverse=True)
+    assert line(2, [1.0, float("inf")]) == ""
 
 
 def test_a_quiet_run_prints_nothing(

@@ -340,7 +340,7 @@ def test_batches_that_do_not_fit(items: list[Any], error: str) -> None:
         (Again(), {"validation": in_order()}, "expected batches, found none in generator: an iterator is used up"),
         (7, {}, "data: expected a data set, arrays by name or an iterable of batches, found int"),
         ("x.npz", {}, "found str"),
-        (Again(), {"batch_size": 0}, "batch_size: expected 1 or more, found 0"),
+        (Again(), {"batch_size": 0}, r"fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
         (Again(lambda: iter([{"x": X, "target": X}])), {}, "data 'target'"),
     ],
 )  # fmt: skip

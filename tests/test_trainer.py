@@ -115,6 +115,13 @@ def test_fit_starts_from_the_models_weights_unless_warm():
     )
 
 
+def test_a_fit_starts_with_the_first_rate_again():
+    trainer = regression(schedule="adaptive", max_iter=40)
+    first = trainer.fit(X, Y).history_
+    assert first[-1]["learning_rate"] < first[0]["learning_rate"]
+    assert trainer.fit(X, Y).train_losses_ == [record["loss"] for record in first]
+
+
 def _weight(model: onnx.ModelProto, name: str) -> np.ndarray:
     return next(onnx.numpy_helper.to_array(x) for x in model.graph.initializer if x.name == name)
 

@@ -8,7 +8,7 @@ from graphopt.data.training_rows import TrainingRows, hold_out
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline
-from graphopt.training.sources import Data
+from graphopt.training.options import Data
 
 
 def adapt(

@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import safetensors.numpy
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write
+from graphopt.intervals import check_intervals, within
 from graphopt.runtime.checkpoint import state_bytes
 
 STATE, CALLBACKS, PROGRESS, MANIFEST = (
@@ -98,31 +99,24 @@ class Checkpoints:
 
     folder: str | os.PathLike[str]
     every: str | None = "1 min"
-    keep: int = 2
+    keep: int = within("[1, inf)", 2)
     best: str | None = "validation_loss"
-    keep_best: int = 1
+    keep_best: int = within("[0, inf)", 1)
 
     def __post_init__(self) -> None:
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
-        self._steps = self._epochs = self._seconds = math.inf
-        if self.keep < 1:
-            raise GraphoptError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
-        if self.keep_best < 0:
-            raise GraphoptError(f"checkpoint.keep_best: expected 0 or more, found {self.keep_best}")
+        check_intervals(self)
+        count, time_between = None, None
         if self.every is not None:
-            found = _EVERY.fullmatch(str(self.every))
-            time_between = seconds(str(self.every))
-            if not (time_between or (found and int(found[1]))):
+            count, time_between = _EVERY.fullmatch(str(self.every)), seconds(str(self.every))
+            if not (time_between or (count and int(count[1]))):
                 raise GraphoptError(
                     f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
                 )
-            if found and found[2] == "step":
-                self._steps = int(found[1])
-            elif found:
-                self._epochs = int(found[1])
-            else:
-                self._seconds = time_between or math.inf
+        self._steps = int(count[1]) if count and count[2] == "step" else None
+        self._epochs = int(count[1]) if count and count[2] == "epoch" else None
+        self._seconds = time_between or math.inf
         self._thread = ThreadPoolExecutor(1, "graphopt-checkpoint")
         self._writing: Future[Path] | None = None
         self._saved_at = time.monotonic()
@@ -146,9 +140,9 @@ class Checkpoints:
             raise GraphoptError(f"{self._folder}: expected a folder to write to: {error.strerror}") from error
         self._saved_at = time.monotonic()
 
-    def next_step(self, step: int) -> float:
-        """Return the next step after which a checkpoint is due by the number of steps."""
-        return (step // self._steps + 1) * self._steps if math.isfinite(self._steps) else math.inf
+    def next_step(self, step: int) -> int | None:
+        """Return the next step after which a checkpoint is due by the number of steps, or None."""
+        return None if self._steps is None else (step // self._steps + 1) * self._steps
 
     @property
     def is_busy(self) -> bool:
@@ -159,21 +153,22 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step."""
-        if math.isfinite(self._steps):
+        if self._steps is not None:
             return step % self._steps == 0
         return time.monotonic() - self._saved_at >= self._seconds
 
     def is_due_after(self, epoch: int) -> bool:
         """Return whether a checkpoint is due after an epoch."""
-        return math.isfinite(self._epochs) and epoch % self._epochs == 0
+        return self._epochs is not None and epoch % self._epochs == 0
 
-    def is_best(self, record: Mapping[str, Any]) -> bool:
-        """Return whether the measures of an epoch are among the best so far."""
-        value = record.get(self.best) if self.best else None
-        if not isinstance(value, int | float) or not math.isfinite(value) or not self.keep_best:
-            return False
-        kept = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
-        return len(kept) < self.keep_best or (value > kept[-1] if self._larger else value < kept[-1])
+    def best_of(self, record: Mapping[str, Any]) -> float | None:
+        """Return the measure of an epoch if it is among the best so far, otherwise None."""
+        value = record.get(self.best) if self.best and self.keep_best else None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        best = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
+        is_best = len(best) < self.keep_best or (value > best[-1] if self._larger else value < best[-1])
+        return value if is_best else None
 
     @property
     def _larger(self) -> bool:
@@ -352,25 +347,19 @@ def _point(path: Path, name: str) -> None:
         write(path, f"{name}\n")
 
 
-def _rename(beside: Path, target: Path) -> None:
+def _rename(written: Path, target: Path) -> None:
     """Rename a folder; one that is in its place goes only once the new one is there."""
-    with _moved(target):
-        os.rename(beside, target)
-
-
-@contextlib.contextmanager
-def _moved(target: Path) -> Iterator[None]:
-    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}") if target.exists() else None
-    if old:
+    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    has_old = target.exists()
+    if has_old:
         os.rename(target, old)
     try:
-        yield
+        os.rename(written, target)
     except OSError:
-        if old:
+        if has_old:
             os.rename(old, target)
         raise
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import compile
+from graphopt.compiler import DEFAULT, compile
 from graphopt.data import Batches, Dataset
-from graphopt.errors import GraphoptError
+from graphopt.data.loader import Shuffle
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
+from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
-from graphopt.training.evaluation import reported
 from graphopt.training.fit import fit
-from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
-from graphopt.training.trainer_options import TrainerOptions
+from graphopt.training.metrics import weighted_accuracy, weighted_r2
+from graphopt.training.structure import ROWS, TARGET, WEIGHT, Estimator, Structure
 
 Arrays = np.ndarray | Mapping[str, np.ndarray]
-FEATURES, TARGET, WEIGHT = "X", "target", "sample_weight"
-ROWS = 1024  # how many are predicted at a time
+FEATURES = "X"
+
+# scikit-learn's schedules, and the classes of `passes` that implement them
+SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
+
+Self = TypeVar("Self", bound="Trainer")
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """Hold an executor, the options that its graph was compiled from, and its initial state."""
-
-    executor: Executor
-    options: tuple[Any, ...]
-    initial: Mapping[str, np.ndarray]
-    hyperparameters: Mapping[str, Any]
-
-
-class Trainer(TrainerOptions):
+@dataclass(kw_only=True, eq=False, repr=False)
+class Trainer(Estimator):
     """Train an ONNX model on arrays: an estimator for scikit-learn's tools, such as clone, GridSearchCV and pickle.
 
     Args:
@@ -75,11 +72,30 @@ class Trainer(TrainerOptions):
     1.0
     """
 
-    # Class attributes, because scikit-learn expects __init__ to set its arguments only.
-    _compiled: _Compiled | None = None
-    _kept: Mapping[str, np.ndarray] | None = None  # the state of a trainer that was pickled
+    model: Source = field(kw_only=False)
+    loss: Step | None = None
+    optimizer: Step | None = None
+    regularizer: Step | None = None
+    clip: Step | None = None
+    training: Step | None = None
+    parameters: Step | None = None
+    schedule: str | Step | None = "constant"
+    max_iter: int = 100
+    batch_size: int = 10
+    shuffle: Shuffle = True
+    validation_every: int = 1
+    warm_start: bool = False
+    random_state: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+
+    # Without annotations: these are no options.
+    _initial = cast(
+        "tuple[Mapping[str, np.ndarray], Mapping[str, Any]]", ({}, {})
+    )  # state and hyperparameters
     _weighted = False  # whether rows have weights
-    _row: tuple[int, ...] | None = None  # the shape of a row of the targets
+    _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
+    _transient = ("_executor", "_structure", "_initial")
 
     def fit(
         self,
@@ -120,8 +136,8 @@ class Trainer(TrainerOptions):
         After `fit`, each row has the shape of a row of the targets: for example one number, even if the model's
         output has a last axis of size 1. Before `fit`, it has the shape of the model's output.
         """
-        predicted, metric = self._predict(X)
-        predicted = metric.predicted(predicted) if metric else predicted
+        predicted, known = self._output(X), self._metric()
+        predicted = known[1].predicted(predicted) if known else predicted
         row = predicted.shape[1:] if self._row is None else self._row
         return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
 
@@ -136,7 +152,7 @@ class Trainer(TrainerOptions):
             raise GraphoptError(
                 f"predict_proba: expected CrossEntropy or BinaryCrossEntropy as the loss, found {loss!r}: use predict"
             )
-        probabilities: np.ndarray = loss.probabilities(self._predict(X)[0])
+        probabilities: np.ndarray = loss.probabilities(self._output(X))
         if loss.task == "binary":
             second = probabilities.reshape(len(probabilities), -1)
             return np.concatenate([1 - second, second], axis=1)
@@ -182,11 +198,35 @@ class Trainer(TrainerOptions):
         replace_weights(other, trained)
         return other
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name != "_compiled"}
-        if isinstance(self.model, ir.Model):
-            kept["model"] = ir.to_proto(self.model)
-        return {**kept, "_kept": self._compiled.executor.state if self._compiled else self._kept}
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
+        params = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+        if deep:
+            for name, value in list(params.items()):
+                if dataclasses.is_dataclass(value):
+                    fields = dataclasses.fields(value)
+                    params |= {f"{name}__{field.name}": getattr(value, field.name) for field in fields}
+        return params
+
+    def set_params(self: Self, **params: Any) -> Self:
+        """Set options by name, including those of passes such as `optimizer__learning_rate`; return the trainer.
+
+        Raises:
+            GraphoptError: an option is unknown.
+        """
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise GraphoptError(unknown("option", name, self.get_params()))
+            own, _, field = name.partition("__")
+            setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
+        return self
+
+    def __repr__(self) -> str:
+        options = {
+            option.name: option.default for option in dataclasses.fields(self) if option.name != "model"
+        }
+        changed = [name for name, default in options.items() if getattr(self, name) is not default]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
@@ -199,30 +239,20 @@ class Trainer(TrainerOptions):
             classifier_tags=None if regression else ClassifierTags(),
         )
 
-    def _predict(self, X: Arrays) -> tuple[np.ndarray, Metrics | None]:
-        """Return the model's output for the rows, and the metric that compares it with targets, if known."""
-        executor = self._running()
-        known = metrics(executor.inputs).get(TARGET)
-        inputs = {str(x.name): x for x in with_role(executor.model, Role.DATA)}
-        parts = [executor.predict(batch) for batch in _batches(_named(X), inputs)]
-        output = (
-            known[0] if known else next(iter(parts[0]))
-        )  # the metadata of a model's own loss has no metric
-        return np.concatenate([part[output] for part in parts]), known and known[1]
-
     def _fit(
-        self,
+        self: Self,
         data: Mapping[str, np.ndarray],
         validation: Mapping[str, np.ndarray] | None,
         epochs: int,
         warm: bool,
-    ) -> Trainer:
-        compiled = self._compile(weighted=WEIGHT in data)
-        executor = compiled.executor
+    ) -> Self:
+        self._weighted = WEIGHT in data
+        executor = self._running()
+        state, hyperparameters = self._initial
         if not warm:
-            executor.update_state(compiled.initial)
-        executor.set_hyperparameters(**compiled.hyperparameters)
-        history = fit(
+            executor.update_state(state)
+        executor.set_hyperparameters(**hyperparameters)
+        self.history_: list[Record] = fit(
             executor,
             Dataset(data, features=FEATURES),
             epochs=epochs,
@@ -233,37 +263,66 @@ class Trainer(TrainerOptions):
             validation_every=self.validation_every,
             callbacks=[Adaptive()] if self.schedule == "adaptive" else [],
         )
+        self.train_losses_ = [record["loss"] for record in self.history_]
+        self.validation_losses_ = [r["validation_loss"] for r in self.history_ if "validation_loss" in r]
+        self.n_iter_ = len(self.history_)
         self._row = data[TARGET].shape[1:]
         target = executor.inputs.get(TARGET)  # a model's own loss may call it differently
         labels = None if target is None else labels_of(target)
         if labels is not None:
             self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
-        self.history_: list[Record] = history
-        self.train_losses_ = [record["loss"] for record in history]
-        self.validation_losses_ = [r["validation_loss"] for r in history if "validation_loss" in r]
-        self.n_iter_ = len(history)
         return self
 
     def _running(self) -> Executor:
-        """Return an executor for the current options."""
-        return self._compile().executor
+        """Return an executor for the current options, with the state of the one before."""
+        structure = Structure(self.model, tuple(self._steps().items()), self.device, self.threads)
+        if self._executor is not None and structure == self._structure:
+            return self._executor
+        state = self._kept or {} if self._executor is None else self._executor.state
+        executor = structure.executor()
+        self._initial = executor.state, dict(executor.hyperparameters)
+        return self._use(structure, executor, state)
 
-    def _compile(self, weighted: bool | None = None) -> _Compiled:
-        """Compile with the current options and keep the state of the previous executor."""
-        self._weighted = self._weighted if weighted is None else weighted
-        names = ("model", "loss", "optimizer", "regularizer", "clip", "training", "parameters", "schedule")
-        options = (*(getattr(self, name) for name in (*names, "device", "threads")), self._weighted)
-        before = self._compiled
-        if before is not None and all(a is b for a, b in zip(options, before.options, strict=True)):
-            return before
-        step = compile(self.model, **self._steps(self._weighted))
-        executor = Executor(step, device=self.device, threads=self.threads, report=reported(step))
-        initial = executor.state
-        state = before.executor.state if before else self._kept or {}
-        executor.update_state({name: x for name, x in state.items() if name in initial})
-        self._compiled = _Compiled(executor, options, initial, dict(executor.hyperparameters))
-        self._kept = None
-        return self._compiled
+    def _steps(self) -> dict[str, Any]:
+        """Return the steps of `compile`."""
+        import passes
+
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            if schedule not in SCHEDULES:
+                raise GraphoptError(unknown("schedule", schedule, SCHEDULES))
+            name = SCHEDULES[schedule]
+            schedule = getattr(passes, name)() if name else None
+        return {
+            "loss": self._loss(self._weighted),
+            "optimizer": self.optimizer or passes.SGD(0.01),
+            "schedule": schedule,
+            "regularizer": self.regularizer,
+            "clip": self.clip,
+            "training": self.training,
+            "parameters": DEFAULT if self.parameters is None else self.parameters,
+        }
+
+    def _loss(self, weighted: bool, **fields: Any) -> Any:
+        import passes
+
+        loss: Any = self.loss or passes.MeanSquaredError()
+        if isinstance(loss, passes.OwnLoss):  # its inputs and output are fixed
+            if fields:
+                raise GraphoptError(
+                    "losses: expected a loss per row, found a loss that the model reduces: use a loss of `passes`"
+                )
+            return loss
+        return dataclasses.replace(loss, sample_weight=weighted, **fields)
+
+    @property
+    def _task(self) -> str:
+        return str(self._loss(False).task)
+
+    def _output(self, X: Arrays) -> np.ndarray:
+        """Return the model's output for the rows."""
+        inputs = {str(x.name): x for x in with_role(self._running().model, Role.DATA)}
+        return self._predictions(_batches(_named(X), inputs))
 
 
 def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:

@@ -18,7 +18,8 @@ from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.sources import Data, read_batches
+from graphopt.training.options import Data
+from graphopt.training.sources import read_batches
 from graphopt.training.workers import evaluated, summed
 
 

@@ -1,7 +1,7 @@
 """Compute metrics of predictions batch by batch, exactly as on all rows at once.
 
-`Reading` turns outputs and targets of any loss into labels, numbers and probabilities. A class per metric, which
-`METRICS` names, has its mathematics. scikit-learn's metrics of the same names define the values.
+`Metrics` reads outputs and targets as labels, numbers and probabilities. A class per metric, which `METRICS` names,
+has its mathematics. scikit-learn's metrics of the same names define the values.
 """
 
 from __future__ import annotations
@@ -54,45 +54,6 @@ class Batch:
         return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
 
-class Reading:
-    """Read predictions and targets as the loss does.
-
-    Args:
-        spec: the specification of the target.
-    """
-
-    def __init__(self, spec: TargetSpec) -> None:
-        self._spec = spec
-
-    def predicted(self, prediction: np.ndarray) -> np.ndarray:
-        """Return the predicted labels, class numbers or numbers."""
-        if self._spec.labels is not None:
-            low, high = self._spec.labels
-            return np.where(prediction > self._spec.threshold, high, low)
-        return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
-
-    def expected(self, target: np.ndarray) -> np.ndarray:
-        """Return the labels, class numbers or numbers of a target."""
-        if self._spec.labels is not None:
-            low, high = self._spec.labels
-            return np.where(target > (low + high) / 2, high, low)
-        return np.asarray(target.argmax(self._spec.axis)) if self._spec.target_probabilities else target
-
-    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
-        """Return what metrics see of an output and its target."""
-        spec = self._spec
-        predicted, wanted = self.predicted(prediction), self.expected(target)
-        if spec.axis is None:
-            if spec.labels is None:
-                return Batch(wanted, predicted.reshape(wanted.shape), predicted, spec)
-            return Batch(wanted.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
-        kept = np.full(wanted.size, True) if spec.ignore_index is None else wanted != spec.ignore_index
-        kept = kept.reshape(-1)
-        probabilities = _by_class(target, spec.axis)[kept] if spec.target_probabilities else None
-        scores = _by_class(prediction, spec.axis)[kept]
-        return Batch(wanted.reshape(-1)[kept], predicted.reshape(-1)[kept], scores, spec, probabilities)
-
-
 class Metric(ABC):
     """Accumulate batches to a number. A subclass declares the tasks for which it is defined."""
 
@@ -113,6 +74,37 @@ class Metric(ABC):
             known_as: the name in `METRICS`.
         """
         return known_as
+
+
+class OfMean(Metric):
+    """Average a term of each element or row, then over columns."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum: Any = 0.0
+
+    def update(self, batch: Batch) -> None:
+        terms = self.terms(batch)
+        self._count += len(terms)
+        self._sum = self._sum + terms.sum(axis=0)
+
+    def result(self) -> float:
+        return float(np.mean(self.of_mean(self._sum / self._count)))
+
+    @abstractmethod
+    def terms(self, batch: Batch) -> np.ndarray:
+        """Return the terms of a batch."""
+
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        """Return a column's value from the mean of its terms."""
+        return mean
+
+
+class Accuracy(OfMean):
+    """Compute the share of predictions that equal the target."""
+
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.equal(batch.predicted, batch.target)
 
 
 class OfCounts(Metric):
@@ -139,13 +131,6 @@ class OfCounts(Metric):
             predicted: how often each label is predicted.
             target: how often each label is in the target.
         """
-
-
-class Accuracy(OfCounts):
-    """Compute the share of predictions that equal the target."""
-
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
-        return right.sum() / target.sum()
 
 
 class BalancedAccuracy(OfCounts):
@@ -245,7 +230,7 @@ class ConfusionMatrix(Metric):
         return [[self._counts.get((row, column), 0) for column in labels] for row in labels]
 
 
-class TopK(Metric):
+class TopK(OfMean):
     """Compute the share of targets among the k classes with the highest scores.
 
     Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
@@ -259,21 +244,17 @@ class TopK(Metric):
     def __init__(self, k: int = 5) -> None:
         if type(k) is not int or k < 1:
             raise GraphoptError(f"metrics: top_k: expected k of 1 or more, found {k!r}")
+        super().__init__()
         self._k = k
-        self._right = self._count = 0
 
     def name(self, known_as: str) -> str:
         return f"top_{self._k}_accuracy"
 
-    def update(self, batch: Batch) -> None:
+    def terms(self, batch: Batch) -> np.ndarray:
         own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
         later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
         higher = (batch.scores > own) | ((batch.scores == own) & later)
-        self._right += int((higher.sum(axis=1) < self._k).sum())
-        self._count += len(batch.target)
-
-    def result(self) -> float:
-        return self._right / self._count
+        return np.less(higher.sum(axis=1), self._k)
 
 
 class RocAuc(Metric):
@@ -312,65 +293,37 @@ def area(scores: np.ndarray, positive: np.ndarray) -> float:
     return float(above / pairs) if pairs else float("nan")
 
 
-class Perplexity(Metric):
+class Perplexity(OfMean):
     """Compute the exponential of the mean cross-entropy."""
 
     tasks = ("classification",)
 
-    def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
-
-    def update(self, batch: Batch) -> None:
+    def terms(self, batch: Batch) -> np.ndarray:
         log_p = batch.log_probabilities()
         if batch.expected is None:
-            entropy = -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
-        else:
-            entropy = -(batch.expected * log_p)
-        self._sum += float(entropy.sum())
-        self._count += len(batch.target)
+            return -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
+        return -(batch.expected * log_p).sum(axis=1)
 
-    def result(self) -> float:
-        return float(np.exp(self._sum / self._count))
+    def of_mean(self, mean: np.ndarray) -> np.ndarray:
+        return np.exp(mean)
 
 
-class OfErrors(Metric):
-    """Average a term of the error of each column, then over columns."""
+class MeanAbsoluteError(OfMean):
+    """Compute the mean of |p - t|."""
 
     tasks = ("regression",)
 
-    def __init__(self) -> None:
-        self._rows = 0
-        self._sum: Any = 0.0
-
-    def update(self, batch: Batch) -> None:
-        error = _columns(batch.predicted) - _columns(batch.target)
-        self._rows += len(error)
-        self._sum = self._sum + self.term(error).sum(axis=0)
-
-    def result(self) -> float:
-        return float(np.mean(self.of_mean(self._sum / self._rows)))
-
-    @abstractmethod
-    def term(self, error: np.ndarray) -> np.ndarray:
-        """Return the term of each error."""
-
-    def of_mean(self, mean: np.ndarray) -> np.ndarray:
-        """Return a column's value from the mean of its terms."""
-        return mean
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
-class MeanAbsoluteError(OfErrors):
-    """Compute the mean of |p - t|."""
-
-    def term(self, error: np.ndarray) -> np.ndarray:
-        return np.abs(error)
-
-
-class MeanSquaredError(OfErrors):
+class MeanSquaredError(OfMean):
     """Compute the mean of (p - t)^2."""
 
-    def term(self, error: np.ndarray) -> np.ndarray:
-        return error**2
+    tasks = ("regression",)
+
+    def terms(self, batch: Batch) -> np.ndarray:
+        return np.square(_columns(batch.predicted) - _columns(batch.target))
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -411,7 +364,7 @@ class R2(MeanSquaredError):
         self._square = self._square + ((target - self._shift) ** 2).sum(axis=0)
 
     def result(self) -> float:
-        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._rows, 0))
+        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._count, 0))
 
 
 class Own(Metric):
@@ -494,7 +447,7 @@ class Metrics:
     """
 
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
-        self._reading = Reading(spec)
+        self._spec = spec
         self._empty = True
         chosen = [named(one) for one in (DEFAULTS[spec.task] if wanted is None else wanted)]
         for name, _ in chosen:
@@ -502,18 +455,36 @@ class Metrics:
                 raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
         self._metrics = {name: metric for name, metric in chosen if spec.task in metric.tasks}
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the metrics."""
-        return list(self._metrics)
-
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
         """Return the predicted labels, class numbers or numbers."""
-        return self._reading.predicted(prediction)
+        if self._spec.labels is not None:
+            low, high = self._spec.labels
+            return np.where(prediction > self._spec.threshold, high, low)
+        return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
+
+    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
+        """Return what metrics see of an output and its target."""
+        spec, predicted = self._spec, self.predicted(prediction)
+        if spec.axis is None:
+            if spec.labels is None:
+                return Batch(target, predicted.reshape(target.shape), predicted, spec)
+            low, high = spec.labels
+            expected = np.where(target > (low + high) / 2, high, low)
+            return Batch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+        probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
+        expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
+        kept = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
+        return Batch(
+            expected[kept],
+            predicted.reshape(-1)[kept],
+            _by_class(prediction, spec.axis)[kept],
+            spec,
+            None if probabilities is None else probabilities[kept],
+        )
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
         """Accumulate a batch."""
-        batch = self._reading.batch(prediction, target)
+        batch = self.batch(prediction, target)
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():

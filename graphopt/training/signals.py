@@ -6,12 +6,14 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
+Handler = Callable[[int, FrameType | None], None]
 PATIENCE = 1.0  # seconds after which a second Ctrl-C interrupts at once
 
 
@@ -32,23 +34,33 @@ class Signals:
 
 
 @contextlib.contextmanager
+def _handled(handler: Handler, chosen: Callable[[signal.Signals, Any], bool]) -> Iterator[None]:
+    """Handle signals in a `with` block: those whose number and handler so far are chosen. Only the main thread can."""
+    before = {}
+    if _is_main_thread():
+        before = {one: signal.getsignal(one) for one in ENDING if chosen(one, signal.getsignal(one))}
+    try:
+        for one in before:
+            signal.signal(one, handler)
+        yield
+    finally:
+        for one, previous in before.items():
+            signal.signal(one, previous)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
 def ending() -> Iterator[None]:
     """Let SIGTERM, SIGHUP and SIGUSR1 raise SystemExit with the usual exit code in a `with` block."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {one: signal.getsignal(one) for one in ENDING if one != signal.SIGINT}
-    before = {one: handler for one, handler in before.items() if handler is signal.SIG_DFL}
-    try:
-        for one in before:
-            signal.signal(one, end)
+    with _handled(end, lambda one, before: one != signal.SIGINT and before is signal.SIG_DFL):
         yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 @contextlib.contextmanager
@@ -59,19 +71,11 @@ def deferred() -> Iterator[Signals]:
     SystemExit with the usual exit code. A signal that the process ignores stays ignored.
     """
     signals = Signals()
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {one: signal.getsignal(one) for one in ENDING}
     try:
-        for one, handler in before.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(one, signals.handle)
-        yield signals
+        with _handled(signals.handle, lambda _, before: before not in (signal.SIG_IGN, None)):
+            yield signals
     finally:
-        for one, handler in before.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(one, handler)
-        if signals.received is not None and before:
+        if signals.received is not None:
+            if not _is_main_thread():
+                raise SystemExit(128 + signals.received)
             signal.raise_signal(signals.received)
-        elif signals.received is not None:
-            raise SystemExit(128 + signals.received)

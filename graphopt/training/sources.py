@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches
 from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import Shuffle, draw
+from graphopt.data.loader import draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
 from graphopt.runtime.executor import Executor
-
-Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
+from graphopt.training.options import FitOptions
 
 
 def read_batches(
@@ -36,76 +35,87 @@ def read_batches(
     return Batches(data, executor.inputs, allow_nan=allow_nan)
 
 
-@dataclass
-class Order:
-    """Draw rows in an order that depends on the seed, the epoch, and the rows themselves."""
+class Epochs(ABC):
+    """Draw the batches of the epochs of a run.
 
-    batches: Batches
-    rows: Rows
-    batch_size: int
-    shuffle: Shuffle
-    seed: int
-    workers: Communicator
-    before: int = 0  # epochs in previous calls of `fit`
-    end = None  # the position after an epoch, of which the number of rows says enough
+    Attributes:
+        count: the number of rows of an epoch; None if the data does not tell.
+        steps: the number of steps of an epoch; None if the data does not tell.
+        is_lazy: whether rows are read when a batch needs them.
+        identity: what a checkpoint and the run that continues it have in common.
+        before: the number of epochs in earlier calls of `fit`.
+        end: the position after an epoch; None if the number of rows says enough.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self.rows)
+    count: int | None = None
+    steps: int | None
+    is_lazy = False
+    identity: Mapping[str, Any]
+    before = 0
+    end: Any = None
 
-    @property
-    def steps(self) -> int:
-        return math.ceil(len(self.rows) / self.batch_size)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that continues it have in common."""
-        return {"seed": self.seed, "shuffle": self.shuffle, "rows": len(self.rows)}
-
+    @abstractmethod
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
         """Yield the batches of an epoch, from a row on: this worker's part of each."""
-        random = np.random.default_rng([self.seed, self.before + epoch])
-        for rows in draw(self.rows, self.batch_size, self.shuffle, random, start):
+
+    def peek(self, epoch: int, start: int) -> Iterator[Drawn]:
+        """Yield the batches that `draw` will yield."""
+        return self.draw(epoch, start)
+
+    def load(self, before: int, position: Any) -> None:
+        """Continue a run from its checkpoint."""
+        self.before = before
+
+
+class RowEpochs(Epochs):
+    """Draw rows in an order that depends on the seed, the epoch, and the rows themselves.
+
+    Args:
+        workers: those that share the rows of each batch.
+        trained: the number of steps in earlier calls of `fit`.
+    """
+
+    def __init__(
+        self, batches: Batches, rows: Rows, options: FitOptions, workers: Communicator, trained: int
+    ) -> None:
+        self.batches, self._rows, self._options, self._workers = batches, rows, options, workers
+        self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)
+        self.is_lazy = batches.is_lazy
+        self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
+        self.before = round(trained / self.steps)
+
+    def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
+        options = self._options
+        random = np.random.default_rng([options.seed, self.before + epoch])
+        for rows in draw(self._rows, options.batch_size, options.shuffle, random, start):
             if isinstance(rows, np.ndarray):
                 rows.sort()  # read memory-mapped rows in the file's order
-            yield Drawn(len(rows), self.batches.take(rows[self.workers.share(len(rows))]))
-
-    peek = draw
-
-    def load(self, position: Any) -> None:
-        """Continue from a position: there is none."""
+            yield Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]))
 
 
-@dataclass
-class Passes:
+class StreamEpochs(Epochs):
     """Draw the batches of an iterable, in its own order."""
 
-    stream: Stream
-    steps_per_epoch: int | None
-    before = 0
-    count = None
-
-    @property
-    def steps(self) -> int | None:
-        return self.stream.steps
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"rows": None, "steps_per_epoch": self.steps_per_epoch}
+    def __init__(self, stream: Stream, steps_per_epoch: int | None, trained: int) -> None:
+        self._stream, self.steps = stream, stream.steps
+        self.identity = {"rows": None, "steps_per_epoch": steps_per_epoch}
+        if steps_per_epoch is None and self.steps:
+            stream.passes = round(trained / self.steps)
 
     @property
     def end(self) -> Any:
-        return self.stream.end
+        return self._stream.end
 
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self.stream.draw(epoch)
+        return self._stream.draw(epoch)
 
     def peek(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self.stream.peek(epoch)
+        return self._stream.peek(epoch)
 
-    def load(self, position: Any) -> None:
-        if not self.stream.load(position):
+    def load(self, before: int, position: Any) -> None:
+        super().load(before, position)
+        if position is not None and not self._stream.load(position):
             warnings.warn(
-                f"data: {self.stream.name} has no state_dict and load_state_dict: it starts over",
+                f"data: {self._stream.name} has no state_dict and load_state_dict: it starts over",
                 stacklevel=4,
             )

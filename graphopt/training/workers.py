@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from graphopt.communicator import Communicator
+from graphopt.runtime.checkpoint import state_bytes
 from graphopt.training.callbacks.callback import Control
 from graphopt.training.checkpoints import Checkpoint
 from graphopt.training.signals import Signals
@@ -36,21 +36,20 @@ def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Che
     """Return the checkpoint of the first worker, whose disk the others need not share."""
     if communicator.size == 1:
         return checkpoint
-    content, about = b"", b"{}"
-    if communicator.leads and checkpoint is not None:
+    content, about = b"", None
+    if checkpoint is not None:
         arrays = {f"{_STATE}{name}": x for name, x in checkpoint.state.items()}
         arrays |= {f"{_ARRAYS}{name}": x for name, x in checkpoint.arrays.items()}
-        content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
-        about = json.dumps({"path": str(checkpoint.path), "progress": checkpoint.progress}).encode()
-    content, about = communicator.gather(content)[0], communicator.gather(about)[0]
-    if communicator.leads or not content:
+        content, about = state_bytes(arrays), [str(checkpoint.path), checkpoint.progress]
+    content, about = communicator.gather(content)[0], communicator.gather_json(about)[0]
+    if communicator.leads or about is None:
         return checkpoint
-    arrays, found = safetensors.numpy.load(content), json.loads(about)
+    arrays = safetensors.numpy.load(content)
     state, kept = (
         {name.removeprefix(start): x for name, x in arrays.items() if name.startswith(start)}
         for start in (_STATE, _ARRAYS)
     )
-    return Checkpoint(Path(found["path"]), state, kept, found["progress"])
+    return Checkpoint(Path(about[0]), state, kept, about[1])
 
 
 def summed(communicator: Communicator, rows: int, sums: Mapping[str, float]) -> tuple[int, dict[str, float]]:
@@ -83,12 +82,11 @@ def _exchanged(
     communicator: Communicator, own: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, Mapping[str, Any]]:
     """Return the numbers and arrays of all workers by the position of their batch."""
-    found: dict[int, Mapping[str, Any]] = {}
-    given = [{_POSITION: np.array(position), **values} for position, values in own.items()] or [{}]
-    content = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in given[0].items()})
-    for other in communicator.gather(content):
-        arrays = safetensors.numpy.load(other)
-        if arrays:
-            position = int(arrays.pop(_POSITION))
-            found[position] = {name: x if x.ndim else x.item() for name, x in arrays.items()}
-    return found
+    results: dict[int, Mapping[str, Any]] = {}
+    arrays = [{_POSITION: np.array(position), **values} for position, values in own.items()]
+    for content in communicator.gather(state_bytes(arrays[0] if arrays else {})):
+        values = safetensors.numpy.load(content)
+        if values:
+            position = int(values.pop(_POSITION))
+            results[position] = {name: x if x.ndim else x.item() for name, x in values.items()}
+    return results

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +15,12 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
 Record = dict[str, Any]
+
+
+def weights_of(executor: Executor) -> dict[str, np.ndarray]:
+    """Return copies of the parameters and statistics of an executor, without what belongs to its optimizer."""
+    names = {value.name for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
+    return {name: array for name, array in executor.state.items() if name in names}
 
 
 @dataclass
@@ -78,9 +85,8 @@ class Run:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters and statistics that validation measures."""
-        names = {value.name for value in with_role(self.executor.model, Role.PARAMETER, Role.STATISTIC)}
-        kept = {name: array for name, array in self.executor.state.items() if name in names}
-        return kept | {name: np.array(array) for name, array in (self.averaged or {}).items()}
+        averaged = {name: np.array(array) for name, array in (self.averaged or {}).items()}
+        return weights_of(self.executor) | averaged
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training, and say why."""
@@ -100,6 +106,8 @@ class Callback:
     events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
     in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
 
+    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more.
+
     With several workers, each has its own callback, which sees the same numbers. A callback that prints or writes sets
     `on_every_worker` to False: only the first worker's then sees the run. What one worker's callback asks for, except
     `should_save`, counts for all.
@@ -113,6 +121,7 @@ class Callback:
 
     reads_state = True
     on_every_worker = True
+    saved: ClassVar[Sequence[str]] = ()
 
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""
@@ -146,7 +155,53 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
-        return {}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+        for name in self.saved:
+            setattr(self, name, state[name])
+
+
+class Group:
+    """Call callbacks in order, and name each by its class, which is numbered from the second one on."""
+
+    def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
+        self._run = run
+        self._named: dict[str, Callback] = {}
+        counts: Counter[str] = Counter()
+        for callback in callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            self._named[name if counts[name] == 1 else f"{name}.{counts[name]}"] = callback
+
+    @property
+    def reads_state(self) -> bool:
+        """Return whether step events of any callback read or change the executor's state."""
+        return any(callback.reads_state for callback in self._named.values())
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call the method of an event."""
+        for callback in self._named.values():
+            getattr(callback, event)(self._run, *arguments)
+
+    def state(self) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
+        """Return the values of each callback for JSON, and copies of the arrays of all by `callback/name`."""
+        values: dict[str, dict[str, Any]] = {name: {} for name in self._named}
+        arrays: dict[str, np.ndarray] = {}
+        for name, callback in self._named.items():
+            for key, value in callback.state_dict().items():
+                if isinstance(value, np.ndarray):
+                    arrays[f"{name}/{key}"] = np.array(value)
+                else:
+                    values[name][key] = value
+        return values, arrays
+
+    def load_state(self, values: Mapping[str, Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> None:
+        """Continue from what `state` returned."""
+        for name, callback in self._named.items():
+            start = f"{name}/"
+            own = {key.removeprefix(start): x for key, x in arrays.items() if key.startswith(start)}
+            state = {**values.get(name, {}), **own}
+            if state:
+                callback.load_state_dict(state)

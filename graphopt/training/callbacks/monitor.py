@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.intervals import check_intervals, within
@@ -35,6 +35,7 @@ class Monitor(Callback, ABC):
     mode: Literal["auto", "min", "max"] = "auto"
 
     reads_state = False
+    saved: ClassVar[Sequence[str]] = ("best", "waited")
 
     def __post_init__(self) -> None:
         check_intervals(self)
@@ -44,7 +45,7 @@ class Monitor(Callback, ABC):
         self._reset()
 
     def _reset(self) -> None:
-        self._best, self._waited = -math.inf if self._larger else math.inf, 0
+        self.best, self.waited = -math.inf if self._larger else math.inf, 0
 
     @abstractmethod
     def stalled(self, run: Run) -> None:
@@ -62,6 +63,10 @@ class Monitor(Callback, ABC):
                 "`validation`, or monitor='loss'"
             )
 
+    def beats(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another one by more than `min_delta`."""
+        return value > other + self.min_delta if self._larger else value < other - self.min_delta
+
     def measure(self, run: Run, record: Record) -> float | None:
         """Return the measure in an epoch's record, or None if the epoch was not validated.
 
@@ -78,16 +83,10 @@ class Monitor(Callback, ABC):
         value = self.measure(run, record)
         if value is None:
             return
-        if value > self._best + self.min_delta if self._larger else value < self._best - self.min_delta:
-            self._best, self._waited = value, 0
+        if self.beats(value, self.best):
+            self.best, self.waited = value, 0
             self.improved(run, record)
             return
-        self._waited += 1
-        if self._waited >= self.patience:
+        self.waited += 1
+        if self.waited >= self.patience:
             self.stalled(run)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]

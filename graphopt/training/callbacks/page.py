@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.files import write
-from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import line_chart, scatter_chart
@@ -21,7 +20,8 @@ from graphopt.inspection.plot.kinds import kinds_of_nodes
 from graphopt.inspection.report import Report
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.metrics import metrics
+from graphopt.training.callbacks.curve import Curve
+from graphopt.training.metrics import Batch, metrics
 
 MOST_BINS = 400  # of a curve over steps
 MOST_CLASSES = 50  # of a confusion matrix
@@ -47,7 +47,7 @@ class Page(Callback):
     def __init__(self, path: Path, title: str, *, model: ir.Model, recipe: str, batch_size: int) -> None:
         self._path, self._title = path, title
         self._model, self._recipe, self._batch_size = model, recipe, batch_size
-        self._curves: dict[str, _Curve] = {}
+        self._curves: dict[str, Curve] = {}
         self._run: Run | None = None
 
     def write(self) -> None:
@@ -61,13 +61,13 @@ class Page(Callback):
     def on_step_end(self, run: Run, record: Record) -> None:
         for name, value in record.items():
             if isinstance(value, float):
-                self._curves.setdefault(name, _Curve()).add(record["step"], value)
+                self._curves.setdefault(name, Curve(MOST_BINS)).add(record["step"], value)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: np.array(curve.bins) for name, curve in self._curves.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._curves = {name: _Curve(bins.tolist()) for name, bins in state.items()}
+        self._curves = {name: Curve(MOST_BINS, bins.tolist()) for name, bins in state.items()}
 
     def _text(self, run: Run) -> str:
         last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
@@ -114,67 +114,32 @@ class Page(Callback):
             )
 
 
-class _Curve:
-    """Keep the means of a number over equal bins of steps, at most `MOST_BINS` of them."""
-
-    def __init__(self, bins: list[list[float]] | None = None) -> None:
-        self.bins = bins or []  # count, last step, sum
-        self._width = max((count for count, _, _ in self.bins), default=1)
-
-    def add(self, step: int, value: float) -> None:
-        if not self.bins or self.bins[-1][0] >= self._width:
-            if len(self.bins) == MOST_BINS:
-                pairs = zip(self.bins[::2], self.bins[1::2], strict=True)
-                self.bins = [[a[0] + b[0], b[1], a[2] + b[2]] for a, b in pairs]
-                self._width *= 2
-            self.bins.append([0, step, 0.0])
-        last = self.bins[-1]
-        last[0], last[1], last[2] = last[0] + 1, step, last[2] + value
-
-    def points(self) -> tuple[list[float], list[float]]:
-        return [step for _, step, _ in self.bins], [total / count for count, _, total in self.bins]
-
-
 def _predictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield a title, and a confusion matrix or a chart of residuals, for each target."""
     if run.evaluated is None:
         return
-    inputs = run.executor.inputs
-    chosen = metrics(inputs)
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in chosen}
+    chosen = metrics(run.executor.inputs)
+    batches: dict[str, list[Batch]] = {name: [] for name in chosen}
     for feeds, values in run.evaluated():
         for target, (output, metric) in chosen.items():
-            found[target].append((metric.predicted(np.asarray(values[output])), feeds[target]))
-    for target, parts in found.items():
-        predicted, expected = (np.concatenate(one) for one in zip(*parts, strict=True))
-        spec = TargetSpec.read(inputs[target])
-        if spec is None:
-            continue
-        if spec.task == "regression":
+            batches[target].append(metric.batch(np.asarray(values[output]), feeds[target]))
+    for target, parts in batches.items():
+        predicted = np.concatenate([batch.predicted for batch in parts])
+        expected = np.concatenate([batch.target for batch in parts])
+        if parts[0].spec.task == "regression":
             every = -(-predicted.size // MOST_POINTS)
-            points = np.stack(
-                [predicted.reshape(-1), (expected - predicted.reshape(expected.shape)).reshape(-1)]
-            )
+            points = np.stack([predicted.reshape(-1), (expected - predicted).reshape(-1)])
             chart = scatter_chart("", points[:, ::every].T.tolist(), "prediction", "residual")
             yield f"Residuals of {target} on held-out rows", html.charts([chart])
         else:
-            if spec.target_probabilities:
-                expected = np.asarray(expected.argmax(spec.axis))
-            expected, predicted = expected.reshape(-1), predicted.reshape(-1)
-            kept = expected != spec.ignore_index
-            names, (rows, columns) = _ranks(expected[kept], predicted[kept])
-            if len(names) <= MOST_CLASSES:
-                counts = np.zeros((len(names), len(names)), np.int64)
-                np.add.at(counts, (rows, columns), 1)
+            labels, ranks = np.unique(np.stack([expected, predicted]), return_inverse=True)
+            if len(labels) <= MOST_CLASSES:
+                counts = np.zeros((len(labels), len(labels)), np.int64)
+                np.add.at(counts, tuple(ranks.reshape(2, -1)), 1)
                 yield (
                     f"Confusion matrix of {target} on held-out rows",
-                    html.shaded("target \\ predicted", names, counts.tolist()),
+                    html.shaded("target \\ predicted", [f"{label:g}" for label in labels], counts.tolist()),
                 )
-
-
-def _ranks(expected: np.ndarray, predicted: np.ndarray) -> tuple[list[str], np.ndarray]:
-    labels, ranks = np.unique(np.concatenate([expected, predicted]), return_inverse=True)
-    return [f"{label:g}" for label in labels], ranks.reshape(2, -1)
 
 
 def _graph(step: ir.Model) -> str:

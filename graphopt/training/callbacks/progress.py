@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.curve import Curve
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
@@ -55,10 +56,7 @@ class ProgressBar(Callback):
     def on_fit_begin(self, run: Run) -> None:
         self._rows, self._first = 0, run.step
         self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._spark = Sparkline()
-        self._best = _Best()
-        for record in run.records:
-            self._best.add(record)
+        self._losses = Curve(WIDTH)
         self._start = self._shown = time.perf_counter()
         if self._console.is_terminal or self._console.is_jupyter:
             self._progress = Progress(
@@ -79,7 +77,7 @@ class ProgressBar(Callback):
     def on_step_end(self, run: Run, record: Record) -> None:
         self._rows += record["rows"]
         self._recent.append(float(record["loss"]))
-        self._spark.add(float(record["loss"]))
+        self._losses.add(record["step"], float(record["loss"]))
         now = time.perf_counter()
         if now - self._shown < (LIVE_SECONDS if self._progress else PLAIN_SECONDS):
             return
@@ -95,10 +93,13 @@ class ProgressBar(Callback):
             done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
             steps = "" if run.steps is None else f"/{run.steps}"
             self._progress.update(
-                self._epochs, completed=record["step"], count=_epoch(run, record), text=str(self._best)
+                self._epochs, completed=record["step"], count=_epoch(run, record), text=_best(run.records)
             )
             self._progress.update(
-                self._steps, completed=done, count=f"{done}{steps}", text=f"{self._spark} {text}"
+                self._steps,
+                completed=done,
+                count=f"{done}{steps}",
+                text=f"{sparkline(self._losses.points()[1])} {text}",
             )
             return
         left = ""
@@ -110,7 +111,6 @@ class ProgressBar(Callback):
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         self._shown = time.perf_counter()
-        self._best.add(record)
         if self._lines:
             self._print(f"epoch {_epoch(run, record)}  {_text(record)}")
 
@@ -123,47 +123,20 @@ class ProgressBar(Callback):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class Sparkline:
-    """Draw the course of a positive number in a few characters, each the mean of an equal number of values."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        self._width, self._each = width, 1
-        self._sums: list[float] = []
-        self._last = 0  # values in the last sum
-
-    def add(self, value: float) -> None:
-        """Add a value; merge pairs of sums when the line is full."""
-        if not self._sums or self._last == self._each:
-            if len(self._sums) == self._width:
-                self._sums = [sum(self._sums[i : i + 2]) for i in range(0, self._width, 2)]
-                self._each *= 2
-            self._sums.append(0.0)
-            self._last = 0
-        self._sums[-1] += value
-        self._last += 1
-
-    def __str__(self) -> str:
-        means = [total / self._each for total in self._sums[:-1]]
-        means += [total / self._last for total in self._sums[-1:]]
-        low, high = min(means, default=0.0), max(means, default=0.0)
-        if not math.isfinite(high - low):
-            return ""
-        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-        return "".join(BARS[round((mean - low) * scale)] for mean in means).ljust(self._width)
+def sparkline(means: Sequence[float], width: int = WIDTH) -> str:
+    """Return numbers as a line of bars; nothing if one is not finite."""
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if not math.isfinite(high - low):
+        return ""
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means).ljust(width)
 
 
-class _Best:
-    """Keep the least validation loss, and its epoch."""
-
-    def __init__(self) -> None:
-        self._loss, self._epoch = math.inf, 0
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        if record.get("validation_loss", math.inf) < self._loss:
-            self._loss, self._epoch = record["validation_loss"], record["epoch"]
-
-    def __str__(self) -> str:
-        return f"best validation {_number(self._loss)} in epoch {self._epoch}" if self._epoch else ""
+def _best(records: Sequence[Record]) -> str:
+    """Return the least validation loss, and its epoch."""
+    losses = [(record.get("validation_loss", math.inf), record["epoch"]) for record in records]
+    loss, epoch = min((pair for pair in losses if pair[0] < math.inf), default=(math.inf, 0))
+    return f"best validation {_number(loss)} in epoch {epoch}" if epoch else ""
 
 
 class _Left(TimeRemainingColumn):

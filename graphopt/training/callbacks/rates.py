@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -45,33 +44,28 @@ class ReduceOnPlateau(Monitor):
     cooldown: int = within("[0, inf)", 0)
     min_learning_rate: float = within("[0, inf)", 0.0)
 
+    saved = ("best", "waited", "cooling")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cooling = 0
+        self.cooling = 0
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
         check_rate_is_free(self, run)
         if run.resumed is None:
-            self._cooling = 0
+            self.cooling = 0
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        if self._cooling and self.monitor in record:
-            self._cooling -= 1
-            self._waited = -1  # the end of this epoch makes it 0
+        if self.cooling and self.monitor in record:
+            self.cooling -= 1
+            self.waited = -1  # the end of this epoch makes it 0
         super().on_epoch_end(run, record)
 
     def stalled(self, run: Run) -> None:
         rate = max(run.executor.learning_rate * self.factor, self.min_learning_rate)
         run.executor.learning_rate = min(run.executor.learning_rate, rate)
-        self._waited, self._cooling = 0, self.cooldown
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "cooling": self._cooling}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._cooling = state["cooling"]
+        self.waited, self.cooling = 0, self.cooldown
 
 
 @dataclass
@@ -92,28 +86,23 @@ class Adaptive(Callback):
     tolerance: float = within("[0, inf)", 1e-3)
 
     reads_state = False
+    saved = ("least", "waited")
 
     def __post_init__(self) -> None:
         check_intervals(self)
-        self._least, self._waited = math.inf, 0
+        self.least, self.waited = math.inf, 0
 
     def on_fit_begin(self, run: Run) -> None:
         check_rate_is_free(self, run)
         if run.resumed is None:
-            self._least, self._waited = math.inf, 0
+            self.least, self.waited = math.inf, 0
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        self._waited = self._waited + 1 if record["loss"] > self._least - self.tolerance else 0
-        self._least = min(self._least, record["loss"])
-        if self._waited >= self.patience and run.executor.learning_rate > SLOWEST:
+        self.waited = self.waited + 1 if record["loss"] > self.least - self.tolerance else 0
+        self.least = min(self.least, record["loss"])
+        if self.waited >= self.patience and run.executor.learning_rate > SLOWEST:
             run.executor.learning_rate /= 5
-            self._waited = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"least": self._least, "waited": self._waited}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._least, self._waited = state["least"], state["waited"]
+            self.waited = 0
 
 
 @dataclass
@@ -142,6 +131,7 @@ class LearningRateFinder(Callback):
     stop_factor: float = within("(1, inf]", 4.0)
 
     reads_state = False
+    saved = ("rates", "losses", "suggestion")
 
     def __post_init__(self) -> None:
         check_intervals(self)
@@ -212,13 +202,6 @@ class LearningRateFinder(Callback):
         slopes = np.gradient(smooth)
         falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
         return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates, "losses": self.losses, "suggestion": self.suggestion}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rates, self.losses = list(state["rates"]), list(state["losses"])
-        self.suggestion = state["suggestion"]
 
 
 def check_rate_is_free(callback: Callback, run: Run) -> None:

@@ -40,40 +40,41 @@ class EarlyStopping(Monitor):
 
     restore_best: bool = True
 
+    saved = ("best", "waited", "record")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._weights: dict[str, np.ndarray] = {}
-        self._record: Record | None = None
+        self.record: Record | None = None
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
         if run.resumed is None:
-            self._weights, self._record = {}, None
-        elif self._waited >= self.patience:
+            self._weights, self.record = {}, None
+        elif self.waited >= self.patience:
             self.stalled(run)
 
     def improved(self, run: Run, record: Record) -> None:
-        self._record = dict(record)
+        self.record = dict(record)
         if self.restore_best:
             self._weights = run.weights()
 
     def stalled(self, run: Run) -> None:
-        best = "" if self._record is None else f": the best was epoch {self._record['epoch']}"
-        epochs = f"{self._waited} epoch{'' if self._waited == 1 else 's'}"
+        best = "" if self.record is None else f": the best was epoch {self.record['epoch']}"
+        epochs = f"{self.waited} epoch{'' if self.waited == 1 else 's'}"
         run.stop(f"{self.monitor} has not improved in {epochs}{best}")
 
     def on_fit_end(self, run: Run) -> None:
         if self._weights and run.has_ended:
             run.executor.update_state(self._weights)
-            run.restored = self._record
+            run.restored = self.record
 
     def state_dict(self) -> dict[str, Any]:
         weights = {f"{WEIGHTS}{name}": array for name, array in self._weights.items()}
-        return {**super().state_dict(), "record": self._record, **weights}
+        return {**super().state_dict(), **weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._record = state["record"]
         self._weights = {key.removeprefix(WEIGHTS): x for key, x in state.items() if key.startswith(WEIGHTS)}
 
 
@@ -106,18 +107,15 @@ class MedianStopping(Monitor):
         value = self.measure(run, record)
         if value is None:
             return
-        self._best = max(self._best, value) if self._larger else min(self._best, value)
+        self.best = max(self.best, value) if self._larger else min(self.best, value)
         others = [one for one in self._others(run.epoch) if one is not None]
         if run.epoch <= self.warmup or len(others) < self.at_least:
             return
         median = statistics.median(others)
-        is_worse = (
-            self._best < median - self.min_delta if self._larger else self._best > median + self.min_delta
-        )
-        self._waited = self._waited + 1 if is_worse else 0
-        if self._waited >= self.patience:
+        self.waited = self.waited + 1 if self.beats(median, self.best) else 0
+        if self.waited >= self.patience:
             run.stop(
-                f"{self.monitor} {self._best:.4g} is worse than {median:.4g}, the median of {len(others)} runs"
+                f"{self.monitor} {self.best:.4g} is worse than {median:.4g}, the median of {len(others)} runs"
             )
 
     def stalled(self, run: Run) -> None:
@@ -191,26 +189,21 @@ class StopOnNaN(Callback):
     patience: int = within("[1, inf)", 1)
 
     reads_state = False
+    saved = ("found",)
 
     def __post_init__(self) -> None:
         check_intervals(self)
-        self._found = 0
+        self.found = 0
 
     def on_fit_begin(self, run: Run) -> None:
         if run.resumed is None:
-            self._found = 0
+            self.found = 0
 
     def on_step_end(self, run: Run, record: Record) -> None:
-        self._found = 0 if math.isfinite(record["loss"]) else self._found + 1
-        if self._found >= self.patience:
+        self.found = 0 if math.isfinite(record["loss"]) else self.found + 1
+        if self.found >= self.patience:
             run.stop(f"the loss of step {record['step']} is {record['loss']}")
 
     def on_evaluate_end(self, run: Run, record: Record) -> None:
         if not math.isfinite(record["validation_loss"]):
             run.stop(f"the validation_loss after step {run.step} is {record['validation_loss']}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"found": self._found}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._found = state["found"]

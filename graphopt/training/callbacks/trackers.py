@@ -136,18 +136,20 @@ class MLflow(Log):
     config: Mapping[str, Any] | None = None
     tracking_uri: str | None = None
 
+    saved = ("id",)
+
     def __post_init__(self) -> None:
         self._mlflow = _package("mlflow", self)
-        self._id: str | None = None
+        self.id: str | None = None
         self._is_running = self._failed = False
 
     def on_fit_begin(self, run: Run) -> None:
-        kept = self._id if run.resumed is not None else None
+        kept = self.id if run.resumed is not None else None
         try:
             if self.tracking_uri is not None:
                 self._mlflow.set_tracking_uri(self.tracking_uri)
             self._mlflow.set_experiment(self.experiment)
-            self._id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
+            self.id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
             self._is_running = True
             if kept is None and self.config:
                 self._mlflow.log_params(dict(_leaves(self.config)))
@@ -156,7 +158,7 @@ class MLflow(Log):
 
     def log(self, record: Record) -> None:
         try:
-            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self._id)
+            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self.id)
         except self._mlflow.MlflowException as error:
             if not self._failed:
                 warnings.warn(f"MLflow: {line(error)}; training goes on", stacklevel=2)
@@ -166,12 +168,6 @@ class MLflow(Log):
         if self._is_running:
             self._mlflow.end_run("FINISHED" if run.has_ended else "KILLED")
             self._is_running = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._id = state["id"]
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_is_fitted
 
+import passes
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
-from graphopt.training.sklearn import network
-from graphopt.training.sklearn.fitting import TARGET, Fitting
-
-# What is the same in a fitted network of scikit-learn.
-LEARNED = (
-    *("n_features_in_", "feature_names_in_", "n_outputs_", "out_activation_", "t_", "n_iter_", "loss_"),
-    *("loss_curve_", "best_loss_", "validation_scores_", "best_validation_score_"),
-)
-
-Self = TypeVar("Self", bound=Fitting)
+from graphopt.training.sklearn import objective
+from graphopt.training.sklearn.fitting import Fitting
+from graphopt.training.structure import TARGET
 
 
 def _has_probabilities(estimator: Any) -> bool:
@@ -74,11 +64,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     class_weight: Any = None
 
+    _network, _output_name = MLPClassifier, "probabilities"
     _multilabel = False
-
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxClassifier:
-        """Train on rows of features and labels, and return the estimator."""
-        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
@@ -94,16 +81,12 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             raise GraphoptError(f"partial_fit: expected classes {self.classes_}, as before, found {classes}")
         return self._fit(X, y, sample_weight, incremental=True, classes=classes)
 
-    def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable label of each row, or 0 and 1 for each of several labels."""
-        return self._decoded(self._output(self._features(X)))
-
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._features(X))
         assert self._structure is not None
-        found = self._structure.loss.probabilities(output).reshape(len(output), -1)
+        found = dict(self._structure.steps)["loss"].probabilities(output).reshape(len(output), -1)
         if len(self.classes_) == 1:
             return np.ones_like(found[:, :1])
         return found if found.shape[1] > 1 else np.concatenate([1 - found, found], axis=1)
@@ -114,28 +97,14 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    @classmethod
-    def from_sklearn(cls, fitted: Any, **options: Any) -> OnnxClassifier:
-        """Return an estimator that continues a fitted MLPClassifier, with its weights, options and optimizer.
-
-        `partial_fit` continues its training. `fit` starts again, unless `warm_start` is set.
-
-        Args:
-            fitted: the MLPClassifier.
-            options: options to change.
-
-        Raises:
-            GraphoptError: `fitted` is another estimator.
-        """
-        estimator = _like(cls, fitted, MLPClassifier, options)
-        estimator.classes_ = fitted.classes_
-        estimator._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
-        return _continued(estimator, fitted)
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
+
+    def _take_targets(self, fitted: Any) -> None:
+        self.classes_ = fitted.classes_
+        self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
 
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         kind = type_of_target(y)
@@ -177,26 +146,21 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     def _decoded(self, output: np.ndarray) -> np.ndarray:
         labels = labels_of(self._running().inputs[TARGET])
         assert labels is not None
-        predicted = self._metric()[1].predicted(output)
+        known = self._metric()
+        assert known is not None
+        predicted = known[1].predicted(output)
         if self._multilabel:
             return (predicted == labels.high).astype(int)
         codes = predicted if labels.several else predicted == labels.high
         return self.classes_[np.minimum(codes.reshape(len(output)).astype(int), len(self.classes_) - 1)]
 
     def _loss(self) -> Any:
-        import passes
-        from graphopt.training.sklearn import objective
-
         if self.loss is not None:
             return self.loss
         computed_by = None if self._interface is None else self._interface.op_type
         if self._multilabel or self.n_outputs_ == 1:
             return objective.LogLoss(from_logits=computed_by not in (None, "Sigmoid"))
         return passes.CrossEntropy(from_logits=computed_by not in (None, "Softmax"))
-
-    def _perceptron(self) -> bytes:
-        sizes = self._sizes(self.n_features_in_, self.n_outputs_)
-        return network.perceptron(sizes, self.activation, self.out_activation_, self._dtype, "probabilities")
 
     def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
         weights = super()._weights(y, sample_weight, incremental=incremental)
@@ -239,41 +203,20 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     """
 
     numeric = True
+    _network, _output_name = MLPRegressor, "y"
     _row = cast("tuple[int, ...]", ())  # the shape of a row of the targets
-
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
-        """Train on rows of features and targets, and return the estimator."""
-        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
         """Train for one more epoch, and return the estimator."""
         return self._fit(X, y, sample_weight, incremental=True)
 
-    def predict(self, X: Any) -> np.ndarray:
-        """Return the predicted numbers, a row of them if the targets were rows."""
-        return self._decoded(self._output(self._features(X)))
-
-    @classmethod
-    def from_sklearn(cls, fitted: Any, **options: Any) -> OnnxRegressor:
-        """Return an estimator that continues a fitted MLPRegressor, with its weights, options and optimizer.
-
-        `partial_fit` continues its training. `fit` starts again, unless `warm_start` is set.
-
-        Args:
-            fitted: the MLPRegressor.
-            options: options to change.
-
-        Raises:
-            GraphoptError: `fitted` is another estimator.
-        """
-        estimator = _like(cls, fitted, MLPRegressor, options)
-        estimator._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
-        return _continued(estimator, fitted)
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+    def _take_targets(self, fitted: Any) -> None:
+        self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
 
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         y = self._columns(y)
@@ -297,8 +240,6 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
         return output.reshape(len(output), *self._row)
 
     def _loss(self) -> Any:
-        from graphopt.training.sklearn import objective
-
         losses = {"squared_error": objective.SquaredError, "poisson": objective.PoissonDeviance}
         if isinstance(self.loss, str) and self.loss not in losses:
             raise GraphoptError(unknown("loss", self.loss, losses))
@@ -312,58 +253,5 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
         data_loss = float(values.get("data_loss", loss))
         return loss - data_loss + data_loss / self.n_outputs_
 
-    def _perceptron(self) -> bytes:
-        sizes = self._sizes(self.n_features_in_, self.n_outputs_)
-        return network.perceptron(sizes, self.activation, self.out_activation_, self._dtype, "y")
-
     def _validation_score(self, y: np.ndarray, predicted: np.ndarray, weights: np.ndarray | None) -> float:
         return float(r2_score(y, predicted.reshape(y.shape), sample_weight=weights))
-
-
-def _like(cls: type[Self], fitted: Any, kind: Any, options: Mapping[str, Any]) -> Self:
-    """Return a new estimator with the options of one of scikit-learn."""
-    if not isinstance(fitted, kind):
-        raise GraphoptError(
-            f"{cls.__name__}.from_sklearn: expected a fitted {kind.__name__}, found {type(fitted).__name__}"
-        )
-    check_is_fitted(fitted)
-    names = {field.name for field in dataclasses.fields(cls)}
-    taken = {name: value for name, value in fitted.get_params().items() if name in names}
-    if taken["solver"] == "lbfgs":  # which does not train batch by batch
-        taken["solver"] = "adam"
-    estimator = cls(**{**taken, **options})
-    estimator._dtype = fitted.coefs_[0].dtype.name
-    return estimator
-
-
-def _continued(estimator: Self, fitted: Any) -> Self:
-    """Give an estimator what one of scikit-learn has learned."""
-    estimator._begin()
-    for name in LEARNED:
-        if hasattr(fitted, name):  # the solver lbfgs has no curve, for example
-            setattr(estimator, name, copy.copy(getattr(fitted, name)))
-    optimizer = getattr(fitted, "_optimizer", None)
-    estimator._waited = getattr(fitted, "_no_improvement_count", 0)
-    estimator._rate = (
-        optimizer.learning_rate if estimator.solver == "sgd" and optimizer else estimator._base_rate()
-    )
-    state = network.named(fitted.coefs_, fitted.intercepts_)
-    slots = {} if optimizer is None else _slots(estimator, optimizer, len(fitted.coefs_))
-    estimator._use(estimator._structure_of(estimator._perceptron(), has_weights=False), {**state, **slots})
-    return estimator
-
-
-def _slots(estimator: Fitting, optimizer: Any, depth: int) -> dict[str, np.ndarray]:
-    """Return the state of an optimizer of scikit-learn by graphopt's names: velocities, or sums for means."""
-
-    def of(slot: str, factor: float, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        by_name = network.named(arrays[:depth], arrays[depth:])
-        return {f"{name}.{slot}": (factor * array).astype(array.dtype) for name, array in by_name.items()}
-
-    if isinstance(optimizer, SGDOptimizer) and estimator.solver == "sgd":
-        return of("momentum", -1.0, optimizer.velocities)
-    if isinstance(optimizer, AdamOptimizer) and estimator.solver == "adam":
-        means = of("exp_sum", 1 / (1 - optimizer.beta_1), optimizer.ms)
-        squares = of("exp_sum_sq", 1 / (1 - optimizer.beta_2), optimizer.vs)
-        return {**means, **squares, "step": np.array(optimizer.t, np.int64)}
-    return {}

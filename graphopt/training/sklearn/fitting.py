@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx
@@ -17,51 +19,90 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches, shuffle
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from graphopt.compiler import DEFAULT
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.training.metrics import Metrics, metrics
-from graphopt.training.sklearn import network
+from graphopt.training.callbacks.callback import weights_of
+from graphopt.training.sklearn import network, objective
+from graphopt.training.sklearn.interface import Interface, interface, serialized
 from graphopt.training.sklearn.options import EstimatorOptions
-from graphopt.training.sklearn.structure import (
-    Interface,
-    Structure,
-    interface,
-    serialized,
-    solution,
-    weighted,
-)
+from graphopt.training.structure import ROWS, TARGET, WEIGHT, Estimator, Structure
 
-TARGET, WEIGHT = "target", "sample_weight"
-ROWS = 1024  # how many are predicted at a time
 SLOWEST = 1e-6  # the rate at which `adaptive` ends training
+
+# What is the same in a fitted network of scikit-learn.
+LEARNED = (
+    *("n_features_in_", "feature_names_in_", "n_outputs_", "out_activation_", "t_", "n_iter_", "loss_"),
+    *("loss_curve_", "best_loss_", "validation_scores_", "best_validation_score_"),
+)
 
 Self = TypeVar("Self", bound="Fitting")
 
 
-class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
+class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     """Train and run a model. A subclass encodes targets and decodes predictions."""
+
+    _network: ClassVar[Any]  # of scikit-learn
+    _output_name: ClassVar[str]  # of the perceptron
 
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: Interface | None = None  # of a model that was given
-    _structure: Structure | None = None
-    _executor: Executor | None = None
-    _kept: Mapping[str, np.ndarray] | None = None  # the state of an estimator that was pickled
-
     _dtype = "float64"  # of the features
     numeric = False  # whether targets have to be numbers
+
+    def fit(self: Self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on rows of features and targets, and return the estimator."""
+        return self._fit(X, y, sample_weight)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the predicted labels or numbers of each row, in the form of the targets."""
+        return self._decoded(self._output(self._features(X)))
 
     def to_onnx(self) -> onnx.ModelProto:
         """Return the trained model: the model given, or a perceptron that computes probabilities or numbers."""
         check_is_fitted(self)
         return self._running().trained()
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in super().__getstate__().items() if name != "_executor"}
-        if isinstance(self.model, ir.Model):
-            kept["model"] = ir.to_proto(self.model)
-        return kept if self._executor is None else {**kept, "_kept": self._executor.state}
+    @classmethod
+    def from_sklearn(cls: type[Self], fitted: Any, **options: Any) -> Self:
+        """Return an estimator that continues a fitted network, with its weights, options and optimizer.
+
+        `partial_fit` continues its training. `fit` starts again, unless `warm_start` is set.
+
+        Args:
+            fitted: the MLPClassifier or MLPRegressor.
+            options: options to change.
+
+        Raises:
+            GraphoptError: `fitted` is another estimator.
+        """
+        if not isinstance(fitted, cls._network):
+            raise GraphoptError(
+                f"{cls.__name__}.from_sklearn: expected a fitted {cls._network.__name__}, found "
+                f"{type(fitted).__name__}"
+            )
+        check_is_fitted(fitted)
+        names = {field.name for field in dataclasses.fields(cls)}
+        taken = {name: value for name, value in fitted.get_params().items() if name in names}
+        if taken["solver"] == "lbfgs":  # which does not train batch by batch
+            taken["solver"] = "adam"
+        estimator = cls(**{**taken, **options})
+        estimator._begin()
+        for name in LEARNED:
+            if hasattr(fitted, name):  # the solver lbfgs has no curve, for example
+                setattr(estimator, name, copy.copy(getattr(fitted, name)))
+        estimator._dtype = fitted.coefs_[0].dtype.name
+        estimator._take_targets(fitted)
+        optimizer = getattr(fitted, "_optimizer", None)
+        estimator._waited = getattr(fitted, "_no_improvement_count", 0)
+        estimator._rate = (
+            optimizer.learning_rate if estimator.solver == "sgd" and optimizer else estimator._base_rate()
+        )
+        structure = estimator._structure_of(estimator._perceptron(), has_weights=False)
+        estimator._use(structure, structure.executor(), network.state_of(fitted, estimator.solver))
+        return estimator
 
     @abstractmethod
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
@@ -80,8 +121,8 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
         """Return the loss pass, without weights."""
 
     @abstractmethod
-    def _perceptron(self) -> bytes:
-        """Return the perceptron for `n_features_in_` and `n_outputs_`."""
+    def _take_targets(self, fitted: Any) -> None:
+        """Set the other attributes that describe targets from those of a network of scikit-learn."""
 
     @abstractmethod
     def _validation_score(self, y: np.ndarray, predicted: np.ndarray, weights: np.ndarray | None) -> float:
@@ -145,7 +186,8 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
         if not first:
             assert self._structure is not None
             executor = self._running()
-            start = executor.state if incremental else solution(executor)
+            start = executor.state if incremental else weights_of(executor)
+            assert isinstance(self._structure.model, bytes)
             model = self._structure.model
         elif model is None:
             model = self._perceptron()
@@ -153,32 +195,29 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
             start = network.initial(sizes, self.activation, self._dtype, random)
         structure = self._structure_of(model, has_weights=has_weights)
         if not (incremental and structure == self._structure):
-            self._use(structure, start)
+            self._use(structure, structure.executor(), start)
+
+    def _perceptron(self) -> bytes:
+        """Return the perceptron for `n_features_in_` and `n_outputs_`."""
+        sizes = self._sizes(self.n_features_in_, self.n_outputs_)
+        activations = self.activation, self.out_activation_
+        return network.perceptron(sizes, *activations, self._dtype, self._output_name)
 
     def _structure_of(self, model: bytes, *, has_weights: bool) -> Structure:
-        return Structure(
-            model=model,
-            loss=weighted(self._loss(), has_weights),
-            optimizer=self._optimizer(),
-            schedule=self._schedule(),
-            training=self.training,
-            parameters=self.parameters,
-            alpha=self.alpha,
-        )
-
-    def _use(self, structure: Structure, state: Mapping[str, np.ndarray]) -> None:
-        """Open an executor, and continue from a state as far as its graph has one of the same name."""
-        executor = structure.executor(self.device, self.threads)
-        known = executor.state
-        executor.update_state({name: array for name, array in state.items() if name in known})
-        self._structure, self._executor, self._kept = structure, executor, None
+        steps = {
+            "parameters": self.parameters or DEFAULT,
+            "training": self.training or DEFAULT,
+            "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),
+            "regularizer": objective.WeightPenalty(self.alpha) if self.alpha else None,
+            "optimizer": self._optimizer(),
+            "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
+        }
+        return Structure(model, tuple(steps.items()), self.device, self.threads)
 
     def _running(self) -> Executor:
-        """Return the executor; open it again for an estimator that was pickled."""
         if self._executor is None:
             assert self._structure is not None and self._kept is not None
-            self._use(self._structure, self._kept)
-            assert self._executor is not None
+            return self._use(self._structure, self._structure.executor(), self._kept)
         return self._executor
 
     def _train(
@@ -190,7 +229,8 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
             X, y, weights, held_out = self._split(X, y, weights, random)
         feeds = self._feeds(executor, X, y, weights)
         rows = len(X)
-        size, order = self._rows_of_a_batch(rows), np.arange(rows)
+        size = min(200 if self.batch_size == "auto" else int(self.batch_size), rows)
+        order = np.arange(rows)
         self.n_iter_ = 0
         try:
             for _ in range(epochs):
@@ -205,7 +245,7 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
                         total += self._shown_loss(executor.step(fed)) * (batch.stop - batch.start)
                 self._count(total / rows, rows)
                 if held_out is not None and self._improved(*held_out):
-                    best = solution(executor)
+                    best = weights_of(executor)
                 if self._waited > self.n_iter_no_change and self._stops():
                     break
             else:
@@ -287,15 +327,8 @@ class Fitting(EstimatorOptions, BaseEstimator):  # type: ignore[misc]
 
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
-        executor = self._running()
-        ((name, array),) = self._data(executor, X).items()
-        output, _ = self._metric()
-        parts = (executor.predict({name: array[at : at + ROWS]}) for at in range(0, len(array), ROWS))
-        return np.concatenate([part[output] for part in parts])
-
-    def _metric(self) -> tuple[str, Metrics]:
-        """Return the name of the output that has targets, and the metric that compares the two."""
-        return metrics(self._running().inputs)[TARGET]
+        ((name, array),) = self._data(self._running(), X).items()
+        return self._predictions({name: array[at : at + ROWS]} for at in range(0, len(array), ROWS))
 
     def _set_rate(self, executor: Executor) -> None:
         names = [name for name in executor.hyperparameters if name.endswith("learning_rate")]

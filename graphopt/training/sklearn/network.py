@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION, OPSET
@@ -83,3 +84,21 @@ def initial(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> d
             yield weight.astype(dtype), random.uniform(-bound, bound, fan_out).astype(dtype)
 
     return named(*zip(*draw(), strict=True))
+
+
+def state_of(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
+    """Return the weights of a fitted network by name, and the state of its optimizer if it has the same solver."""
+    depth, optimizer = len(fitted.coefs_), getattr(fitted, "_optimizer", None)
+
+    def slots(name: str, factor: float, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        weights = named(arrays[:depth], arrays[depth:])
+        return {f"{weight}.{name}": (factor * x).astype(x.dtype) for weight, x in weights.items()}
+
+    state = named(fitted.coefs_, fitted.intercepts_)
+    if isinstance(optimizer, SGDOptimizer) and solver == "sgd":
+        state |= slots("momentum", -1.0, optimizer.velocities)
+    elif isinstance(optimizer, AdamOptimizer) and solver == "adam":
+        state |= slots("exp_sum", 1 / (1 - optimizer.beta_1), optimizer.ms)
+        state |= slots("exp_sum_sq", 1 / (1 - optimizer.beta_2), optimizer.vs)
+        state["step"] = np.array(optimizer.t, np.int64)
+    return state

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+import passes
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source
 from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step
+from graphopt.training.sklearn import objective
 from graphopt.training.sklearn.network import HIDDEN
 
 RATES = ("constant", "invscaling", "adaptive")
@@ -100,9 +102,6 @@ class EstimatorOptions:
 
     def _optimizer(self) -> Any:
         """Return the optimizer pass."""
-        import passes
-        from graphopt.training.sklearn import objective
-
         if self.solver == "adam":
             return objective.Adam(1e-3, self.beta_1, self.beta_2, self.epsilon)
         if self.solver == "sgd":
@@ -114,16 +113,9 @@ class EstimatorOptions:
             )
         return self.solver
 
-    def _schedule(self) -> Any:
-        """Return the schedule pass, or None if the estimator sets the rate."""
-        return None if isinstance(self.learning_rate, str) else self.learning_rate
-
     def _base_rate(self) -> float:
         """Return the initial learning rate."""
         return self.learning_rate_init if isinstance(self.solver, str) else self.solver.learning_rate  # type: ignore[attr-defined]
-
-    def _rows_of_a_batch(self, rows: int) -> int:
-        return min(200 if self.batch_size == "auto" else int(self.batch_size), rows)
 
     def _sizes(self, features: int, outputs: int) -> tuple[int, ...]:
         """Return the number of units in each layer of the perceptron."""

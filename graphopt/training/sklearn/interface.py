@@ -1,73 +1,17 @@
-"""Compile the training graphs of estimators: equal structures share one graph."""
+"""Read what the models of estimators take and return."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, compile
+import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import Role, with_role
-from graphopt.runtime.executor import Executor
-
-SHARED = 2**22  # bytes of a model up to which its training graph is kept for other estimators
-
-
-@dataclass(frozen=True)
-class Structure:
-    """Describe all that determines a training graph.
-
-    Args:
-        model: the serialized inference model.
-        loss, optimizer, schedule, training, parameters: passes, or None.
-        alpha: the strength of the penalty.
-    """
-
-    model: bytes
-    loss: Any
-    optimizer: Any
-    schedule: Any
-    training: Any
-    parameters: Any
-    alpha: float
-
-    def executor(self, device: str, threads: int | None) -> Executor:
-        """Return a new executor of the training graph, which reports the loss, with the penalty and without."""
-        step = _shared(self) if len(self.model) <= SHARED and self._hashable() else _compiled(self)
-        losses = [str(value.name) for value in step.graph.outputs if value.name in ("loss", "data_loss")]
-        return Executor(step, device=device, threads=threads, report=losses)
-
-    def _hashable(self) -> bool:
-        try:
-            hash(self)
-        except TypeError:  # an option of a pass is a list, for example
-            return False
-        return True
-
-
-def _compiled(structure: Structure) -> ir.Model:
-    from graphopt.training.sklearn import objective
-
-    return compile(
-        onnx.load_model_from_string(structure.model),
-        parameters=structure.parameters or DEFAULT,
-        training=structure.training or DEFAULT,
-        loss=structure.loss,
-        regularizer=objective.WeightPenalty(structure.alpha) if structure.alpha else None,
-        optimizer=structure.optimizer,
-        schedule=structure.schedule,
-    )
-
-
-_shared = functools.lru_cache(32)(_compiled)
 
 
 @dataclass(frozen=True)
@@ -99,8 +43,6 @@ def interface(model: bytes) -> Interface:
     Raises:
         GraphoptError: the model has several inputs or outputs, or its batch has a fixed size.
     """
-    import passes
-
     loaded = load(onnx.load_model_from_string(model))
     predictions = {
         y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()
@@ -134,14 +76,3 @@ def interface(model: bytes) -> Interface:
 def _dims(value: ir.Value) -> list[int | None]:
     assert value.shape is not None
     return [dim if isinstance(dim, int) else None for dim in value.shape]
-
-
-def weighted(loss: Any, weighted: bool) -> Any:
-    """Return a loss with or without an input for weights of rows."""
-    return dataclasses.replace(loss, sample_weight=weighted)
-
-
-def solution(executor: Executor) -> dict[str, np.ndarray]:
-    """Return the parameters and statistics of an executor, without what belongs to its optimizer."""
-    names = {str(x.name) for x in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
-    return {name: array for name, array in executor.state.items() if name in names}

@@ -1,0 +1,277 @@
+"""Run the epochs and steps of a training, call callbacks, and write checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from graphopt.data.prefetch import prefetched
+from graphopt.data.streams import Drawn
+from graphopt.errors import GraphoptError
+from graphopt.runtime.tensors import Tensor, rows_of
+from graphopt.training.callbacks.callback import Callback, Group, Record, Run
+from graphopt.training.checkpoints import Checkpoint, Checkpoints
+from graphopt.training.evaluation import HeldOut, Mean
+from graphopt.training.options import FitOptions
+from graphopt.training.progress import Progress, environment_of, graph_digest
+from graphopt.training.signals import Signals, deferred
+from graphopt.training.sources import Epochs
+from graphopt.training.workers import agree
+
+AHEAD = 2  # batches that are prefetched
+
+Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
+
+
+class After(Enum):
+    """Say what follows a step or an epoch."""
+
+    GO_ON = "the next step or epoch"
+    FINISH = "the record of the epoch and the end of the run, because a callback has asked for it"
+    LEAVE = "the end of the run at once, because a signal has arrived"
+
+
+class Loop:
+    """Run the epochs of a training."""
+
+    def __init__(
+        self,
+        run: Run,
+        source: Epochs,
+        held_out: HeldOut | None,
+        options: FitOptions,
+        callbacks: Sequence[Callback],
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self._run, self._source, self._held_out, self._options = run, source, held_out, options
+        self._callbacks, self._checkpoints = Group(callbacks, run), checkpoints
+        self._tell = self._callbacks.tell
+        self._signals = Signals()
+        self._mean = Mean()
+        self._position: Any = None  # of the data
+        self._seconds = 0.0  # of this epoch
+        self._skipped = 0  # steps that the executor does not count
+        self._is_due = False  # whether a checkpoint waits until the workers are synchronized
+        prefetch = AHEAD if source.is_lazy or run.executor.device != "cpu" else 0
+        self._prefetch = prefetch if options.prefetch is None else options.prefetch
+        run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
+
+    def load(self, checkpoint: Checkpoint | None) -> None:
+        """Continue from a checkpoint, if there is one.
+
+        Raises:
+            GraphoptError: it is that of another graph, or of other data.
+        """
+        if checkpoint is None:
+            return
+        run, executor = self._run, self._run.executor
+        progress = Progress.of(checkpoint, self._identity, self._environment)
+        executor.update_state(checkpoint.state)
+        executor.set_batches(progress.step)
+        executor.set_hyperparameters(**progress.hyperparameters)
+        run.resumed, run.records = checkpoint.path, list(progress.records)
+        run.step, run.epoch, run.row = progress.step, progress.epoch, progress.row
+        self._mean, self._seconds, self._position = progress.mean, progress.seconds, progress.data
+        self._source.load(progress.before, progress.data)
+        self._callbacks.load_state(progress.callbacks, checkpoint.arrays)
+        if self._checkpoints is not None:
+            self._checkpoints.load_values(checkpoint.progress["best_values"])
+
+    def train(self) -> None:
+        """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
+        run, after = self._run, After.GO_ON
+        with deferred() as self._signals:
+            try:
+                self._tell("on_fit_begin")
+                while after is After.GO_ON and len(run.records) < run.epochs and self._agree() is After.GO_ON:
+                    after = self._epoch()
+                if self._signals.received:
+                    run.stopped = run.stopped or self._signals.received.name
+                if after is not After.FINISH:
+                    self._save(last=True)
+            except Exception:
+                if run.executor.batches + self._skipped == run.step and not run.executor.in_place:
+                    with contextlib.suppress(GraphoptError):
+                        self._save(last=True)
+                raise
+            finally:
+                self._tell("on_fit_end")
+
+    def _epoch(self) -> After:
+        """Run an epoch, or the rest of it; return FINISH if a callback has cut it, and its checkpoint is written."""
+        run = self._run
+        if run.row == 0:
+            run.epoch = len(run.records) + 1
+            self._tell("on_epoch_begin")
+        start = time.perf_counter()
+        after = self._steps()
+        self._seconds += time.perf_counter() - start
+        if after is After.LEAVE:
+            return after
+        is_cut = after is After.FINISH and run.row != self._source.count
+        if is_cut:
+            self._save(last=True)  # a run that continues from here has the rest of the epoch before it
+        record = self._record(
+            validates=after is After.FINISH or run.epoch % self._options.validation_every == 0
+        )
+        self._tell("on_epoch_end", record)
+        run.records.append(record)
+        if is_cut:
+            return After.FINISH
+        run.row, self._mean, self._seconds = 0, Mean(), 0.0
+        self._save_epoch(record)
+        return After.GO_ON
+
+    def _steps(self) -> After:
+        """Run the steps of an epoch from its current row on."""
+        run, executor = self._run, self._run.executor
+        with contextlib.closing(prefetched(self._batches(), self._prefetch)) as batches:
+            for drawn, values in self._reported(batches):
+                run.step += 1
+                run.row += drawn.rows
+                self._position = drawn.position
+                values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
+                self._mean.add(rows_of(drawn.arrays), values)
+                self._tell(
+                    "on_step_end", {"epoch": run.epoch, "step": run.step, "rows": drawn.rows, **values}
+                )
+                if self._checkpoints is not None and self._checkpoints.is_due(run.step):
+                    self._is_due = True
+                if self._is_current() and executor.is_synchronized:
+                    after = self._between_steps()
+                    if after is not After.GO_ON:
+                        return after
+        self._position = self._source.end
+        return After.GO_ON
+
+    def _reported(self, batches: Iterator[Batch]) -> Iterator[tuple[Drawn, Record]]:
+        """Yield each batch with what its step reports; end a call of several steps where a checkpoint is due."""
+        run, executor, checkpoints = self._run, self._run.executor, self._checkpoints
+        if self._callbacks.reads_state:
+            for drawn, feeds in batches:
+                self._tell("on_step_begin")
+                yield drawn, executor.step(feeds)
+            return
+        fed, trained = itertools.tee(batches)
+        left = (feeds for _, feeds in fed)
+        while True:
+            before = run.step
+            due = checkpoints.next_step(before) if checkpoints else None
+            part = itertools.islice(left, None if due is None else due - before)
+            for values, (drawn, _) in zip(executor.iterate(part), trained, strict=False):
+                self._tell("on_step_begin")
+                yield drawn, values
+            if due is None or run.step == before:
+                return
+
+    def _between_steps(self) -> After:
+        """Do what callbacks asked for, write a checkpoint that is due, and return what follows."""
+        control, checkpoints = self._run.control, self._checkpoints
+        after = self._agree()
+        if control.should_evaluate:
+            control.should_evaluate = False
+            self._evaluate()
+            after = self._agree()
+        if checkpoints is not None:
+            self._tell_saved(checkpoints.finished())
+            if control.should_save or (self._is_due and not checkpoints.is_busy):
+                self._save()
+        control.should_save = self._is_due = False
+        return after
+
+    def _agree(self) -> After:
+        """Return what follows, because a callback of any worker has asked for it or a signal has arrived."""
+        if agree(self._run.executor.workers, self._run.control, self._signals):
+            return After.LEAVE
+        return After.FINISH if self._run.control.should_stop else After.GO_ON
+
+    def _batches(self) -> Iterator[Batch]:
+        for drawn in self._source.draw(self._run.epoch, self._run.row):
+            yield drawn, self._on_device(drawn)
+
+    def _on_device(self, drawn: Drawn) -> dict[str, Tensor]:
+        return self._run.executor.on_device(drawn.arrays)
+
+    def _is_current(self) -> bool:
+        """Return whether the executor has the state after exactly the steps that have ended, not after later ones."""
+        ahead = self._run.executor.batches + self._skipped - self._run.step
+        self._skipped -= min(ahead, 0)  # the executor has skipped a step that is not finite
+        return ahead <= 0
+
+    def _record(self, *, validates: bool) -> Record:
+        """Return the record of an epoch: means over its rows, the measures of its validation, and times."""
+        run = self._run
+        is_last = run.epoch == run.epochs
+        if is_last:
+            run.executor.synchronize()
+        record = {"epoch": run.epoch, "step": run.step, **self._mean.result(run.executor.workers)}
+        if validates or is_last:
+            measured = self._evaluate()
+            record |= {name: value for name, value in measured.items() if name not in record}
+        return {**record, "seconds": self._seconds, "samples_per_second": run.row / self._seconds}
+
+    def _evaluate(self) -> Record:
+        """Return the measures on held-out rows, `validation_loss` first."""
+        if self._held_out is None:
+            return {}
+        self._tell("on_evaluate_begin")
+        measured = self._held_out.measure(self._run.executor)
+        record = {"validation_loss": measured.pop("data_loss", measured["loss"]), **measured}
+        self._tell("on_evaluate_end", record)
+        return record
+
+    def _save_epoch(self, record: Record) -> None:
+        """Write a checkpoint after an epoch if one is due, asked for, or among the best."""
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
+            best = checkpoints.best_of(record)
+            if best is not None or checkpoints.is_due_after(self._run.epoch) or self._run.control.should_save:
+                self._save(best=best)
+
+    def _save(self, *, last: bool = False, best: float | None = None) -> None:
+        """Start to write a checkpoint; write the last one before this returns."""
+        run, checkpoints = self._run, self._checkpoints
+        run.control.should_save = False
+        if checkpoints is None:
+            return
+        position = (run.step, len(run.records), run.row)
+        if not (last and checkpoints.saved == position):
+            self._tell_saved(checkpoints.finished(wait=True))
+            self._tell("on_save_begin")
+            values, arrays = self._callbacks.state()
+            progress = Progress(
+                identity=self._identity,
+                environment=self._environment,
+                step=run.step,
+                epoch=run.epoch,
+                row=run.row,
+                before=self._source.before,
+                data=self._position,
+                mean=self._mean,
+                seconds=self._seconds,
+                records=list(run.records),
+                hyperparameters=run.executor.hyperparameters,
+                callbacks=values,
+            )
+            checkpoints.save(position, run.executor.state, arrays, progress.to_json(), best)
+        if last:
+            self._tell_saved(checkpoints.wait())
+
+    def _tell_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self._tell("on_save_end", path)
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the run that continues it have in common."""
+        return {**self._source.identity, "graph": graph_digest(self._run.executor)}
+
+    @functools.cached_property
+    def _environment(self) -> dict[str, Any]:
+        return environment_of(self._run.executor)
