@@ -63,7 +63,7 @@ class RunFolder(Callback):
         self._metrics.on_epoch_end(run, record)
 
 
-def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> tuple[Path, Path | bool]:
+def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> tuple[Path, Path | bool]:
     """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
 
     A run that ended before its first checkpoint gives True instead: it starts over.
@@ -72,7 +72,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
         resume: True for the newest run of the same recipe; the path of a run or of a checkpoint; False for a new run.
         folder: the folder that Hydra has made for the run.
         config: the recipe.
-        beside: look for the newest run in the folders beside this one, too, because its name is the time.
+        search: look for the newest run in neighbouring folders, too, because the folder's name is the time.
 
     Raises:
         GraphoptError: the path has no checkpoint, or the folder has a run of another recipe.
@@ -84,7 +84,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
         run = checkpoint.parents[1]
         return (run if (run / CONFIG).is_file() else folder), checkpoint
     wanted = _identity(config)
-    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if beside else ()
+    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
     for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):

@@ -18,7 +18,6 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
 from graphopt.graph.roles import STATE, Role, role_of, with_role
-from graphopt.inspection.cuda_kernels import without_cuda_kernel
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
 from graphopt.targets.native.lowering import plan
@@ -53,16 +52,6 @@ class Report:
     def summary(self) -> str:
         """Return what trains, what blocks training, the operators, and the number of nodes after each pass."""
         return "\n".join(_summary(self)) + "\n"
-
-    def on_cuda(self) -> str:
-        """Return the operators without a kernel in ONNX Runtime's CUDA provider, which run on the CPU."""
-        final = self.stages[-1][2] if self.stages else self.model
-        missing = without_cuda_kernel(final)
-        if not missing:
-            return "on cuda    every operator has a kernel\n"
-        rows = [("on cuda    the CPU runs", "nodes")]
-        rows += [(f"  {operator}", _some(names)) for operator, names in missing.items()]
-        return "\n".join(_table(rows)) + "\n"
 
     def listings(self) -> str:
         """Return the graph before the first pass and after each pass, one line per node."""

@@ -27,13 +27,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from graphopt.cli.expansion import check_expansion
+from graphopt.cli.composition.expansion import check_expansion
 from graphopt.errors import GraphoptError
 
 RECIPES = (
-    Path(__file__).parents[2] / "recipes"
+    Path(__file__).parents[3] / "recipes"
 )  # a path, because `recipes` could be a package in the working directory
 PRIMARY = "graphopt"
+BASE = "base"  # the base recipe of a group, which is not an option
 UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
 MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
 MOST_DEEP = 50  # levels of a recipe's mappings and lists

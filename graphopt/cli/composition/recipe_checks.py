@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.run_folder import OWN
-from graphopt.cli.validation import (
+from graphopt.cli.composition.hydra_config import CommandLine
+from graphopt.cli.composition.validation import (
     CALLBACKS,
     MISSING,
     TARGET,
@@ -21,6 +20,7 @@ from graphopt.cli.validation import (
     metrics_of,
     resolve,
 )
+from graphopt.cli.run_folder import OWN
 from graphopt.data.files import EXPANSION
 from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
@@ -46,6 +46,8 @@ LIMITS = {  # these protect the memory from a small file that describes a large 
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
 }
+
+COMMAND_LINE_ONLY = {*HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
 
 
 def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
