@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> None:
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
             del recipe["hydra"]
-            usages = {f"{run.name} {run.operand}".strip(): run.text for run in RUNS.values()}
+            usages = {f"{name} {run.operand}": run.text for name, run in RUNS.items()}
             print(page(usages, _options(), groups, fields(recipe)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
@@ -173,11 +173,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 
 def _go_where_the_sweep_is(hydra: HydraConf) -> None:
-    """Change to the working directory of the command, from which a process of a running cluster can differ.
-
-    Raises:
-        GraphoptError: it differs, and the folder is relative to it.
-    """
+    """Change to the working directory of the command, from which a process of a running cluster can differ."""
     here, there = os.getcwd(), hydra.runtime.cwd
     if here != there and not os.path.isabs(hydra.sweep.dir):
         raise GraphoptError(
@@ -187,22 +183,30 @@ def _go_where_the_sweep_is(hydra: HydraConf) -> None:
         os.chdir(there)
 
 
-def _with_trained(recipe: Recipe, folder: Path, write_files: Callable[[Trained, Console], Path]) -> None:
-    """Write files about the data with what a run has trained."""
-    console = Console(quiet=recipe.fields["quiet"])
-    trained = Trained.find(recipe, folder)
-    say(console, "model", trained.name)
-    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
-    say(console, "written", str(write_files(trained, console)))
+def _with_trained(write_files: Callable[[Trained, Console], Path]) -> Callable[[Recipe, Path], None]:
+    """Return a run that writes a file about the data by what another run has trained."""
+
+    def run(recipe: Recipe, folder: Path) -> None:
+        console = Console(quiet=recipe.fields["quiet"])
+        trained = Trained.find(recipe, folder)
+        say(console, "model", trained.name)
+        say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+        say(console, "written", str(write_files(trained, console)))
+
+    return run
 
 
-def _export(recipe: Recipe, folder: Path, write_files: Callable[[Recipe, Path, Console], str]) -> None:
-    """Write files without training, and the recipe beside them."""
-    console = Console()
-    write_hydra(folder, recipe.composed)
-    written = write_files(recipe, folder, console)
-    write(folder / CONFIG, recipe.text())
-    say(console, "written", f"{folder}: {written}")
+def _export(write_files: Callable[[Recipe, Path, Console], str]) -> Callable[[Recipe, Path], None]:
+    """Return a run that trains nothing: it writes files, and the recipe."""
+
+    def run(recipe: Recipe, folder: Path) -> None:
+        console = Console()
+        write_hydra(folder, recipe.composed)
+        written = write_files(recipe, folder, console)
+        write(folder / CONFIG, recipe.text())
+        say(console, "written", f"{folder}: {written}")
+
+    return run
 
 
 def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
@@ -259,54 +263,29 @@ def _compare(recipe: Recipe, folder: Path) -> None:
 
 
 class Run(NamedTuple):
-    """Describe what a recipe can be run for.
+    """Hold what runs a recipe in a folder, an example of its arguments, and what it does."""
 
-    Args:
-        name: the value of the field `run`.
-        function: runs a recipe in a folder.
-        operand: an example of what follows the name on the command line.
-        text: what it does.
-    """
-
-    name: str
     function: Callable[[Recipe, Path], float | None]
     operand: str
     text: str
 
 
-def _with(function: Callable[..., None], write_files: Callable[..., Any]) -> Callable[[Recipe, Path], None]:
-    return functools.partial(function, write_files=write_files)
-
-
-_RUNS = (
-    Run("train", functools.partial(train, main=main), "my.onnx", "train it; the default"),
-    Run(
-        "evaluate",
-        _with(_with_trained, write_metrics),
-        "folder=runs/mine",
-        "compute metrics of what a run has trained",
+RUNS = {
+    "train": Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
+    "evaluate": Run(
+        _with_trained(write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
     ),
-    Run("predict", _with(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
-    Run("compile", _with(_export, _compile), "my.onnx", "write step.onnx without training"),
-    Run("hosts", _with(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
-    Run(
-        "artifacts",
-        _with(_export, _artifacts),
-        "my.onnx",
-        "write artifacts for onnxruntime-training on a device",
-    ),
-    Run("report", _with(_export, _report), "my.onnx", "list what would train, and what blocks training"),
-    Run("compare", _compare, "folder=runs", "put runs side by side"),
-)
-RUNS = {run.name: run for run in _RUNS}
+    "predict": Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": Run(_export(_compile), "my.onnx", "write step.onnx without training"),
+    "hosts": Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
+    "report": Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
+    "compare": Run(_compare, "folder=runs", "put runs side by side"),
+}
 
 
 def _field(argument: str) -> str:
-    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`.
-
-    Raises:
-        GraphoptError: the argument is none of these.
-    """
+    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
     if "=" in argument or argument.startswith("~"):
         return argument
     if argument in RUNS:

@@ -52,14 +52,7 @@ class RunFiles:
 
 
 class Comparison:
-    """Compare the runs below a folder.
-
-    Args:
-        folder: the folder of a sweep, or any folder with runs.
-
-    Raises:
-        GraphoptError: there are none.
-    """
+    """Compare the runs below a folder, such as that of a sweep."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)

@@ -72,7 +72,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
         node: the recipe, or a part of it, as plain mappings with unresolved references.
         path: the path of the part.
     """
-    texts = _texts(node, path)
+    texts = described(resolve(node[TARGET], path)) if TARGET in node else DESCRIBED.get(path, {})
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
         if name == TARGET or (path == "pipeline" and value == f"${{{name}}}"):
@@ -81,11 +81,9 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
             yield from fields(value, place)
         elif value is not None or path:  # otherwise a group that is omitted
             text = re.sub(r"\b(None|True|False)\b", lambda match: IN_YAML[match[0]], texts.get(name, ""))
-            yield (
-                place,
-                value,
-                f"{text.rstrip('.')}; only on the command line" if place in COMMAND_LINE_ONLY else text,
-            )
+            if place in COMMAND_LINE_ONLY:
+                text = f"{text.rstrip('.')}; only on the command line"
+            yield place, value, text
 
 
 def page(
@@ -122,13 +120,6 @@ def _followed(name: str, text: str) -> str:
     """Return a description, that of another function's argument in place of `as in ...`."""
     other = AS_IN.fullmatch(text)
     return described(resolve_name(other[1])).get(name, text) if other else text
-
-
-def _texts(node: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Return the descriptions of the fields of a part of a recipe."""
-    if TARGET in node:
-        return described(resolve(node[TARGET], path))
-    return DESCRIBED.get(path, {})
 
 
 def _callback(kind: Any) -> str:

@@ -73,9 +73,6 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
         folder: the folder that Hydra has made for the run.
         config: the recipe.
         search: look for the newest run in neighbouring folders, too, because the folder's name is the time.
-
-    Raises:
-        GraphoptError: the path has no checkpoint, or the folder has a run of another recipe.
     """
     if not resume:
         return folder, False
@@ -149,11 +146,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other processes from running in a folder in a `with` block.
-
-    Raises:
-        GraphoptError: another process does so, or the folder cannot be written to.
-    """
+    """Keep other processes from running in a folder in a `with` block."""
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,7 @@ class Trained:
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
-        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`.
-
-        Raises:
-            GraphoptError: it names no trained model.
-        """
+        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
         asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
         if asked:
             place, found = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)

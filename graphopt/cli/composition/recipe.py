@@ -16,8 +16,8 @@ from typing import Any
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.hydra_config import CommandLine
-from graphopt.cli.composition.recipe_checks import check_new_logs, check_recipe
+from graphopt.cli.composition.hydra_config import CommandLine, leaves
+from graphopt.cli.composition.recipe_checks import OF_COMMAND, check_new_logs, check_recipe
 from graphopt.cli.composition.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
@@ -61,9 +61,6 @@ class Recipe:
         config: the config, without the node `hydra`.
         choices: the chosen option of each group.
         command_line: the arguments of the user.
-
-    Raises:
-        GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
@@ -118,14 +115,13 @@ class Recipe:
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
         """Return the arguments of `fit`. If `fit.validation` is a file, load it."""
-        left = ("log_steps", "checkpoint")
-        fields = {name: value for name, value in self.fields["fit"].items() if name not in left}
+        fields = {name: value for name, value in self.fields["fit"].items() if name not in OF_COMMAND}
         validation = fields.pop("validation", None)
         if isinstance(validation, str):
             if "path" not in self.fields["data"]:
+                reader = self.choices["data"]
                 raise GraphoptError(
-                    f"fit.validation={validation}: data={self.choices['data']} reads no file; "
-                    f"give a share of the rows"
+                    f"fit.validation={validation}: data={reader} reads no file; give a share of the rows"
                 )
             validation = self._build("data", path=validation)
         elif validation is not None and not isinstance(validation, int | float):
@@ -161,16 +157,11 @@ class Recipe:
 
         Args:
             is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
-
-        Raises:
-            GraphoptError: such a log would be outside the folder, or replace a file.
         """
         if self._command_line.folders:
             check_new_logs(self.fields["callbacks"], folder, self._command_line, is_new)
-        return [
-            self._callback(f"callbacks.{name}", node, folder)
-            for name, node in self.fields["callbacks"].items()
-        ]
+        nodes = self.fields["callbacks"].items()
+        return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
         kind = resolve(node[TARGET], key, self._command_line.trust)
@@ -244,18 +235,18 @@ class Recipe:
 
     def program(self) -> Program:
         """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
-        launcher = self.launcher
+        launcher, shared = self.launcher, self._shared
         if not self.fields.get("launcher"):
             step = self.compile()
             program = Program(step, lambda _: self.executor(step))
         elif launcher.sync_every is None:
             halves = self.halves()
             program = Program(
-                halves.step, lambda workers: DataParallel(halves, **self._shared(halves.step, workers))
+                halves.step, lambda workers: DataParallel(halves, **shared(halves.step, workers))
             )
         else:
             step, rounds = self.compile(), {"sync_every": launcher.sync_every, "outer": launcher.outer}
-            program = Program(step, lambda workers: LocalSGD(step, **rounds, **self._shared(step, workers)))
+            program = Program(step, lambda workers: LocalSGD(step, **rounds, **shared(step, workers)))
         if self.data.labels is not None:
             LABELS.write(program.step, json.dumps(list(self.data.labels)))
         return program
@@ -308,18 +299,7 @@ class Recipe:
         """Build a node of the recipe; `given` adds arguments."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
         node = {name: value for name, value in node.items() if name not in given}
-        if _missing(node):
-            raise GraphoptError(
-                f"{key}.{_missing(node)}: expected a value, found none: set {key}.{_missing(node)}=..."
-            )
+        for field, value in leaves(node, key):
+            if value == MISSING:
+                raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
         return build(node, key, self._command_line.trust, **given)
-
-
-def _missing(node: Mapping[str, Any]) -> str | None:
-    """Return the path of the first value that the recipe leaves unset (`???`)."""
-    for name, value in node.items():
-        if value == MISSING:
-            return str(name)
-        if isinstance(value, Mapping) and _missing(value):
-            return f"{name}.{_missing(value)}"
-    return None
