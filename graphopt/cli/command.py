@@ -36,8 +36,7 @@ from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.loading import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
-from graphopt.inspection.report import report
-from graphopt.inspection.step_times import saved_by_kernels
+from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.training.signals import ending
 
