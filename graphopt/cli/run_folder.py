@@ -85,7 +85,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
     for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):
-        if _identity((place / CONFIG).read_text(encoding="utf-8")) == wanted:
+        if _identity_of(place) == wanted:
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
                 if place != folder:
@@ -94,7 +94,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
             if place == folder:
                 return folder, True
     if folder in places and _holds_run(folder):
-        found_there = _leaves(_identity((folder / CONFIG).read_text(encoding="utf-8")))
+        found_there = _leaves(_identity_of(folder))
         others = sorted(dict(found_there.items() - _leaves(wanted).items()).items())
         raise GraphoptError(
             f"{folder}: expected a run of the same recipe, found one with "
@@ -111,9 +111,7 @@ def write_result(folder: Path, value: float) -> None:
 
 def result(folder: Path, config: str) -> float | None:
     """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
-    if not (folder / RESULT).is_file() or _identity(
-        (folder / CONFIG).read_text(encoding="utf-8")
-    ) != _identity(config):
+    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(config):
         return None
     value = json.loads((folder / RESULT).read_text(encoding="utf-8"))["value"]
     return math.inf if value is None else float(value)
@@ -175,11 +173,11 @@ def _leaves(fields: Any, name: str = "") -> dict[str, str]:
     return {leaf: value for part in parts for leaf, value in part.items()}
 
 
+def _identity_of(folder: Path) -> dict[str, Any]:
+    return _identity((folder / CONFIG).read_text(encoding="utf-8"))
+
+
 def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
-    fields = yaml.safe_load(config) or {}
-    return {
-        name: value
-        for name, value in fields.items()
-        if name not in ("folder", "launcher", "predictions", "quiet", "resume", "run")
-    }
+    others = ("folder", "launcher", "predictions", "quiet", "resume", "run")
+    return {name: value for name, value in (yaml.safe_load(config) or {}).items() if name not in others}

@@ -35,7 +35,7 @@ METRICS = "metrics.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold where trained weights are: in a checkpoint, beside a run's training graph, or in a model's file.
+    """Hold where trained weights are: in a checkpoint, in the folder of a run, or in a model's file.
 
     Args:
         recipe: the recipe of the command.
@@ -159,9 +159,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
 
 
 def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) -> Table:
-    names = (
-        labels if labels is not None and len(labels) == len(counts) else list(map(str, range(len(counts))))
-    )
+    names = labels if labels and len(labels) == len(counts) else list(map(str, range(len(counts))))
     table = Table("target \\ predicted", title=name.replace("_", " "), title_justify="left", show_edge=False)
     for label in names:
         table.add_column(label, justify="right")

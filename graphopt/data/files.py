@@ -389,15 +389,18 @@ def of_columns(
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     refuse_twice(path, "label", map(str, labels or ()))
     arrays = {name: _stack(path, columns, names) for name, names in inputs.items()}
-    if target is not None and labels is None:
+    if targets and labels is None:
         arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))
-    elif labels is not None and target is not None:
+    elif targets and labels is not None:
         arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
     if weights:
         arrays["sample_weight"] = _vector(_stack(path, columns, weights))
-    classes = None if labels is None else len(labels)
-    named = None if labels is None else tuple(map(str, labels))
-    return Dataset(arrays, None if isinstance(features, Mapping) else "x", classes, named)
+    only = None if isinstance(features, Mapping) else "x"
+    return (
+        Dataset(arrays, only)
+        if labels is None
+        else Dataset(arrays, only, len(labels), tuple(map(str, labels)))
+    )
 
 
 def _parts(
