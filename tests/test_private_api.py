@@ -45,7 +45,7 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
 @pytest.mark.parametrize(("owner", "name"), OF_HYDRA)
 def test_hydra_has_the_methods_that_recipes_are_composed_by(owner: type, name: str) -> None:
     version = f"hydra-core {metadata.version('hydra-core')}: {owner.__name__}.{name}"
-    assert hasattr(owner, name), f"{version}, of graphopt/cli/hydra_config.py, is gone"
+    assert hasattr(owner, name), f"{version}, of graphopt/cli/composition/hydra_config.py, is gone"
 
 
 def test_private_names_stay_in_their_files() -> None:
