@@ -33,7 +33,7 @@ OPTIMIZERS = [
     passes.SGD(0.1),
     passes.SGD(0.1, momentum=0.9),
     passes.AdamW(0.1),
-    passes.Adam(0.1, flat=False),
+    passes.Adam(0.1),
     passes.RMSprop(0.1),
     passes.Adagrad(0.1),
     passes.Lion(0.1),
