@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accurac
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)  # an executor inherits them
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceOptions:
     """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
@@ -81,7 +82,7 @@ class DeviceOptions:
     custom_ops: Sequence[str | Path] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Device(DeviceOptions):
     """Choose a device, and the execution provider that computes on it.
 
@@ -99,7 +100,7 @@ class Device(DeviceOptions):
     name: str = "cpu"
 
     def __post_init__(self) -> None:
-        self.kind, _, index = self.name.partition(":")
+        _, _, index = self.name.partition(":")
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
         if self.threads is not None and self.threads < 0:
@@ -108,17 +109,13 @@ class Device(DeviceOptions):
             )
         if self.threads is not None and self.threads > MOST_THREADS:
             raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
-        self.index = int(index or 0)
-        self.ort = _runtime()
-        self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
         self.new_session_options()  # rejects unknown session options
-        self.execution_provider = self._found_provider()
         if self.native is True and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
-        self.native = _resolved("native", NATIVE, self.native)
-        self.verify = _resolved("verify", VERIFY, self.verify)
+        object.__setattr__(self, "native", _resolved("native", NATIVE, self.native))
+        object.__setattr__(self, "verify", _resolved("verify", VERIFY, self.verify))
         for lowering in self.native_without:
             if lowering not in LOWERINGS:
                 raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
@@ -145,6 +142,44 @@ class Device(DeviceOptions):
                     f"{field.name}: expected this option in the given Device, found {found!r} outside: move it there"
                 )
         return device
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Return `cpu` or `cuda`."""
+        return self.name.partition(":")[0]
+
+    @functools.cached_property
+    def index(self) -> int:
+        """Return the number of the device, from 0."""
+        return int(self.name.partition(":")[2] or 0)
+
+    @functools.cached_property
+    def ort(self) -> Any:
+        """Return the module onnxruntime."""
+        return _runtime()
+
+    @functools.cached_property
+    def flushing(self) -> Flushing | None:
+        """Return the block in which denormal numbers are 0, or None."""
+        return Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
+
+    @functools.cached_property
+    def execution_provider(self) -> str:
+        """Return the full name of the provider."""
+        available = self.ort.get_available_providers()
+        if self.provider is None and self.kind == "cuda" and CUDA not in available:
+            raise GraphoptError(
+                f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
+                f"pip install onnxruntime-gpu"
+            )
+        wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
+        names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
+        short = wanted.lower().removesuffix(SUFFIX.lower())
+        if short not in names:
+            raise GraphoptError(
+                f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
+            )
+        return names[short]
 
     @property
     def on_cpu(self) -> bool:
@@ -212,23 +247,6 @@ class Device(DeviceOptions):
         return GraphoptError(
             f"device {self.name!r}: {self.execution_provider} did not start: look for its libraries and a device"
         )
-
-    def _found_provider(self) -> str:
-        """Return the full name of the provider."""
-        available = self.ort.get_available_providers()
-        if self.provider is None and self.kind == "cuda" and CUDA not in available:
-            raise GraphoptError(
-                f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
-                f"pip install onnxruntime-gpu"
-            )
-        wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
-        names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
-        short = wanted.lower().removesuffix(SUFFIX.lower())
-        if short not in names:
-            raise GraphoptError(
-                f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
-            )
-        return names[short]
 
 
 def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:

@@ -14,46 +14,31 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
-from graphopt.graph.loading import Source, load
 from graphopt.graph.names import parted
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import ACCUMULATED, STEP
-from graphopt.runtime.checkpoint import Property, save_state, state_bytes
-from graphopt.runtime.device import Device
-from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
+from graphopt.runtime.state_buffers import State, StateBuffers
 from graphopt.runtime.vector import join, split, untrained
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
-class ExecutorState(ExecutorOptions):
+class ExecutorState:
     """Hold a training graph, its state on a device, and the number of batches so far."""
 
-    def __post_init__(self, step: Source) -> None:
-        super().__post_init__(step)
-        self._device = Device.of(self.device, self)
-        self.device = self._device.name
-        if self.in_place and not (self._device.on_cpu and self._device.native):
-            raise GraphoptError(
-                "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
-                "leave it out"
-            )
-        self._model = load(step)
-        self._lock = threading.RLock()
-        self._batches = 0
-        self.properties: dict[str, Property] = {}  # set by the user and saved in checkpoints
-        self._buffers = self._buffers_of(self._model)
+    _model: ir.Model
+    _buffers: StateBuffers  # what steps read and write
+    _state: State  # what users read and replace
+    _lock: threading.RLock
+    _batches: int = 0
+    properties: dict[str, Property]  # set by the user and saved in checkpoints
 
     def __reduce__(self) -> NoReturn:
         raise GraphoptError(
             f"{type(self).__name__}: expected a training graph to pickle, found its session, which another process "
             "cannot use: save a checkpoint with save(PATH), and load it there"
         )
-
-    def _buffers_of(self, model: ir.Model) -> StateBuffers:
-        """Return the buffers of the state, whose initial values are removed from the graph."""
-        return StateBuffers(self._device, model)
 
     @abstractmethod
     def _open(self) -> None:
@@ -63,7 +48,7 @@ class ExecutorState(ExecutorOptions):
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
         with self._lock:
-            return self._buffers.arrays()
+            return self._state.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -76,7 +61,7 @@ class ExecutorState(ExecutorOptions):
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         with self._lock:
-            self._buffers.update(arrays)
+            self._state.update(arrays)
             if STEP in arrays:
                 self._batches = int(arrays[STEP])
 
@@ -104,15 +89,10 @@ class ExecutorState(ExecutorOptions):
         self._batches = count
 
     @property
-    def device_options(self) -> Device:
-        """Return the device with its options."""
-        return self._device
-
-    @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
-            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
+            return self._state.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters concatenated into one vector, in alphabetical order.
@@ -150,7 +130,7 @@ class ExecutorState(ExecutorOptions):
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
             )
         with self._lock:
-            arrays = self._buffers.arrays(names)
+            arrays = self._state.arrays(names)
             self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
@@ -177,7 +157,7 @@ class ExecutorState(ExecutorOptions):
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
         with self._lock:
-            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
+            arrays, properties = self._state.arrays(), {**self.properties, _BATCHES: self._batches}
         if checksum:
             save_state(arrays, path, properties)
         else:
@@ -191,7 +171,13 @@ class ExecutorState(ExecutorOptions):
             GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph. Nothing is
                 replaced.
         """
-        arrays, properties = self._buffers.load(path)
+        arrays, properties = load_state(path)
+        unlike = sorted(set(arrays) ^ set(self._state.names))
+        if unlike:
+            raise GraphoptError(
+                f"{path}: expected the state of this training graph, found another's: "
+                f"{', '.join(unlike[:5])} are not in both"
+            )
         with self._lock:
             self.update_state(arrays)
             self.set_batches(int(properties.pop(_BATCHES, self.steps)))

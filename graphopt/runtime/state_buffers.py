@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +16,6 @@ from graphopt.graph.names import parted, state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
-from graphopt.runtime.checkpoint import Property, load_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
@@ -27,7 +25,24 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-class StateBuffers:
+class State(Protocol):
+    """Read and replace the state of a training graph by name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all state."""
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of part of it, by name."""
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced."""
+
+    def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the state and the hyperparameters for an evaluation to read."""
+
+
+class StateBuffers(State):
     """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
     Args:
@@ -200,21 +215,6 @@ class StateBuffers:
                 array = np.asarray(value, self._inputs[name].dtype)
                 self.fed[name].update_inplace(array)
                 self.hyperparameters[name] = number_or_array(array)
-
-    def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
-        """Return the state and the properties in a checkpoint.
-
-        Raises:
-            GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph.
-        """
-        arrays, properties = load_state(path)
-        unlike = sorted(set(arrays) ^ set(self.names))
-        if unlike:
-            raise GraphoptError(
-                f"{path}: expected the state of this training graph, found another's: "
-                f"{', '.join(unlike[:5])} are not in both"
-            )
-        return arrays, properties
 
 
 class Total:
