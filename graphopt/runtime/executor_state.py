@@ -14,9 +14,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
-from graphopt.graph.names import parted
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import ACCUMULATED, STEP
+from graphopt.graph.state import STEP, accumulators
 from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
 from graphopt.runtime.state_buffers import State, StateBuffers
 from graphopt.runtime.vector import join, split, untrained
@@ -124,7 +123,7 @@ class ExecutorState:
 
     def reset_gradients(self) -> None:
         """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
-        names = [name for name in self._of(Role.SLOT) if parted(name)[1] == ACCUMULATED]
+        names = [str(x.name) for x in accumulators(self._model)]
         if not names:
             raise GraphoptError(
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"

@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import parted, state_of
+from graphopt.graph.names import state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
-from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
+from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, accumulators, take_initial
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
@@ -64,9 +64,7 @@ class StateBuffers(State):
         self._updated = updated & set(first)
         self._double({name: initial[name] for name in first if name in updated})
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
-        self._may_overflow = {
-            name for name in kept if scaled and name != ACCUMULATED and parted(name)[1] == ACCUMULATED
-        }
+        self._may_overflow = {str(x.name) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import gradient_of, slot_of
+from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
@@ -151,7 +151,7 @@ class Optimizer(Pass):
         assert w.shape is not None
         dims, dtype = w.shape.numpy(), wide(w.dtype).numpy()
         return tuple(
-            state.declare(model, slot_of(w, slot), np.full(dims, fill, dtype), Role.SLOT)
+            state.declare_slot(model, w, slot, np.full(dims, fill, dtype))
             for slot, fill in self.slots().items()
         )
 

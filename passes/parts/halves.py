@@ -12,7 +12,6 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
-from graphopt.graph.state import ACCUMULATED
 from graphopt.graph.traversal import ancestors, values_read
 from passes.parts.vector_jacobian import extract_part
 
@@ -38,7 +37,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     following = with_role(model, Role.NEXT)
     if not gradients or not following:
         raise GraphoptError("several workers need an optimizer's update, found none: set an optimizer")
-    if any(x.name == ACCUMULATED for x in with_role(model, Role.SLOT)):
+    if state.accumulators(model):
         raise GraphoptError(
             "several workers: expected a pipeline without accumulate, found one: give each worker larger batches"
         )
