@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator, digest
 from graphopt.compiler import StepHalves
-from graphopt.distributed.exchange import Copies, Exchange, Shared
+from graphopt.distributed.exchange import Exchange, SharedExchange
 from graphopt.distributed.split_runner import SplitRunner
 from graphopt.distributed.staged_runner import StagedRunner
 from graphopt.errors import GraphoptError
@@ -124,13 +124,13 @@ def _split_runner(
     report: Sequence[str],
 ) -> SplitRunner:
     """Return the runner of a step in two halves."""
-    communicator, is_shared = options.communicator, isinstance(buffers, SharedBuffers)
-    memory = Copies(device, communicator)
-    if isinstance(buffers, SharedBuffers):
-        memory = Shared(device, communicator, buffers.allocate)
-    overlap = halves.overlap and device.on_cpu and not is_shared
-    exchange = Exchange(device, halves.grad, report, communicator, memory, overlap=overlap)
-    apply = memory.update(halves.apply)
+    communicator, parts = options.communicator, (device, halves.grad, report, options.communicator)
+    exchange = (
+        SharedExchange(*parts, buffers.allocate)
+        if isinstance(buffers, SharedBuffers)
+        else Exchange(*parts, overlap=halves.overlap and device.on_cpu)
+    )
+    apply = exchange.update(halves.apply)
     updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]
     update = functools.partial(
         StepRunner,
@@ -138,14 +138,14 @@ def _split_runner(
         reporting(apply, updates),
         buffers,
         updates,
-        fixed=memory.fixed,
+        fixed=exchange.fixed,
         as_numpy=options.as_numpy,
         in_place=options.in_place,
         verified=False,  # all workers update in the same form
     )
     # The update comes first, because it may give the state one set of buffers in place of two.
     updater = update(native=True)  # lowered to the machine where there is a compiler
-    if not _is_same_for_all(updater, options, is_shared):
+    if not _is_same_for_all(updater, options, isinstance(buffers, SharedBuffers)):
         updater = update(native=False)
     updater.check({})
     outputs = {y.name for stage in halves.grad for y in stage.graph.outputs}
@@ -155,7 +155,7 @@ def _split_runner(
         buffers,
         [*(name for name in report if name in outputs), ROWS],
         communicator,
-        fixed=memory.fixed,
+        fixed=exchange.fixed,
         static_shapes=options.static_shapes or device.cuda_graph,
         as_numpy=options.as_numpy,
     )

@@ -24,75 +24,13 @@ from graphopt.runtime.tensors import Allocate, Tensor, buffer
 BUCKET = 2**20  # bytes of gradients to sum before the others are known; a sum of less is mostly waiting
 
 
-class Copies:
-    """Sum gradients between workers, each of which updates its own copy of the state."""
-
-    def __init__(self, device: Device, communicator: Communicator) -> None:
-        self._device, self._communicator = device, communicator
-        self.fixed: dict[str, Tensor] = {}
-
-    def buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
-        """Return this worker's buffers for outputs of `grad`; add to `fixed` what both halves read and write."""
-        own = SummedBuffers(self._device, outputs)
-        self.fixed |= own.values
-        return own
-
-    def sum(self, array: np.ndarray, communicator: Communicator) -> None:
-        """Sum what lies in buffers over all workers, if each has a copy."""
-        communicator.sum(array)
-
-    def update(self, apply: ir.Model) -> ir.Model:
-        """Return what this worker computes of the half `apply`."""
-        return apply
-
-    def wait(self) -> None:
-        """Wait until the update can read the gradients."""
-
-    def agree(self, is_finite: bool) -> bool:
-        """Return whether the new state is finite, after each worker has found out about what it has computed."""
-        return is_finite
-
-
-class Shared(Copies):
-    """Keep gradients and state in memory that all workers share; each updates a part of the state.
-
-    Args:
-        allocate: returns such memory.
-    """
-
-    def __init__(self, device: Device, communicator: Communicator, allocate: Allocate) -> None:
-        super().__init__(device, communicator)
-        self._allocate = allocate
-        self._names: list[str] = []
-
-    def buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
-        size, rank = self._communicator.size, self._communicator.rank
-        each = [SummedBuffers(self._device, outputs, self._allocate) for _ in range(size)]
-        for other, buffers in enumerate(each):
-            self.fixed |= {of_worker(name, other): x for name, x in buffers.values.items()}
-        self.fixed |= each[rank].values
-        self._names += each[rank].values
-        return each[rank]
-
-    def sum(self, array: np.ndarray, communicator: Communicator) -> None: ...
-
-    def update(self, apply: ir.Model) -> ir.Model:
-        return part_of_update(apply, self._names, self._communicator.rank, self._communicator.size)
-
-    def wait(self) -> None:
-        self._communicator.wait()
-
-    def agree(self, is_finite: bool) -> bool:
-        return not self._communicator.any(not is_finite)[0]  # and all have read the gradients
-
-
 class Exchange:
-    """Average over all workers what the half `grad` computes, weighted by their batches.
+    """Average over all workers what the half `grad` computes, weighted by their batches; each has copies of the sums.
 
     Gradients of one type lie in one buffer, which both halves are bound to, or in several if sums overlap with `grad`.
 
     Attributes:
-        memory: the buffers of gradients and statistics.
+        fixed: values for inputs and outputs of both halves.
 
     Args:
         grad: computes the loss, gradients and the weight of a batch, in stages.
@@ -106,11 +44,10 @@ class Exchange:
         grad: Sequence[ir.Model],
         report: Sequence[str],
         communicator: Communicator,
-        memory: Copies,
         *,
         overlap: bool = False,
     ) -> None:
-        self.memory, self._communicator = memory, communicator
+        self._device, self._communicator = device, communicator
         outputs = [y for stage in grad for y in stage.graph.outputs]
         self._is_sum = any(y.name == ROWS and BATCH_WEIGHT.read(y) == "sum" for y in outputs)
         self._losses = {str(y.name) for y in outputs if role_of(y) is Role.LOSS} if self._is_sum else set()
@@ -122,12 +59,20 @@ class Exchange:
         self._summing = other or communicator
         self._thread = ThreadPoolExecutor(1) if other else None
         self._pending: list[Future[None]] = []
-        self._sums = [(stage, role, memory.buffers(values)) for stage, role, values in self._buckets(grad)]
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for stage in grad for x in stage.graph.inputs)
         self._share = 1.0 if self._is_sum else 1 / communicator.size
         share = buffer(device, np.array(self._share, np.float32))
-        memory.fixed |= {FIRST_ROW: self._first_row, SHARE: share}
+        self.fixed: dict[str, Tensor] = {FIRST_ROW: self._first_row, SHARE: share}
+        self._sums = [(stage, role, self._buffers(values)) for stage, role, values in self._buckets(grad)]
+
+    def update(self, apply: ir.Model) -> ir.Model:
+        """Return what this worker computes of the half `apply`."""
+        return apply
+
+    def agree(self, is_finite: bool) -> bool:
+        """Return whether the new state is finite, if this worker has found it to be."""
+        return is_finite
 
     def begin(self, rows: int) -> None:
         """Tell masks the position of this worker's first row, before `grad` runs."""
@@ -155,8 +100,13 @@ class Exchange:
                     self._exchange(functools.partial(self._sum, role, buffers, rows))
         while self._pending:
             self._pending.pop(0).result()
-        self.memory.wait()
         return reported
+
+    def _buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
+        """Return this worker's buffers for outputs of `grad`."""
+        own = SummedBuffers(self._device, outputs)
+        self.fixed |= own.values
+        return own
 
     def _buckets(self, grad: Sequence[ir.Model]) -> Iterator[tuple[int, Role, list[ir.Value]]]:
         """Yield the stages after which workers sum, the role of what they sum, and the values."""
@@ -198,4 +148,49 @@ class Exchange:
                     flat[...] = 0
                 elif scale != 1:
                     np.multiply(flat, flat.dtype.type(scale), out=flat)
-                self.memory.sum(flat, self._summing)
+                self._reduce(flat)
+
+    def _reduce(self, array: np.ndarray) -> None:
+        """Sum an array over all workers."""
+        self._summing.sum(array)
+
+
+class SharedExchange(Exchange):
+    """Average in memory that all workers share: each updates a part of the state, from the gradients of all.
+
+    Args:
+        allocate: returns such memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        grad: Sequence[ir.Model],
+        report: Sequence[str],
+        communicator: Communicator,
+        allocate: Allocate,
+    ) -> None:
+        self._allocate = allocate
+        super().__init__(device, grad, report, communicator)
+
+    def update(self, apply: ir.Model) -> ir.Model:
+        names = [name for _, _, buffers in self._sums for name in buffers.values]
+        return part_of_update(apply, names, self._communicator.rank, self._communicator.size)
+
+    def agree(self, is_finite: bool) -> bool:
+        return not self._communicator.any(not is_finite)[0]  # and all have read the gradients
+
+    def average(self, stages: Iterable[Reported], rows: int) -> Reported:
+        reported = super().average(stages, rows)
+        self._communicator.wait()
+        return reported
+
+    def _buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
+        each = [SummedBuffers(self._device, outputs, self._allocate) for _ in range(self._communicator.size)]
+        for rank, buffers in enumerate(each):
+            self.fixed |= {of_worker(name, rank): x for name, x in buffers.values.items()}
+        own = each[self._communicator.rank]
+        self.fixed |= own.values
+        return own
+
+    def _reduce(self, array: np.ndarray) -> None: ...

@@ -125,8 +125,8 @@ class LocalLauncher(MPILauncher):
         return not any(name in os.environ for name in RANKS)
 
     def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
-        beside = str(Path(sys.executable).parent)
-        mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+        own = str(Path(sys.executable).parent)
+        mpiexec = shutil.which("mpiexec", path=own) or shutil.which("mpiexec")
         if mpiexec is None:
             raise GraphoptError(
                 "launcher=local: expected the program mpiexec, found none: pip install graphopt[mpi], or install Open "

@@ -43,7 +43,7 @@ class SplitRunner(Runner):
         self._exchange.begin(rows)
         stages = self._grad.run(source, feeds) if rows else self._grad.skip()
         reported = self._exchange.average(stages, rows) | self._apply.step(source, {})
-        self._is_finite = self._exchange.memory.agree(self._apply.state_is_finite)
+        self._is_finite = self._exchange.agree(self._apply.state_is_finite)
         return {name: reported[name] for name in self._report if name in reported}
 
     @property

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,9 +98,16 @@ class Device(DeviceOptions):
     """
 
     name: str = "cpu"
+    kind: str = field(init=False, repr=False)
+    index: int = field(init=False, repr=False)
+    ort: Any = field(init=False, repr=False)
+    flushing: Flushing | None = field(init=False, repr=False)
+    execution_provider: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _, _, index = self.name.partition(":")
+        keep = functools.partial(object.__setattr__, self)
+        kind, _, index = self.name.partition(":")
+        keep("kind", kind)
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
         if self.threads is not None and self.threads < 0:
@@ -109,13 +116,17 @@ class Device(DeviceOptions):
             )
         if self.threads is not None and self.threads > MOST_THREADS:
             raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
+        keep("index", int(index or 0))
+        keep("ort", _runtime())
+        keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
         self.new_session_options()  # rejects unknown session options
+        keep("execution_provider", self._found_provider())
         if self.native is True and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
-        object.__setattr__(self, "native", _resolved("native", NATIVE, self.native))
-        object.__setattr__(self, "verify", _resolved("verify", VERIFY, self.verify))
+        keep("native", _resolved("native", NATIVE, self.native))
+        keep("verify", _resolved("verify", VERIFY, self.verify))
         for lowering in self.native_without:
             if lowering not in LOWERINGS:
                 raise GraphoptError(unknown("native_without", lowering, LOWERINGS))
@@ -134,52 +145,14 @@ class Device(DeviceOptions):
         """
         fields = dataclasses.fields(DeviceOptions)
         if not isinstance(device, Device):
-            return cls(device, **{field.name: getattr(options, field.name) for field in fields})
-        for field in fields:
-            found = getattr(options, field.name)
-            if found != field.default:
+            return cls(device, **{option.name: getattr(options, option.name) for option in fields})
+        for option in fields:
+            found = getattr(options, option.name)
+            if found != option.default:
                 raise GraphoptError(
-                    f"{field.name}: expected this option in the given Device, found {found!r} outside: move it there"
+                    f"{option.name}: expected this option in the given Device, found {found!r} outside: move it there"
                 )
         return device
-
-    @functools.cached_property
-    def kind(self) -> str:
-        """Return `cpu` or `cuda`."""
-        return self.name.partition(":")[0]
-
-    @functools.cached_property
-    def index(self) -> int:
-        """Return the number of the device, from 0."""
-        return int(self.name.partition(":")[2] or 0)
-
-    @functools.cached_property
-    def ort(self) -> Any:
-        """Return the module onnxruntime."""
-        return _runtime()
-
-    @functools.cached_property
-    def flushing(self) -> Flushing | None:
-        """Return the block in which denormal numbers are 0, or None."""
-        return Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
-
-    @functools.cached_property
-    def execution_provider(self) -> str:
-        """Return the full name of the provider."""
-        available = self.ort.get_available_providers()
-        if self.provider is None and self.kind == "cuda" and CUDA not in available:
-            raise GraphoptError(
-                f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
-                f"pip install onnxruntime-gpu"
-            )
-        wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
-        names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
-        short = wanted.lower().removesuffix(SUFFIX.lower())
-        if short not in names:
-            raise GraphoptError(
-                f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
-            )
-        return names[short]
 
     @property
     def on_cpu(self) -> bool:
@@ -247,6 +220,23 @@ class Device(DeviceOptions):
         return GraphoptError(
             f"device {self.name!r}: {self.execution_provider} did not start: look for its libraries and a device"
         )
+
+    def _found_provider(self) -> str:
+        """Return the full name of the provider."""
+        available = self.ort.get_available_providers()
+        if self.provider is None and self.kind == "cuda" and CUDA not in available:
+            raise GraphoptError(
+                f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
+                f"pip install onnxruntime-gpu"
+            )
+        wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
+        names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
+        short = wanted.lower().removesuffix(SUFFIX.lower())
+        if short not in names:
+            raise GraphoptError(
+                f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
+            )
+        return names[short]
 
 
 def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:

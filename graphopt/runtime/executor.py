@@ -7,33 +7,29 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
-from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
 from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.reported_outputs import chosen_outputs, reportable, reporting
+from graphopt.runtime.reported_outputs import chosen_outputs, reporting
 from graphopt.runtime.runner import Runner
 from graphopt.runtime.session import Session, placement
-from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
+from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import State, StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.translation import Mistranslated
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -122,10 +118,6 @@ class Executor(ExecutorState):
     [1.0, 0.64, 0.4096]
     """
 
-    Options: ClassVar[type[ExecutorOptions]] = (
-        ExecutorOptions  # explains and types the options, for the command
-    )
-    options: ExecutorOptions
     workers: Communicator
 
     @keywords_of(ExecutorOptions)
@@ -163,14 +155,6 @@ class Executor(ExecutorState):
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
         self._open()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in self.Options.__dataclass_fields__:
-            raise GraphoptError(
-                f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
-                f"another executor"
-            )
-        super().__setattr__(name, value)
 
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Run one step on tensors named like the graph's inputs and return what it reports.
@@ -247,22 +231,13 @@ class Executor(ExecutorState):
 
     def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
         """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
-        if not self._several.take(batches):
-            return map(self._alone, batches)
-        with self._lock, self._several.pace.timed(len(batches)):
-            try:
-                stacked = self._several.step_stacked(self._buffers.current, batches)
-            except Mistranslated as error:
-                if self._device.verify is True:
-                    raise
-                warnings.warn(str(error), stacklevel=3)
-                self._several.give_up()
-                return map(self._alone, batches)
-            is_finite = self._buffers.not_finite(stacked) is None
-            if is_finite:
-                self._buffers.swap()
-                self._batches += len(batches)
-        return unstacked(stacked, len(batches)) if is_finite else map(self.step, batches)
+        if self._several.takes(batches):
+            with self._lock, self._several.pace.timed(len(batches)):
+                reported = self._several.step(self._buffers, batches)
+                self._batches += len(reported or ())
+            if reported is not None:
+                return reported
+        return map(self._alone, batches)
 
     def _alone(self, batch: Batch) -> Reported:
         with self._lock, self._several.pace.timed():
@@ -283,10 +258,6 @@ class Executor(ExecutorState):
             GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
         return placement(self._runner.sessions)
-
-    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
-        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data, without changing the state.
@@ -310,21 +281,6 @@ class Executor(ExecutorState):
         return self._forward(outputs, fed_by(data, named))
 
     @property
-    def device(self) -> str:
-        """Return the name of the device."""
-        return self._device.name
-
-    @property
-    def device_options(self) -> Device:
-        """Return the device with its options."""
-        return self._device
-
-    @property
-    def in_place(self) -> bool:
-        """Return whether a step writes the new state over the old one."""
-        return self.options.in_place
-
-    @property
     def learning_rate(self) -> float:
         """Return the learning rate of the next step. You can set it if the graph has no schedule."""
         if LEARNING_RATE in self.hyperparameters:
@@ -342,42 +298,11 @@ class Executor(ExecutorState):
             )
         self.set_hyperparameters(learning_rate=rate)
 
-    @property
-    def inputs(self) -> dict[str, ir.Value]:
-        """Return the inputs to feed in each step by name: data, targets and sample weights."""
-        return {str(value.name): value for value in with_role(self._model, *FED)}
-
-    @property
-    def outputs(self) -> list[str]:
-        """Return the names of all outputs that a step can report, `loss` first."""
-        return reportable(self._model)
-
-    @property
-    def reported(self) -> list[str]:
-        """Return the names of the outputs that a step reports, `loss` first."""
-        return list(self._report)
-
-    @property
-    def model(self) -> ir.Model:
-        """Return the training graph without its initial state."""
-        return self._model
-
-    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
-        """Return the inference model with the trained weights, under the names of the model that was compiled.
-
-        Args:
-            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
-
-        Raises:
-            GraphoptError: the inference model has no value with one of these names.
-        """
-        return inference.trained(self._model, self.state, outputs)
-
     def _open(self) -> None:
         """Create the runner of single steps, and drop the runners of several steps and of evaluation."""
         device, options, model = self._device, self.options, reporting(self._model, self._report)
         runner_of = (
-            functools.partial(  # not a bound method: a cycle of references would delay the release of memory
+            functools.partial(  # a bound method would make a cycle, which delays the release of memory
                 StepRunner,
                 device,
                 buffers=self._buffers,
@@ -392,8 +317,12 @@ class Executor(ExecutorState):
         else:
             self._runner = self._runner_of(self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        several = functools.partial(runner_of, single=single)
-        self._several = SeveralSteps(model, several, stacks=options.as_numpy or not arrays)
+        self._several = SeveralSteps(
+            model,
+            functools.partial(runner_of, single=single),
+            stacks=options.as_numpy or not arrays,
+            insists=device.verify is True,
+        )
         self._forwards = ForwardRunner(
             device, self._model, self._state, self._signature, as_numpy=options.as_numpy
         )

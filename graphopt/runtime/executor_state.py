@@ -5,33 +5,52 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph import inference
+from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
+from graphopt.runtime import tensors
 from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
+from graphopt.runtime.device import Device
+from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.reported_outputs import reportable
 from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.vector import join, split, untrained
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
 class ExecutorState:
-    """Hold a training graph, its state on a device, and the number of batches so far."""
+    """Hold a training graph, its options, its state on a device, and the number of batches so far."""
 
+    Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
+    options: ExecutorOptions
+    _device: Device
     _model: ir.Model
     _buffers: StateBuffers  # what steps read and write
     _state: State  # what users read and replace
     _lock: threading.RLock
     _batches: int = 0
+    _report: list[str]  # the outputs that a step reports
     properties: dict[str, Property]  # set by the user and saved in checkpoints
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.Options.__dataclass_fields__:
+            raise GraphoptError(
+                f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
+                f"another executor"
+            )
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         raise GraphoptError(
@@ -42,6 +61,56 @@ class ExecutorState:
     @abstractmethod
     def _open(self) -> None:
         """Create the sessions that read the model's weights."""
+
+    @property
+    def device(self) -> str:
+        """Return the name of the device."""
+        return self._device.name
+
+    @property
+    def device_options(self) -> Device:
+        """Return the device with its options."""
+        return self._device
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether a step writes the new state over the old one."""
+        return self.options.in_place
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
+        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
+
+    @property
+    def model(self) -> ir.Model:
+        """Return the training graph without its initial state."""
+        return self._model
+
+    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
+        """Return the inference model with the trained weights, under the names of the model that was compiled.
+
+        Args:
+            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+
+        Raises:
+            GraphoptError: the inference model has no value with one of these names.
+        """
+        return inference.trained(self._model, self.state, outputs)
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the inputs to feed in each step by name: data, targets and sample weights."""
+        return {str(value.name): value for value in with_role(self._model, *FED)}
+
+    @property
+    def outputs(self) -> list[str]:
+        """Return the names of all outputs that a step can report, `loss` first."""
+        return reportable(self._model)
+
+    @property
+    def reported(self) -> list[str]:
+        """Return the names of the outputs that a step reports, `loss` first."""
+        return list(self._report)
 
     @property
     def state(self) -> dict[str, np.ndarray]:

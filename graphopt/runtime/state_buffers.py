@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,7 +35,11 @@ class State(Protocol):
         """Return copies of the state, or of part of it, by name."""
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced."""
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
+        """
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
         """Return the state and the hyperparameters for an evaluation to read."""
@@ -60,7 +63,7 @@ class StateBuffers(State):
             device, {name: array for name, array in initial.items() if name in kept}, allocate
         )
         self.sets = (first, first)
-        self._totals: list[Total | Both] = [Total(device, first, memory)] * 2
+        self._totals = [[Total(device, first, memory)]] * 2  # of all numbers in each set
         self._updated = updated & set(first)
         self._double({name: initial[name] for name in first if name in updated})
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
@@ -72,10 +75,10 @@ class StateBuffers(State):
 
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
-        first, total = self.sets[0], self._totals[0]
+        first = self.sets[0]
         second, memory = buffers(self._device, arrays, self._allocate)
         self.sets = (first, first | second)
-        self._totals = [total, Total(self._device, second, memory)]
+        self._totals = [self._totals[0], [Total(self._device, second, memory)]]
 
     def share(self, names: Collection[str]) -> None:
         """Give state one buffer, which a step reads and writes in place. Bindings from before are for two buffers."""
@@ -83,7 +86,7 @@ class StateBuffers(State):
         left = {name: x.numpy() for name, x in second.items() if x is not first[name] and name not in names}
         if names and len(left) < sum(x is not first[name] for name, x in second.items()):
             self._double(left)
-            self._totals[1] = Both(*self._totals)
+            self._totals[1] += self._totals[0]
 
     def separate(self) -> None:
         """Give all state that steps update two buffers again. Bindings from before are for one buffer."""
@@ -131,7 +134,7 @@ class StateBuffers(State):
 
         A state that was already non-finite before the step does not count.
         """
-        if self._totals[1 - self.current].finite():
+        if all(total.finite() for total in self._totals[1 - self.current]):
             return None
         before, after = self.sets[self.current], self.sets[1 - self.current]
         for name, value in after.items():
@@ -143,16 +146,13 @@ class StateBuffers(State):
         return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
-        """Return the buffers for the next step to read."""
         return {**self.sets[self.current], **self.fed}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all state."""
         return list(self.sets[0])
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
@@ -162,11 +162,6 @@ class StateBuffers(State):
         return default if buffer is None else int(buffer.numpy())
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
@@ -237,17 +232,6 @@ class Total:
             total = self._session.compute(self._values, ["total"])["total"].numpy()
             return math.isfinite(total)
         return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
-
-
-@dataclass(frozen=True)
-class Both:
-    """Check that all numbers of two totals are finite."""
-
-    first: Total | Both
-    second: Total | Both
-
-    def finite(self) -> bool:
-        return self.first.finite() and self.second.finite()
 
 
 def _summed(

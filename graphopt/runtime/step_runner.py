@@ -60,9 +60,7 @@ class StepRunner(Runner):
         self._checked: list[Any] | None = None  # the description of the tensors that were checked last
 
     def fits(self, feeds: Mapping[str, Any]) -> bool:
-        return self._checked == [
-            (name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in feeds.items()
-        ]
+        return self._checked == description(feeds)
 
     def check(self, feeds: Mapping[str, Any]) -> None:
         if self.fits(feeds):
