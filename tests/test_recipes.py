@@ -204,7 +204,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
 
 
 def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -> None:
-    hints = typing.get_type_hints(graphopt.Executor)
+    hints = typing.get_type_hints(graphopt.Executor.Options)
     assert hints["threads"] == int | None
     assert hints["as_numpy"] is bool
     with pytest.raises(graphopt.GraphoptError, match=r"threads: expected int or None, found 2.5"):

@@ -50,7 +50,10 @@ OWN = {  # what the fields of a recipe that build nothing are for
 def described(target: Any) -> dict[str, str]:
     """Return the descriptions of arguments in the docstring of a function, or of a class and its bases."""
     found: dict[str, str] = {}
-    for owner in reversed(inspect.getmro(target)) if inspect.isclass(target) else (target,):
+    owners = inspect.getmro(target) if inspect.isclass(target) else (target,)
+    if inspect.isclass(options := getattr(target, "Options", None)):
+        owners += inspect.getmro(options)
+    for owner in reversed(owners):
         lines = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].splitlines()
         names: list[str] = []
         for line in lines:

@@ -232,6 +232,8 @@ def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _hints(target: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
+        target = options
     is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
     try:
         return typing.get_type_hints(target.__init__ if is_plain_class else target)
