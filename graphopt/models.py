@@ -20,7 +20,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.opsets import IR_VERSION, OPSET
 
-MOST = 2**27  # weights of a model
+_MOST = 2**27  # weights of a model
 MOST_LAYERS = 1_000
 
 
@@ -194,7 +194,7 @@ class _Random:
 
     def __init__(self, seed: int) -> None:
         self._drawn = np.random.default_rng(seed)
-        self._left = MOST
+        self._left = _MOST
 
     def normal(self, mean: float, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
         self._count(shape)
@@ -207,7 +207,9 @@ class _Random:
     def _count(self, shape: tuple[int, ...]) -> None:
         self._left -= math.prod(shape)
         if self._left < 0:
-            raise GraphoptError(f"model: expected at most {MOST:,} weights, found more: choose smaller sizes")
+            raise GraphoptError(
+                f"model: expected at most {_MOST:,} weights, found more: choose smaller sizes"
+            )
 
 
 def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
@@ -216,7 +218,7 @@ def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
         raise GraphoptError(f"seed: expected 0 or more, found {seed}")
     for name, size in sizes.items():
         for one in [size] if isinstance(size, int) else size:
-            if not isinstance(one, int) or not 1 <= one <= (MOST_LAYERS if name == "layers" else MOST):
+            if not isinstance(one, int) or not 1 <= one <= (MOST_LAYERS if name == "layers" else _MOST):
                 raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {one!r}")
     return _Random(seed)
 

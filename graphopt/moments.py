@@ -8,13 +8,13 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 
-Rows = range | np.ndarray
-MANY = 2**24  # classes, whose counts fit into memory
+_Rows = range | np.ndarray
+_MANY = 2**24  # classes, whose counts fit into memory
 ELEMENTS = 2**20  # of a piece, whose numbers are copied as float64
 
 
 def mean_and_scale(
-    x: np.ndarray, rows: Rows | None = None, *, axis: int = 1
+    x: np.ndarray, rows: _Rows | None = None, *, axis: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of each feature of an array, as float64.
 
@@ -41,7 +41,7 @@ def mean_and_scale(
 
 def balanced_class_weights(
     target: np.ndarray,
-    rows: Rows | None = None,
+    rows: _Rows | None = None,
     *,
     classes: int | None = None,
     ignore_index: int | None = None,
@@ -71,9 +71,9 @@ def weights_of(
     parts: Iterable[np.ndarray], classes: int | None = None, ignore_index: int | None = None
 ) -> tuple[float, ...]:
     """Return balanced class weights of labels that come in pieces; see `balanced_class_weights`."""
-    most = MANY if classes is None else classes
-    if most > MANY:
-        raise GraphoptError(f"class weights: expected at most {MANY} classes, found {most}")
+    most = _MANY if classes is None else classes
+    if most > _MANY:
+        raise GraphoptError(f"class weights: expected at most {_MANY} classes, found {most}")
     counts = np.zeros(classes or 0, np.int64)
     for part in parts:
         if part.dtype.kind not in "iub":
@@ -175,12 +175,12 @@ class Moments:
         return np.where(variance <= rounding, 1.0, np.sqrt(np.maximum(variance, 0)))
 
 
-def pieces(rows: Rows, size: int) -> Iterator[Rows]:
+def pieces(rows: _Rows, size: int) -> Iterator[_Rows]:
     """Cut rows of `size` numbers into pieces that fit into memory."""
     step = max(1, ELEMENTS // max(size, 1))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
 
 
-def _index(rows: Rows) -> slice | np.ndarray:
+def _index(rows: _Rows) -> slice | np.ndarray:
     return slice(rows.start, rows.stop) if isinstance(rows, range) else rows

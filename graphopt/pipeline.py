@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 Step = Callable[[ir.Model], Any]
 
@@ -73,7 +73,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
             start = time.perf_counter()
             for one in step:
                 one(model)
-            logger.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
+            _logger.info(
+                "%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph)
+            )
             if observe is not None:
                 observe(name, model)
         return model

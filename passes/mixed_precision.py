@@ -28,7 +28,7 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, like, name_of
 from graphopt.intervals import within
 
-WIDE = ir.DataType.FLOAT
+_WIDE = ir.DataType.FLOAT
 
 # The operators that run in 16 bits in addition to products. They move numbers or round each number once, and run in 16
 # bits if all their floating inputs do. Operators whose gradient compares an input with the output, such as MaxPool, are
@@ -108,7 +108,7 @@ class _Narrow:
         """Return whether a node can run in 16 bits, given the nodes before it."""
         if node.domain or subgraphs(node) or node.op_type not in NARROW:
             return False
-        wide = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype == WIDE]
+        wide = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype == _WIDE]
         version = self._model.opset_imports[""]
         if not wide or not all(takes(self._dtype, version, node, i) and self._holds(x) for i, x in wide):
             return False
@@ -119,13 +119,13 @@ class _Narrow:
         """Run a node in 16 bits, and cast its results back for existing readers."""
         with Emitter(self._model) as op:
             for i, x in enumerate(node.inputs):
-                if x is not None and x.dtype == WIDE:
+                if x is not None and x.dtype == _WIDE:
                     if x not in self.of:
                         self.of[x] = _cast(op, x, self._dtype)
                     node.replace_input_with(i, self.of[x])
-            for y in [y for y in node.outputs if y.dtype == WIDE]:
+            for y in [y for y in node.outputs if y.dtype == _WIDE]:
                 y.type = ir.TensorType(self._dtype)
-                wide = _cast(op, y, WIDE)
+                wide = _cast(op, y, _WIDE)
                 self.of[wide] = y
                 self._made.add(wide)
                 ir.convenience.replace_all_uses_with(y, wide, replace_graph_outputs=True)
@@ -186,7 +186,7 @@ class DynamicLossScale(Pass):
             )
         states = {next_of(x): x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
-            sums = [op.ReduceSum(op.Cast(gradient, to=WIDE), keepdims=0) for gradient in gradients]
+            sums = [op.ReduceSum(op.Cast(gradient, to=_WIDE), keepdims=0) for gradient in gradients]
             total = op.Sum(*sums)
             finite = op.Less(op.Abs(total), math.inf)
             for y in following:

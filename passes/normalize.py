@@ -65,7 +65,7 @@ class Normalize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
-        origins = exporters.read(model)
+        origins = exporters.read_origins(model)
         left_out = exporters.left_out(model)
         note_versions(model)
         remember(model)
@@ -116,7 +116,7 @@ class Normalize(Pass):
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
-            lowering.lower(model)
+            lowering.lower_operators(model)
             forget(model)
         expand(model)
         convert(model)

@@ -12,10 +12,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import needs_training_runtime
 from graphopt.graph.values import like
-
-DOMAIN = "com.microsoft"
 
 
 def call(
@@ -46,7 +45,7 @@ def call(
     needs_training_runtime(model)
     sequences = [op.SequenceConstruct(*column) for column in columns]
     count = flag + len(updated)
-    node = ir.node(op_type, [*scalars, *sequences], attributes, domain=DOMAIN, num_outputs=count)
+    node = ir.node(op_type, [*scalars, *sequences], attributes, domain=MICROSOFT, num_outputs=count)
     model.graph.append(node)
     results = []
     for sequence, column in zip(node.outputs[flag:], updated, strict=True):

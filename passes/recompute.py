@@ -21,7 +21,7 @@ from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, sub
 from graphopt.graph.values import constant_of, is_floating, like
 from graphopt.intervals import within
 
-ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
+_ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
 CAPS = 24  # the number of segment sizes to try, each a fifth smaller than the previous one
 NEGLIGIBLE = 1e-3  # the share of all saved bytes below which a value stays saved
 
@@ -187,7 +187,7 @@ def _cost(node: ir.Node) -> float:
         contracted = shapes[0][0 if node.attributes.get_int("transA", 0) else 1]
     elif node.op_type in CONVOLUTIONS:
         contracted = math.prod(shapes[1]) // shapes[1][0 if node.op_type == "Conv" else 1]
-    return math.prod(_dims(node.outputs[0])) * (ELEMENT + contracted)
+    return math.prod(_dims(node.outputs[0])) * (_ELEMENT + contracted)
 
 
 def _dims(x: ir.Value | None) -> list[int]:

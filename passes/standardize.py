@@ -20,7 +20,7 @@ from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.moments import Moments
 
-Numbers = float | Sequence[float]
+_Numbers = float | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Standardize(Pass):
     ['Sub', 'Div']
     """
 
-    mean: Numbers | Mapping[str, Numbers] | None = field(default=None, repr=False)
-    scale: Numbers | Mapping[str, Numbers] | None = field(default=None, repr=False)
+    mean: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)
+    scale: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)
     axis: int = 1
     inputs: Pattern = None
 

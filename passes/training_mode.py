@@ -21,9 +21,9 @@ from graphopt.graph.values import constant_of, like, name_of, swap
 from graphopt.intervals import within
 from passes.gradients.rules.normalization import channels
 from passes.weights import initializers
-from passes.weights.masters import promote
+from passes.weights.masters import promote_with_master
 
-LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1
 GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
 SUMMAND = 0x846CA68B - 2**32  # Wellons, https://github.com/skeeto/hash-prospector
 PYTORCH = "pytorch"  # the producer name that its exporters write
@@ -262,7 +262,7 @@ def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Valu
         )
     if not value.is_initializer() or {user for user, _ in value.uses()} != {*calls}:
         value = initializers.register(model, f"{value.name}.{node.name}", start.numpy())
-    return promote(model, value, Role.STATISTIC)
+    return promote_with_master(model, value, Role.STATISTIC)
 
 
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
@@ -282,7 +282,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
         else:
             drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
             drawn.shape = x.shape
-            kept = op.Not(op.Less(drawn, _int32(op, round((2 * ratio - 1) * LARGEST))))
+            kept = op.Not(op.Less(drawn, _int32(op, round((2 * ratio - 1) * _LARGEST))))
             dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:
                 ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)

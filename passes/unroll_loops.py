@@ -15,7 +15,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like, number_of, swap
+from graphopt.graph.values import constant_number, constant_of, like, swap
 from passes.gradients.loop_bodies import numbers_of
 
 LOOPS = ("Loop", "Scan")
@@ -163,7 +163,7 @@ def _goes_on(body: ir.Graph) -> bool:
     going: ir.Value | None = body.outputs[0]
     while going is not None and (node := going.producer()) is not None and node.op_type == "Identity":
         going = node.inputs[0]
-    return going is body.inputs[1] or bool(number_of(going))
+    return going is body.inputs[1] or bool(constant_number(going))
 
 
 def _inlined(

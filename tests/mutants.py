@@ -78,8 +78,8 @@ MUTANTS = [
         ("Relu", "alpha=1e30, beta=-1e-30", "alpha=1e3, beta=-1e-30"),
         (
             "Relu",
-            '"Relu": (lambda op, x, y: positive(op, y),)',
-            '"Relu": (lambda op, x, y: positive(op, x + 1e-6),)',
+            '"Relu": (lambda op, x, y: _positive(op, y),)',
+            '"Relu": (lambda op, x, y: _positive(op, x + 1e-6),)',
         ),
         (
             "Sub",

@@ -32,7 +32,7 @@ from graphopt.graph.operators import DRAWING
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
     FATAL,
-    Arrays,
+    NamedArrays,
     Oracle,
     Proof,
     distance,
@@ -40,12 +40,12 @@ from graphopt.testing.gradients import (
     gradient_model,
     in_precision,
     in_types,
-    is_floating,
+    is_floating_array,
     normalized,
     prove,
     random_seeds,
 )
-from graphopt.testing.gradients import run as evaluate
+from graphopt.testing.gradients import evaluate_reference as evaluate
 from passes import GradientSource
 
 # Floating-point inputs that determine sizes, not values: small changes have no effect, or change everything.
@@ -84,7 +84,7 @@ class Case:
     name: str
     op_type: str
     model: onnx.ModelProto
-    inputs: Arrays
+    inputs: NamedArrays
 
     @property
     def fixed_inputs(self) -> set[str]:
@@ -96,7 +96,7 @@ class Case:
             x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names
         }
 
-    def at_a_point(self) -> tuple[onnx.ModelProto, Arrays]:
+    def at_a_point(self) -> tuple[onnx.ModelProto, NamedArrays]:
         """Return the model to differentiate and the point at which to differentiate it."""
         model = self.with_constant_integers() if self.op_type in CONSTANT else self.model
         return model, _moved(self, model)
@@ -186,7 +186,7 @@ def proved(case: Case, oracle: Oracle | None = None, sample: int | None = None) 
     return prove(*case.at_a_point(), fixed_inputs=case.fixed_inputs, sample=sample, oracle=oracle, **options)
 
 
-def check_runtime(case: Case, gradients: Arrays) -> None:
+def check_runtime(case: Case, gradients: NamedArrays) -> None:
     """Compare gradients with those of ONNX Runtime in float32, to a thousandth of the largest.
 
     Raises:
@@ -205,7 +205,7 @@ def check_runtime(case: Case, gradients: Arrays) -> None:
 
 
 def check_sources(
-    source: Source, point: Arrays, gradient: GradientSource, fixed: Collection[str] = ()
+    source: Source, point: NamedArrays, gradient: GradientSource, fixed: Collection[str] = ()
 ) -> None:
     """Compare the float32 gradients of two passes for each input separately, to 1e-5 of the largest.
 
@@ -219,7 +219,7 @@ def check_sources(
     seeds = random_seeds(evaluate(model, point))
     problems: dict[str, list[str]] = {}
     for name in (str(x.name) for x in model.graph.inputs if x.name not in fixed):
-        if is_floating(point[name]):
+        if is_floating_array(point[name]):
             problem = attempt(functools.partial(_check_source, model, point, seeds, gradient, name))
             problems.setdefault(problem, []).append(repr(name))
     by = "" if len(problems) == 1 else " (by {})"
@@ -228,7 +228,9 @@ def check_sources(
         raise GraphoptError("; ".join(lines))
 
 
-def _check_source(model: ir.Model, point: Arrays, seeds: Arrays, gradient: GradientSource, name: str) -> None:
+def _check_source(
+    model: ir.Model, point: NamedArrays, seeds: NamedArrays, gradient: GradientSource, name: str
+) -> None:
     with _said_by(type(gradient).__name__):
         theirs = gradient_model(model, gradient, [name])
     with _said_by("Gradient"):
@@ -245,7 +247,7 @@ def _check_source(model: ir.Model, point: Arrays, seeds: Arrays, gradient: Gradi
         raise GraphoptError(f"differs by {error:.1e}")
 
 
-def _apart(found: Arrays, expected: Arrays) -> float:
+def _apart(found: NamedArrays, expected: NamedArrays) -> float:
     """Return the distance between gradients; a missing gradient counts as zero."""
     return max(
         (
@@ -269,7 +271,7 @@ def _said_by(who: str) -> Iterator[None]:
         raise GraphoptError(f"{who}: {' '.join(str(error).split()).removeprefix(f'{who}: ')}") from error
 
 
-def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
+def _moved(case: Case, model: onnx.ModelProto) -> NamedArrays:
     """Return a case's inputs, moved away from round numbers, where many operators have kinks."""
     random = np.random.default_rng(0)
     point = {}
@@ -277,7 +279,7 @@ def _moved(case: Case, model: onnx.ModelProto) -> Arrays:
     for name, x in case.inputs.items():
         if name not in inputs:
             continue
-        if is_floating(x) and name not in case.fixed_inputs:
+        if is_floating_array(x) and name not in case.fixed_inputs:
             move = random.uniform(0.002, 0.02, x.shape)
             x = np.where(x == 0, 10 * move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
                 x.dtype

@@ -87,7 +87,7 @@ FUSIONS = [
         ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
     *of(
-        "graphopt.targets.scan.py",
+        "graphopt/targets/scan.py",
         "scan_fusion",
         ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
         ("parted", "rows[a].direction == rows[b].direction", "True"),
@@ -100,7 +100,7 @@ SIMPLIFYING = [
     *of(
         "graphopt/graph/simplify.py",
         "regularizers_and_clipping",
-        ("global_norm", "number_of(one) != 1", "False"),
+        ("global_norm", "constant_number(one) != 1", "False"),
     ),
     *of(
         "graphopt/graph/rewriting.py",

@@ -446,7 +446,7 @@ def test_an_opset_that_is_too_new(tmp_path):
 
 
 def test_parameters_that_a_checkpoint_has_no_room_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "LIMIT", 100)
+    monkeypatch.setattr(artifacts, "_LIMIT", 100)
     with pytest.raises(GraphoptError, match=r"expected parameters of less than 2 GB.*: freeze some"):
         graphopt.export_artifacts(mlp(), PIPELINE, tmp_path / "out")
     assert not os.listdir(tmp_path)

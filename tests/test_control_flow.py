@@ -88,7 +88,9 @@ def proved(name: str) -> dict[str, np.ndarray]:
 
 def seeded(name: str) -> dict[str, np.ndarray]:
     feeds = point(name)
-    return feeds | testing.random_seeds(testing.run(ir.from_proto(model_of(name, "double")), feeds))
+    return feeds | testing.random_seeds(
+        testing.evaluate_reference(ir.from_proto(model_of(name, "double")), feeds)
+    )
 
 
 def in_onnxruntime(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -204,4 +206,4 @@ def test_weights_in_bodies_train(name: str) -> None:
     assert sum(losses[-4:]) < sum(losses[:4])
     assert all((first[name] != array).any() for name, array in executor.state.items())
     trained = ir.from_proto(inference.trained(step, executor.state))
-    assert testing.run(trained, {"x": x})["y"].shape == (6, 3)
+    assert testing.evaluate_reference(trained, {"x": x})["y"].shape == (6, 3)

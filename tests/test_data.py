@@ -276,7 +276,7 @@ def test_an_arrow_file_of_few_bytes_and_many_rows_is_refused(
     path = str(tmp_path / "t.arrow")
     pyarrow.feather.write_feather(table, path, compression="zstd")
     data.arrow(path)
-    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    monkeypatch.setattr(data.files, "_UNSUSPICIOUS", 2**20)
     with pytest.raises(GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"):
         data.arrow(path)
     assert len(data.arrow(path, expansion=10**6)) == 2**20
@@ -339,7 +339,7 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
     path = str(tmp_path / "a.npz")
     np.savez_compressed(path, x=np.zeros((2**18, 4)), target=np.zeros(2**18))
     data.npz(path)
-    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    monkeypatch.setattr(data.files, "_UNSUSPICIOUS", 2**20)
     with pytest.raises(
         graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"
     ):
@@ -384,7 +384,7 @@ def test_a_parquet_file_of_few_bytes_and_many_rows_is_refused(
     path = str(tmp_path / "t.parquet")
     parquet.write_table(pyarrow.table({"a": np.zeros(2**20), "target": np.zeros(2**20)}), path)
     data.parquet(path)
-    monkeypatch.setattr(data.files, "UNSUSPICIOUS", 2**20)
+    monkeypatch.setattr(data.files, "_UNSUSPICIOUS", 2**20)
     with pytest.raises(
         graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"
     ):
@@ -513,7 +513,7 @@ def test_arrow_buffers_are_measured_before_they_are_expanded(
     """Each text has a megabyte; the file has a few kilobytes."""
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.feather")
-    monkeypatch.setattr("graphopt.data.files.UNSUSPICIOUS", 2**20)
+    monkeypatch.setattr("graphopt.data.files._UNSUSPICIOUS", 2**20)
     table = pyarrow.table({"x": np.arange(50.0), "unused": ["x" * 10**6] * 50})
     path = _written(tmp_path / f"t.{ending}", table)
     before = pyarrow.total_allocated_bytes()

@@ -12,7 +12,7 @@ from onnx import helper
 
 import graphopt
 import passes
-from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL, fold
+from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
 from graphopt.graph.inference import extract, in_inference
 from graphopt.runtime.executor import run
 from graphopt.testing.reference import evaluator
@@ -224,7 +224,7 @@ def test_what_is_frozen_counts_in_training_and_in_the_trained_model_as_in_the_us
 
 
 def test_a_large_result_of_small_constants_stays_a_node():
-    _, inputs, _ = of("Range", np.array(0), np.array(SMALL + 1), np.array(1))
+    _, inputs, _ = of("Range", np.array(0), np.array(SMALL_CONSTANT + 1), np.array(1))
     constant, _ = of_one_node("Range", inputs, {})
     folded = ir.from_proto(constant)
     fold(folded)

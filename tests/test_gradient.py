@@ -17,18 +17,18 @@ from torch_oracle import pytorch, second
 from graphopt import GraphoptError
 from graphopt.testing.gradients import (
     ORACLE_TOLERANCE,
-    Arrays,
+    NamedArrays,
     NoOracle,
     Proof,
     check_gradient,
     computed,
     distance,
+    evaluate_reference,
     gradient_model,
     in_precision,
     normalized,
     prove,
     random_seeds,
-    run,
 )
 from passes.gradients.registry import NO_GRADIENT, REFUSED, RULES, no_gradient, rule
 
@@ -42,7 +42,7 @@ def case_of(op_type: str, inputs: list[Any], **attributes: Any) -> Case:
     return Case(op_type, tuple(np.array(x) for x in inputs), attributes)
 
 
-def arrays(case: Case) -> Arrays:
+def arrays(case: Case) -> NamedArrays:
     """Return a case's inputs by name."""
     inputs = {f"x{i}": x for i, x in enumerate(case.inputs) if x is not None}
     return {name: spaced(*x, seed=int(name[1:])) if isinstance(x, tuple) else x for name, x in inputs.items()}
@@ -60,14 +60,14 @@ def precision(case: Case) -> type:
     return np.float64 if case.double else np.float32
 
 
-def point(case: Case, dtype: type) -> Arrays:
+def point(case: Case, dtype: type) -> NamedArrays:
     """Return what the model of a case is fed."""
     return {name: cast(x, dtype) for name, x in arrays(case).items() if is_fed(case, name, x)}
 
 
-def seeded(case: Case, dtype: type) -> Arrays:
+def seeded(case: Case, dtype: type) -> NamedArrays:
     """Return what its gradient model is fed: inputs, and seeds of outputs."""
-    outputs = run(model_of(case, precision(case)), point(case, precision(case)))
+    outputs = evaluate_reference(model_of(case, precision(case)), point(case, precision(case)))
     return point(case, dtype) | {name: x.astype(dtype) for name, x in random_seeds(outputs).items()}
 
 
@@ -99,7 +99,7 @@ def differentiated(case: Case, dtype: type, dims: str = "static") -> ir.Model:
     return gradient_model(model_of(case, dtype, dims))
 
 
-def run_in_onnxruntime(model: ir.Model, feeds: Arrays) -> Arrays:
+def run_in_onnxruntime(model: ir.Model, feeds: NamedArrays) -> NamedArrays:
     names = [str(y.name) for y in model.graph.outputs]
     if not names:
         return {}
@@ -117,7 +117,7 @@ def run_in_onnxruntime(model: ir.Model, feeds: Arrays) -> Arrays:
     return dict(zip(names, session.run(names, taken), strict=True))
 
 
-def has_kernel(model: ir.Model, feeds: Arrays) -> bool:
+def has_kernel(model: ir.Model, feeds: NamedArrays) -> bool:
     try:
         run_in_onnxruntime(model, feeds)
     except Exception:  # noqa: BLE001 - the bindings of two versions raise types of their own
@@ -132,7 +132,7 @@ def proved(case: Case) -> Proof:
     return prove(model, point(case, precision(case)), tolerance=case.tolerance, oracle=pytorch, **options)
 
 
-def check_equal(what: str, found: Arrays, proof: Proof, tolerance: float) -> None:
+def check_equal(what: str, found: NamedArrays, proof: Proof, tolerance: float) -> None:
     for name, expected in proof.gradients.items():
         gradient = found.get(f"{name}.grad", np.zeros_like(expected))
         assert distance(gradient, expected) <= tolerance, f"{what}, {name}: {gradient}, expected {expected}"

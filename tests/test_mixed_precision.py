@@ -273,9 +273,9 @@ def test_gradients_of_what_is_computed_in_16_bits_are_as_in_64_but_for_rounding(
     for case in (case for case in NARROW_CASES if case.op_type == op_type):
         feeds = seeded(case, np.float16)
         double = {name: x.astype(np.float64) if x.dtype == np.float16 else x for name, x in feeds.items()}
-        expected = testing.run(gradient_model(model_of(case, np.float64)), double)
+        expected = testing.evaluate_reference(gradient_model(model_of(case, np.float64)), double)
         narrow = gradient_model(model_of(case, np.float16))
-        runs = [testing.run(narrow, feeds)]
+        runs = [testing.evaluate_reference(narrow, feeds)]
         if (
             op_type != "Dropout" and not case.newer
         ):  # the former drops others, the latter is refused by some versions

@@ -11,7 +11,7 @@ from onnx import helper
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.testing.gradients import gradient_model, run
+from graphopt.testing.gradients import evaluate_reference, gradient_model
 
 RANGES = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7)}
 X = np.random.default_rng(0).uniform(-3, 3, (4, 6)).astype(np.float32)
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_pytorchs_learned_scale(kind: str, zero: int, sca
     y.backward(torch.tensor(SEED))
     assert 0 < (x.grad == 0).sum() < X.size
     model = gradient_model(fake(kind, "", np.array(zero)))
-    found = run(model, {"x": X, "s": np.float32(scale), "y.seed": SEED})
+    found = evaluate_reference(model, {"x": X, "s": np.float32(scale), "y.seed": SEED})
     np.testing.assert_allclose(found["x.grad"], x.grad, rtol=1e-6)
     np.testing.assert_allclose(found["s.grad"], s.grad.item(), rtol=2e-4)
 
@@ -63,7 +63,7 @@ def test_what_rounds_into_the_range_is_in_it(kind: str, zero: int) -> None:
     x = torch.tensor(given, requires_grad=True)
     torch.fake_quantize_per_tensor_affine(x, 0.25, zero, low, high).backward(torch.tensor(SEED))
     model = gradient_model(fake(kind, "", np.array(zero)))
-    found = run(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
+    found = evaluate_reference(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
     assert (found == 0).mean() == pytest.approx(1 / 3)
     np.testing.assert_allclose(found, x.grad, rtol=1e-6)
 
@@ -76,7 +76,7 @@ def test_a_half_beyond_the_last_integer_rounds_to_even_as_in_pytorch(kind: str, 
     x = torch.tensor(given, requires_grad=True)
     torch.fake_quantize_per_tensor_affine(x, 0.25, zero, low, high).backward(torch.tensor(SEED))
     model = gradient_model(fake(kind, "", np.array(zero)))
-    found = run(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
+    found = evaluate_reference(model, {"x": given, "s": np.float32(0.25), "y.seed": SEED})["x.grad"]
     assert 0 < np.count_nonzero(found) < found.size
     np.testing.assert_allclose(found, x.grad, rtol=1e-6)
 
@@ -88,14 +88,16 @@ def test_each_channel_has_a_scale() -> None:
         x, s, torch.tensor(zeros, dtype=torch.float32), 1, -128, 127, 1.0
     )
     y.backward(torch.tensor(SEED))
-    found = run(gradient_model(fake("int8", "[6]", zeros, axis=1)), {"x": X, "s": scales, "y.seed": SEED})
+    found = evaluate_reference(
+        gradient_model(fake("int8", "[6]", zeros, axis=1)), {"x": X, "s": scales, "y.seed": SEED}
+    )
     np.testing.assert_allclose(found["x.grad"], x.grad, rtol=1e-6)
     np.testing.assert_allclose(found["s.grad"], s.grad, rtol=2e-4, atol=1e-5)
 
 
 def test_each_block_has_a_scale() -> None:
     scales = np.linspace(0.008, 0.03, 8).reshape(4, 2).astype(np.float32)
-    found = run(
+    found = evaluate_reference(
         gradient_model(fake("int8", "[4, 2]", np.zeros((4, 2), int), axis=1, block_size=3)),
         {"x": X, "s": scales, "y.seed": SEED},
     )
@@ -111,7 +113,7 @@ def test_a_dynamic_range_is_that_of_the_numbers() -> None:
     model = parsed(
         "g (float[4, 6] x) => (float[4, 6] y) { q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z) }"
     )
-    found = run(gradient_model(model), {"x": X, "y.seed": SEED})["x.grad"]
+    found = evaluate_reference(gradient_model(model), {"x": X, "y.seed": SEED})["x.grad"]
     scale = (X.max() - X.min()) / 255
     zero = np.rint(-X.min() / scale)
     steps = np.clip(np.rint(X / scale) + zero, 0, 255) - zero

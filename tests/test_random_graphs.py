@@ -19,7 +19,7 @@ from torch_oracle import pytorch, second
 from graphopt import GraphoptError
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
-    Arrays,
+    NamedArrays,
     NoOracle,
     OtherForward,
     by_runtime,
@@ -43,7 +43,7 @@ ELSEWHERE = {"CumProd", "TensorScatter", "DeformConv", "RoiAlign"}
 DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 2e-6, 2e-3
 
 
-def near_a_kink(model: ir.Model, point: Arrays, seeds: Arrays, expected: Arrays) -> bool:
+def near_a_kink(model: ir.Model, point: NamedArrays, seeds: NamedArrays, expected: NamedArrays) -> bool:
     """Tell whether the gradient jumps when all inputs move a little, so that float32 may be on the other side."""
     random = np.random.default_rng(0)
     moved = {name: x + 1e-5 * random.standard_normal(x.shape) for name, x in point.items()}
@@ -52,7 +52,7 @@ def near_a_kink(model: ir.Model, point: Arrays, seeds: Arrays, expected: Arrays)
     )
 
 
-def differences(found: Arrays, expected: Arrays, tolerance: float, where: str) -> list[str]:
+def differences(found: NamedArrays, expected: NamedArrays, tolerance: float, where: str) -> list[str]:
     """Return a line for each gradient that differs."""
     lines = []
     for name, gradient in expected.items():
@@ -106,7 +106,7 @@ def check(seed: int) -> str:
     return how
 
 
-def is_right(model: ir.Model, point: Arrays) -> bool:
+def is_right(model: ir.Model, point: NamedArrays) -> bool:
     """Tell whether the runtime runs a model, or the reference evaluator does and computes the same."""
     try:
         forward_of(model, point)
@@ -115,7 +115,7 @@ def is_right(model: ir.Model, point: Arrays) -> bool:
     return True
 
 
-def second_differences(model: ir.Model, first: ir.Model, feeds: Arrays, sized: bool) -> list[str]:
+def second_differences(model: ir.Model, first: ir.Model, feeds: NamedArrays, sized: bool) -> list[str]:
     """Return a line for each gradient of the gradient that differs; a rule may refuse what is not `sized`."""
     further = random_seeds(computed(first, feeds))
     try:

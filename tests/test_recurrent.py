@@ -142,7 +142,7 @@ def test_gradient_equals_finite_differences(variant: Variant, large: bool) -> No
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool, large: bool) -> None:
     model, feeds = model_of(variant, np.float32, dynamic), inputs(variant, np.float32)
-    outputs = testing.run(ir.from_proto(model), feeds)
+    outputs = testing.evaluate_reference(ir.from_proto(model), feeds)
     for name, y in in_onnxruntime(model, feeds).items():
         np.testing.assert_allclose(y, outputs[name], rtol=1e-4, atol=1e-6)
     gradients = testing.gradient_model(model)

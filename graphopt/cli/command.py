@@ -25,11 +25,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from graphopt.cli.comparison import Comparison
 from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.help import fields, page
+from graphopt.cli.help import fields, help_page
 from graphopt.cli.messages import complain, line_of, say, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import CONFIG, leave, write_hydra
-from graphopt.cli.train import parameters, train
+from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
@@ -116,8 +116,8 @@ def _run(arguments: argparse.Namespace) -> None:
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
             del recipe["hydra"]
-            usages = {f"{name} {run.operand}": run.text for name, run in RUNS.items()}
-            print(page(usages, _options(), groups, fields(recipe)))
+            usages = {f"{name} {run.operand}": run.text for name, run in _RUNS.items()}
+            print(help_page(usages, _options(), groups, fields(recipe)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
         elif arguments.cfg:
@@ -162,9 +162,9 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         _go_where_the_sweep_is(hydra)
         recipe = Recipe(config, hydra.runtime.choices, command_line)
         name = recipe.fields.get("run")
-        if name not in RUNS:
-            raise GraphoptError(unknown("run", str(name), RUNS))
-        return RUNS[name].function(recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        if name not in _RUNS:
+            raise GraphoptError(unknown("run", str(name), _RUNS))
+        return _RUNS[name].function(recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(line_of(error)) from None
@@ -218,7 +218,7 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
         graphs = {"step.onnx": recipe.compile()}
     for name, graph in graphs.items():
         save(graph, folder / name)
-    say(console, "model", f"{recipe.fields['model']}, {parameters(graphs['step.onnx'])}")
+    say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs['step.onnx'])}")
     return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
@@ -261,7 +261,7 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     say(Console(), "written", str(comparison.write()))
 
 
-class Run(NamedTuple):
+class _Run(NamedTuple):
     """Hold what runs a recipe in a folder, an example of its arguments, and what it does."""
 
     function: Callable[[Recipe, Path], float | None]
@@ -269,17 +269,17 @@ class Run(NamedTuple):
     text: str
 
 
-RUNS = {
-    "train": Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
-    "evaluate": Run(
+_RUNS = {
+    "train": _Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
+    "evaluate": _Run(
         _with_trained(write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
     ),
-    "predict": Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
-    "compile": Run(_export(_compile), "my.onnx", "write step.onnx without training"),
-    "hosts": Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
-    "artifacts": Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
-    "report": Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
-    "compare": Run(_compare, "folder=runs", "put runs side by side"),
+    "predict": _Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": _Run(_export(_compile), "my.onnx", "write step.onnx without training"),
+    "hosts": _Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": _Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
+    "report": _Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
+    "compare": _Run(_compare, "folder=runs", "put runs side by side"),
 }
 
 
@@ -287,7 +287,7 @@ def _field(argument: str) -> str:
     """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
     if "=" in argument or argument.startswith("~"):
         return argument
-    if argument in RUNS:
+    if argument in _RUNS:
         return f"run={argument}"
     if argument.endswith(".onnx"):
         return f"model={QuotedString(argument, Quote.single).with_quotes()}"
@@ -296,7 +296,7 @@ def _field(argument: str) -> str:
     is_data = kind in ("arrow", "csv", "npz", "parquet")
     instead = f"data={kind} data.path={argument}" if is_data else f"model={argument}"
     raise GraphoptError(
-        f"{argument}: expected {', '.join(RUNS)}, FILE.onnx or FIELD=VALUE, such as {instead}: see "
+        f"{argument}: expected {', '.join(_RUNS)}, FILE.onnx or FIELD=VALUE, such as {instead}: see "
         "graphopt --help"
     )
 

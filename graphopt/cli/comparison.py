@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphopt.cli.messages import wide
-from graphopt.cli.run_folder import METRICS
+from graphopt.cli.run_folder import METRICS_FILE
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
@@ -42,7 +42,7 @@ class RunFiles:
         """Read the files of a run; those that are missing count as empty."""
         overrides = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
         options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-        metrics = path / METRICS
+        metrics = path / METRICS_FILE
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         return cls(path, options, [record for record in map(json.loads, lines) if "seconds" in record])
 
@@ -87,7 +87,9 @@ class Comparison:
         table = html.section("Last epoch of each run", html.table(self._header, self._rows()))
         write(
             path,
-            html.page(str(self._folder), about, html.section("Curves", html.charts(self._charts())), table),
+            html.html_page(
+                str(self._folder), about, html.section("Curves", html.charts(self._charts())), table
+            ),
         )
         return path
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE
 from graphopt.cli.composition.recipe_checks import COMMAND_LINE_ONLY
-from graphopt.cli.composition.validation import CALLBACKS, TARGET, resolve
+from graphopt.cli.composition.validation import CALLBACKS, TARGET_KEY, resolve
 from graphopt.cli.run_folder import RunFolder
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
@@ -35,7 +35,7 @@ FIT = {
     "seed": "the seed of the initial weights, the order of the rows and Dropout",
     "validation": "the share of rows to hold out, a file like data.path, or null",
 }
-OWN = {  # what the fields of a recipe that build nothing are for
+_OWN = {  # what the fields of a recipe that build nothing are for
     "run": "what to do with the model: see above",
     "model": "an ONNX file, or a built-in model: linear, mlp, cnn, transformer",
     "folder": "the folder for the run's files",
@@ -75,12 +75,12 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
         node: the recipe, or a part of it, as plain mappings with unresolved references.
         path: the path of the part.
     """
-    texts = described(resolve(node[TARGET], path)) if TARGET in node else DESCRIBED.get(path, {})
+    texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
-        if name == TARGET or (path == "pipeline" and value == f"${{{name}}}"):
+        if name == TARGET_KEY or (path == "pipeline" and value == f"${{{name}}}"):
             continue
-        if isinstance(value, Mapping) and (TARGET in value or place == "models" or place in DESCRIBED):
+        if isinstance(value, Mapping) and (TARGET_KEY in value or place == "models" or place in DESCRIBED):
             yield from fields(value, place)
         elif value is not None or path:  # otherwise a group that is omitted
             text = re.sub(r"\b(None|True|False)\b", lambda match: IN_YAML[match[0]], texts.get(name, ""))
@@ -89,7 +89,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
             yield place, value, text
 
 
-def page(
+def help_page(
     usages: Mapping[str, str], options: str, groups: str, described_fields: Iterable[tuple[str, Any, str]]
 ) -> str:
     """Return the text of `graphopt --help`.
@@ -141,7 +141,7 @@ def _written(value: Any) -> str:
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
-    "": OWN,
+    "": _OWN,
     "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
     "fit": {**described(fit), **FIT, "log_steps": described(RunFolder)["log_steps"]},
     "fit.checkpoint": described(Checkpoints),

@@ -21,12 +21,12 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
 from graphopt.graph.storage import save
 from graphopt.training.callbacks import JSONL, Callback, Record, Run
-from graphopt.training.callbacks.logs import finite
+from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import find
 
-METRICS, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
-OWN = (
-    *(METRICS, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", "graphopt.log"),
+METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
+OWN_FILES = (
+    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", "graphopt.log"),
     *(".hydra", ".lock", ".ray", "."),
 )
 
@@ -48,7 +48,7 @@ class RunFolder(Callback):
         self._path = path
         self._model = step
         self._config = config
-        self._metrics = JSONL(path / METRICS, log_steps=log_steps)
+        self._metrics = JSONL(path / METRICS_FILE, log_steps=log_steps)
 
     def on_fit_begin(self, run: Run) -> None:
         self.run = run
@@ -106,7 +106,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
 
 def write_result(folder: Path, value: float) -> None:
     """Note that a run of a sweep is complete, and the number that the sweep minimizes."""
-    write(folder / RESULT, json.dumps({"value": finite(value)}))
+    write(folder / RESULT, json.dumps({"value": json_value(value)}))
 
 
 def result(folder: Path, config: str) -> float | None:
@@ -162,7 +162,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _holds_run(folder: Path) -> bool:
-    return (folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("step-*"))
+    return (folder / METRICS_FILE).exists() or any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def _leaves(fields: Any, name: str = "") -> dict[str, str]:

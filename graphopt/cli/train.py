@@ -33,7 +33,9 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.signals import deferred
 
-PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first worker may do, too
+_PATIENCE = (
+    2.0  # seconds that other workers wait before they report an error, as the first worker may do, too
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _build(
         recipe=recipe.text(),
         batch_size=fields["fit"]["batch_size"],
     )
-    about = f"{fields['model']}, {parameters(program.step)}"
+    about = f"{fields['model']}, {parameter_count(program.step)}"
     header = Header(console, title, about, data, communicator.size)
     checkpoint = recipe.checkpoint(folder / "checkpoints")
     callbacks = recipe.callbacks(folder, is_new=is_new)
@@ -190,7 +192,7 @@ def _is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def parameters(step: ir.Model) -> str:
+def parameter_count(step: ir.Model) -> str:
     """Return the numbers of parameters and nodes of a training graph in words."""
     trained = with_role(step, Role.PARAMETER)
     numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
@@ -231,6 +233,6 @@ def _together(communicator: Communicator) -> Iterator[None]:
         if communicator.size == 1:
             raise
         if not communicator.leads:
-            time.sleep(PATIENCE)
+            time.sleep(_PATIENCE)
             print(f"graphopt: worker {communicator.rank} of {communicator.size}:", end=" ", file=sys.stderr)
         communicator.abort(complain(error))

@@ -24,13 +24,14 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.stored import standing_for
+from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.logs import finite
+from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import read
 from graphopt.training.evaluation import evaluate
 from graphopt.training.prediction import predict
 
-METRICS = "metrics.json"
+_METRICS = "metrics.json"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.
         weight = trained.graph.initializers.get(original_name(value)) if role_of(value) in STATE else None
         numbers = None if weight is None else standing_for(weight)
         if numbers is not None and value.dtype is not None:
-            found[str(value.name)] = numbers.astype(value.dtype.numpy())
+            found[name_of(value)] = numbers.astype(value.dtype.numpy())
         elif role_of(value) is Role.PARAMETER:
             raise GraphoptError(
                 f"{step}: expected the training graph of trained.onnx, which lacks the parameter {value.name!r}"
@@ -142,8 +143,8 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     )
     labels = recipe.data.labels or _labels(executor.model)
     trained.prepare()
-    path = trained.folder / METRICS
-    record = {"rows": len(recipe.data), **{name: finite(value) for name, value in measured.items()}}
+    path = trained.folder / _METRICS
+    record = {"rows": len(recipe.data), **{name: json_value(value) for name, value in measured.items()}}
     write(path, json.dumps(record, indent=1) + "\n")
     console = wide(console)
     table = Table("metric", show_edge=False)

@@ -9,7 +9,7 @@ from typing import Any
 ARROW = b"ARROW1"  # the start and the end of a file in the IPC file format
 CONTINUED = 0xFFFFFFFF  # the start of a message; files of old versions have none
 RAW = -1  # in place of a buffer's size: it is not compressed
-BATCHES = ("record batch", "dictionary")
+_BATCHES = ("record batch", "dictionary")
 
 
 def expanded_sizes(pyarrow: Any, file: Any) -> Iterator[tuple[int, int]]:
@@ -38,8 +38,8 @@ def expanded_sizes(pyarrow: Any, file: Any) -> Iterator[tuple[int, int]]:
             message = reader.read_next_message()
         except StopIteration:
             return
-        if message.type in BATCHES:
-            is_dictionary = message.type == BATCHES[1]
+        if message.type in _BATCHES:
+            is_dictionary = message.type == _BATCHES[1]
             yield _sizes(memoryview(message.metadata), memoryview(message.body or b""), is_dictionary)
 
 

@@ -24,12 +24,12 @@ from graphopt.data.arrow_sizes import ARROW, expanded_sizes
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.errors import GraphoptError, line, unknown
 
-ROWS = 65_536  # of a Parquet file, that are read at once
+_ROWS = 65_536  # of a Parquet file, that are read at once
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 LONGEST_NUMBER = 1_000  # characters
 NUMBER = 8  # bytes
 PARQUET = b"PAR1"  # the start of a Parquet file
-UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
+_UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 
 # Exceptions of NumPy and the decompressors for damaged or malicious files.
 BROKEN = (
@@ -67,7 +67,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
         archive,
         reading(path, "arrays of numbers", RuntimeError),
     ):  # which says that the archive is encrypted
-        check_expansion(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
+        check_expanded_size(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
         refuse_twice(path, "array", archive.files)
         arrays = {name: archive[name] for name in archive.files}
     for name, array in arrays.items():
@@ -181,11 +181,11 @@ def _parquet_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
     cells = _cells(pyarrow, path, schema)
-    check_expansion(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
+    check_expanded_size(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
     names = used(schema.names)
     texts = [name for name in names if _is_text(pyarrow, schema.field(name).type)]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # each text once
-        return _table(pyarrow, path, file.iter_batches(ROWS, columns=names, use_threads=False), expansion)
+        return _table(pyarrow, path, file.iter_batches(_ROWS, columns=names, use_threads=False), expansion)
 
 
 def _arrow_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[str]], list[str]]) -> Any:
@@ -198,7 +198,7 @@ def _arrow_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[s
         cells, size = _cells(pyarrow, path, schema), 0
         for rows, buffers in expanded_sizes(pyarrow, file):
             size += max(NUMBER * rows * cells, buffers)
-            check_expansion(path, size, expansion)
+            check_expanded_size(path, size, expansion)
         fields = [schema.get_field_index(name) for name in used(schema.names)]
         file.seek(0)
         opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
@@ -251,7 +251,7 @@ def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, sche
     found, size = [], 0
     for batch in batches:
         size += batch.nbytes
-        check_expansion(path, size, expansion)
+        check_expanded_size(path, size, expansion)
         found.append(batch)
     return pyarrow.Table.from_batches(found, schema)
 
@@ -347,7 +347,9 @@ def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
         raise GraphoptError(f"{path}: expected {kind} of numbers, found another file") from error
 
 
-def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
+def check_expanded_size(
+    path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None
+) -> None:
     """Raise an error if a file expands to far more data than its size.
 
     Args:
@@ -356,7 +358,7 @@ def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious
         unsuspicious: the bytes to which a file of any size may expand; None for 1 GiB.
     """
     file_size = max(1, Path(path).stat().st_size)
-    if size > max(UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
+    if size > max(_UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
         raise GraphoptError(
             f"{path}: expected data of at most {expansion} times the file of {file_size:,} bytes, found {size:,}: "
             f"set data.expansion={-(-size // file_size)} to read it"

@@ -15,7 +15,7 @@ import numpy as np
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import (
     EXPANSION,
-    check_expansion,
+    check_expanded_size,
     check_regular,
     imported,
     reading,
@@ -28,9 +28,9 @@ from graphopt.errors import GraphoptError
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 DECODED = 4  # bytes of a pixel, while Pillow decodes
-UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
+_UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
 MOST_PIXELS = 2**26  # of data.size
-MODES = {1: "L", 3: "RGB"}  # by the number of channels
+_MODES = {1: "L", 3: "RGB"}  # by the number of channels
 
 
 def images(
@@ -75,7 +75,7 @@ def images(
     ((2, 3, 24, 32), ('cat', 'dog'))
     """
     pillow = imported("data=images", "PIL.Image", "Pillow")
-    if channels not in MODES:
+    if channels not in _MODES:
         raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
     if size is not None and (len(size) != 2 or min(size) < 1 or math.prod(size) > MOST_PIXELS):
         raise GraphoptError(
@@ -92,7 +92,7 @@ def images(
         sizes = list(threads.map(lambda file: _size(pillow, file), files))
     pixel = DECODED if size is not None else channels * (4 if scale else 1)
     for file, one in zip(files, sizes, strict=True):
-        check_expansion(file, math.prod(one) * max(DECODED, pixel), expansion, unsuspicious=UNSUSPICIOUS)
+        check_expanded_size(file, math.prod(one) * max(DECODED, pixel), expansion, unsuspicious=_UNSUSPICIOUS)
     if size is None:
         other = next((i for i, one in enumerate(sizes) if one != sizes[0]), None)
         if other is not None:
@@ -114,7 +114,7 @@ class Images(LazyArray):
         self, files: Sequence[Path], size: tuple[int, int], channels: int, scale: bool, resample: str
     ) -> None:
         super().__init__((len(files), channels, *size), np.float32 if scale else np.uint8)
-        self._files, self._size, self._mode = files, size, MODES[channels]
+        self._files, self._size, self._mode = files, size, _MODES[channels]
         self._pillow = imported("data=images", "PIL.Image", "Pillow")
         self._resample = self._pillow.Resampling[resample.upper()]
 

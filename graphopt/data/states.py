@@ -10,7 +10,7 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 
-PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def encoded(state: Any, path: str = "state") -> Any:
@@ -29,7 +29,7 @@ def encoded(state: Any, path: str = "state") -> Any:
     {'position': (3, b'ab')}
     """
     kind = type(state)
-    if kind in PLAIN:
+    if kind in _PLAIN:
         return state
     if kind is dict:
         return {"dict": [[encoded(key, path), encoded(x, f"{path}[{key!r}]")] for key, x in state.items()]}

@@ -12,6 +12,7 @@ from graphopt.data.batches import Batches, Rows
 from graphopt.data.dataset import Dataset
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError
+from graphopt.graph.values import name_of
 from graphopt.moments import pieces
 
 
@@ -69,7 +70,7 @@ class TrainingRows:
     """
 
     def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
-        self._inputs = {str(x.name): x for x in model.graph.inputs if not x.is_initializer()}
+        self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         self._arrays = data.feeding(list(self._inputs))
         self._rows, self._allow_nan = rows, allow_nan
 

@@ -14,10 +14,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.limits import Limits, bodies
+from graphopt.graph.limits import Limits, graphs_with_depth
 
 KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering may write
-MANY = 2**48  # elements: more than fits into any memory, and far from overflow
+_MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
 
 
@@ -31,8 +31,8 @@ def check_proto(proto: onnx.ModelProto) -> None:
             _check_tensor(message)
         elif isinstance(message, onnx.TensorShapeProto):
             dims = [dim.dim_value for dim in message.dim if dim.HasField("dim_value")]
-            if math.prod(max(dim, 1) for dim in dims) > MANY:
-                raise GraphoptError(f"expected shapes of at most {MANY:,} elements, found {dims}")
+            if math.prod(max(dim, 1) for dim in dims) > _MANY:
+                raise GraphoptError(f"expected shapes of at most {_MANY:,} elements, found {dims}")
     _check_references(proto.graph, "the graph", ())
     for function in proto.functions:
         own = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
@@ -46,7 +46,7 @@ def check_domains(model: ir.Model) -> None:
     """
     wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for whole in wholes:
-        nodes = (node for graph, _ in bodies(whole) for node in graph)
+        nodes = (node for graph, _ in graphs_with_depth(whole) for node in graph)
         found = next((node for node in nodes if node.domain == KERNELS), None)
         if found is not None:
             names = [found.name, *(y.name for y in found.outputs)]

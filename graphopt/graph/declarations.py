@@ -21,10 +21,10 @@ from graphopt.graph.traversal import subgraphs
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
 
-ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
+_ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
 # The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
 TRIED = (61, 7, 94)
-FEW = (2, 3, 5)  # sizes that all inputs have at once, because a Slice such as [-3:3] depends on them alone
+_FEW = (2, 3, 5)  # sizes that all inputs have at once, because a Slice such as [-3:3] depends on them alone
 
 
 def forget(model: ir.Model) -> None:
@@ -84,7 +84,7 @@ def _infer(model: ir.Model, propagate: bool) -> None:
 def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
     try:
         return ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=propagate)).graph
-    except shapes.REFUSED:
+    except shapes.INFERENCE_ERRORS:
         return ir.from_proto(proto).graph
 
 
@@ -102,9 +102,9 @@ def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> 
     Returns: The values that keep their declared shapes.
     """
     kept: set[ir.Value] = set()
-    for i in range(ROUNDS):
+    for i in range(_ROUNDS):
         missing = [x for x in declared if x.shape is None]
-        first = [x for x in missing if _inputs_have_shapes(x)] if i < ROUNDS - 1 else missing
+        first = [x for x in missing if _inputs_have_shapes(x)] if i < _ROUNDS - 1 else missing
         for value in first or missing:
             value.shape = declared[value]
             kept.add(value)
@@ -159,7 +159,7 @@ def _resolved(
         value.shape = shape
     seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
     distinct = [{name: start + 6 * i + i * i for i, name in enumerate(given)} for start in TRIED]
-    for sizes in [*distinct, *(dict.fromkeys(given, size) for size in FEW)] if given else ():
+    for sizes in [*distinct, *(dict.fromkeys(given, size) for size in _FEW)] if given else ():
         once: dict[str, int] = {}
         typed = _typed(_with_sizes(proto, sizes), propagate)
         known = set(_known(typed))

@@ -28,8 +28,8 @@ EXACT_INTEGERS = EXACT | {
     *("Clip", "ConstantOfShape", "CumSum", "Expand", "Max", "Min", "Mod", "NonZero", "Range", "ReduceMax"),
     *("ReduceMin", "ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
 }
-SMALL = 100  # elements
-MANY = 4096  # outputs of a Split: the time of folding grows with the square of their number
+SMALL_CONSTANT = 100  # elements
+MOST_SPLIT_OUTPUTS = 4096  # outputs of a Split: the time of folding grows with the square of their number
 
 
 def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) -> None:
@@ -55,7 +55,7 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
             return False
         if node.op_type not in GROWING:
             return None
-        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL
+        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL_CONSTANT
 
     try:
         with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
@@ -70,7 +70,7 @@ def fold(model: ir.Model, *, floating: bool = True, infer_shapes: bool = False) 
 def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:
     for node in model.graph.all_nodes():
         x = node.inputs[0] if node.op_type == "SplitToSequence" and node.domain == "" else None
-        if x is not None and any(isinstance(dim, int) and dim > MANY for dim in x.shape or ()):
+        if x is not None and any(isinstance(dim, int) and dim > MOST_SPLIT_OUTPUTS for dim in x.shape or ()):
             yield node
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.operators import INTEGER_OPERATORS
+from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
 from graphopt.graph.values import is_floating, name_of
 
 NCHWC = "com.microsoft.nchwc"
@@ -26,7 +26,7 @@ def refuse_foreign(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.domain == NCHWC:
             raise GraphoptError(f"{NCHWC}::{node.op_type} node {_name(node)!r}: {FOR_ONE_PROCESSOR}")
-        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", "com.microsoft"):
+        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
             integers = node
     if integers is not None and not any(map(_may_train, model.graph.initializers.values())):
         raise GraphoptError(f"{integers.op_type} node {_name(integers)!r}: {IN_INTEGERS}")

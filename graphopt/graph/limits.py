@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import bytes_of
+from graphopt.graph.values import tensor_bytes
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
@@ -78,7 +78,7 @@ def _measure_function(model: ir.Model, function: ir.Function, known: _Measured, 
     path = [function]
     while path:
         current = path[-1]
-        called = {node.op_identifier() for graph, _ in bodies(current) for node in graph}
+        called = {node.op_identifier() for graph, _ in graphs_with_depth(current) for node in graph}
         unknown = [name for name in called if name in model.functions and name not in known]
         if not unknown:
             known[current.identifier()] = _measure(model, current, known)
@@ -95,7 +95,7 @@ def _measure_function(model: ir.Model, function: ir.Function, known: _Measured, 
 def _measure(model: ir.Model, whole: ir.Graph | ir.Function, known: _Measured) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
-    for graph, depth in bodies(whole):
+    for graph, depth in graphs_with_depth(whole):
         deepest = max(deepest, depth)
         for node in graph:
             more, below = known[node.op_identifier()] if node.op_identifier() in model.functions else (0, -1)
@@ -104,7 +104,7 @@ def _measure(model: ir.Model, whole: ir.Graph | ir.Function, known: _Measured) -
     return nodes, deepest
 
 
-def bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
+def graphs_with_depth(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Function, int]]:
     """Yield a graph and all its subgraphs, each with its depth; without recursion."""
     waiting: list[tuple[ir.Graph | ir.Function, int]] = [(whole, 0)]
     while waiting:
@@ -115,7 +115,7 @@ def bodies(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph | ir.Functi
 
 def check_constants(model: ir.Model) -> None:
     """Raise an error if values of known shape that nodes compute from constants are too large."""
-    given = sum(bytes_of(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
+    given = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
     allowed = limits_of(model).constant_bytes + PER_BYTE * given
     constant: set[ir.Value] = set()
     sizes = {y: _bytes(y) for y in _computed(model.graph, constant)}

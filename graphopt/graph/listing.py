@@ -90,7 +90,7 @@ def shown_attributes(node: ir.Node, versions: Mapping[str, int]) -> list[tuple[s
 
 def _attribute(attribute: ir.Attr) -> str:
     if attribute.type == ir.AttributeType.TENSOR:
-        return numbers(attribute.as_tensor().numpy())
+        return number_text(attribute.as_tensor().numpy())
     if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
         return "{...}"
     return (
@@ -120,10 +120,10 @@ def inline(value: ir.Value, anywhere: bool = False) -> str | None:
     node = value.producer()
     if value.is_graph_output() or (node is not None and node.op_type != "Constant"):
         return None
-    return numbers(tensor.numpy())
+    return number_text(tensor.numpy())
 
 
-def numbers(array: np.ndarray, digits: int = 6) -> str:
+def number_text(array: np.ndarray, digits: int = 6) -> str:
     """Return up to four numbers as text; for more, the element type and shape."""
     if array.size > 4:
         return f"{array.dtype}{list(array.shape)}"

@@ -15,10 +15,11 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import metadata_checks
 from graphopt.graph.checking import check_domains, check_proto, nodes_of
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.postprocessing import set_aside
 from graphopt.graph.schemas import formal_of, schema_of
 from graphopt.graph.sparse import dense
-from graphopt.graph.storage import checkable, read, read_external
+from graphopt.graph.storage import checkable, read_external, read_proto
 
 # Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
@@ -59,7 +60,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     else:
         limits = limits or Limits()
         name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
-        proto = source if isinstance(source, onnx.ModelProto) else read(Path(source), limits)
+        proto = source if isinstance(source, onnx.ModelProto) else read_proto(Path(source), limits)
         try:
             model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
@@ -71,7 +72,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     set_limits(model, limits)
     check_size(model)
     check_domains(model)
-    metadata_checks.check(model)
+    metadata_checks.check_metadata(model)
     return model
 
 
@@ -110,9 +111,9 @@ def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.Mo
     copy.CopyFrom(proto)
     for node in nodes_of(copy):
         if node.op_type in own and node.domain in ONNX:
-            node.domain = "com.microsoft"
-    if all(opset.domain != "com.microsoft" for opset in copy.opset_import):
-        copy.opset_import.add(domain="com.microsoft", version=1)
+            node.domain = MICROSOFT
+    if all(opset.domain != MICROSOFT for opset in copy.opset_import):
+        copy.opset_import.add(domain=MICROSOFT, version=1)
     return copy
 
 
@@ -121,8 +122,8 @@ def _give_domains(model: ir.Model) -> None:
     version = model.opset_imports.get("", 0)
     for node in model.graph.all_nodes():
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
-            node.domain, node.version = "com.microsoft", None
-            model.opset_imports.setdefault("com.microsoft", 1)
+            node.domain, node.version = MICROSOFT, None
+            model.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.Model:

@@ -34,7 +34,7 @@ from graphopt.graph.values import name_of
 _OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
 
-def check(model: ir.Model) -> None:
+def check_metadata(model: ir.Model) -> None:
     """Check graphopt's metadata in a model."""
     graph = model.graph
     for values, roles in ((graph.inputs, INPUTS), (graph.outputs, OUTPUTS)):

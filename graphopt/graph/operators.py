@@ -5,6 +5,8 @@ A set promises something of the operators that it names, and nothing of others.
 
 from __future__ import annotations
 
+MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+
 # --- Random numbers ---
 
 # Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
@@ -35,7 +37,7 @@ PREDICATES = frozenset(
 
 # Elementwise: each element of the only output depends on the elements of the inputs in the same place, as they
 # broadcast against each other.
-ELEMENTWISE = frozenset(
+ELEMENTWISE_OPERATORS = frozenset(
     {
         *(ARITHMETIC | PREDICATES),
         *(

@@ -34,9 +34,9 @@ GELU_SINCE = 20
 # Inputs that were attributes with other names.
 RENAMED = {("Pad", "constant_value"): "value", ("TopK", "K"): "k"}
 DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("AveragePool", "dilations"): 1}
-MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
+_MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
-Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
+_Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
 
 
 def note_versions(model: ir.Model) -> None:
@@ -76,7 +76,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     nodes = [node for graph in graphs for node in graph.all_nodes() if node.domain == ""]
-    forms: dict[ir.Node, Form] = {}
+    forms: dict[ir.Node, _Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"
         if node.op_type == "Gelu" and version < GELU_SINCE and exact and node.graph is model.graph:
@@ -111,7 +111,7 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     model.graph.sort()
 
 
-def _form(node: ir.Node, now: int, version: int) -> Form | None:
+def _form(node: ir.Node, now: int, version: int) -> _Form | None:
     """Return a node's attributes and inputs in another opset, or None if it has no equivalent."""
     new, old = (schema_of("", node.op_type, opset) for opset in (now, version))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
@@ -150,7 +150,7 @@ def _as_attributes(
     inputs: list[ir.Value | None],
     new: onnx.defs.OpSchema,
     old: onnx.defs.OpSchema,
-) -> Form | None:
+) -> _Form | None:
     """Turn constant inputs into the attributes that they were in an older opset."""
     kept = len(inputs)
     for i, formal in list(enumerate(new.inputs))[len(old.inputs) :]:
@@ -198,7 +198,7 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
             attributes.pop("allowzero", None)
     if node.op_type == "GridSample" and version < 20:
         mode = attributes.get("mode", "linear")
-        attributes["mode"] = MODES.get(mode, mode)
+        attributes["mode"] = _MODES.get(mode, mode)
     if version < NEGATIVE_AXES_SINCE:
         indexed = node.outputs[0] if node.op_type == "Unsqueeze" else x
         shape = None if indexed is None else indexed.shape

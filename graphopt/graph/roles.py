@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.operators import MICROSOFT
 
 TRAINING_RUNTIME = "onnxruntime-training"
 
@@ -65,7 +66,7 @@ def stop_gradient_at(value: ir.Value) -> ir.Value:
 def needs_training_runtime(model: ir.Model) -> None:
     """Record that a model contains operators of com.microsoft that only onnxruntime-training supports."""
     metadata.RUNTIME.write(model, TRAINING_RUNTIME)
-    model.opset_imports.setdefault("com.microsoft", 1)
+    model.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def clear_role(value: ir.Value) -> None:

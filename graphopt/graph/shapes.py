@@ -24,9 +24,9 @@ from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
 from graphopt.graph.values import constant_of, name_of
 
-REFUSED = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
+INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 Pairs = Iterator[tuple[ir.Value, ir.Value]]
-LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
+_LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -127,7 +127,7 @@ def infer_anew(model: ir.Model) -> None:
     except GraphoptError:
         forget()
         name_dimensions(model.graph.inputs, _new_names(model))
-        with contextlib.suppress(*REFUSED):
+        with contextlib.suppress(*INFERENCE_ERRORS):
             _take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)))
     for x, kind in declared.items():
         x.type = x.type or kind
@@ -171,14 +171,14 @@ def check_expanded(model: ir.Model) -> bool:
     set_limits(probe, limits_of(model))
     try:
         typed = onnx.shape_inference.infer_shapes(without_weights(probe))
-    except REFUSED as error:
+    except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(probe.graph, typed)
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
         fold_integers(probe)
     check_constants(probe)
     values = ir.convenience.create_value_mapping(probe.graph).values()
-    return not any(is_static(x) and x.shape.rank() == 1 and x.shape[0] > LONG for x in values)  # type: ignore
+    return not any(is_static(x) and x.shape.rank() == 1 and x.shape[0] > _LONG for x in values)  # type: ignore
 
 
 def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
@@ -203,14 +203,14 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             opset.version = 22
     try:
         typed = _inferred(proto, data_prop=propagate)
-    except REFUSED:
+    except INFERENCE_ERRORS:
         if ceiled:
             del proto.graph.value_info[:]
             for y in proto.graph.output:
                 y.type.tensor_type.ClearField("shape")
         try:  # onnx 1.23 propagates data through an outer product of vectors incorrectly
             typed = _inferred(proto, data_prop=False)
-        except REFUSED as error:
+        except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(model.graph, typed)
 

@@ -30,7 +30,7 @@ from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.traversal import results_when_ready
-from graphopt.graph.values import is_floating, number_of
+from graphopt.graph.values import constant_number, is_floating
 
 
 class ReciprocalOf(RewriteRuleClassBase):
@@ -41,7 +41,7 @@ class ReciprocalOf(RewriteRuleClassBase):
 
     def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
         result, x, one = MatchResult(), values["x"], values["one"]
-        if number_of(one) != 1 or not is_floating(x):
+        if constant_number(one) != 1 or not is_floating(x):
             return result.fail("expected a floating-point division of 1")
         fits = x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape)
         return result if fits else result.fail("another shape")

@@ -24,10 +24,10 @@ from graphopt.errors import GraphoptError, line
 from graphopt.files import replacing
 from graphopt.graph.checking import check_external
 from graphopt.graph.limits import Limits
-from graphopt.graph.values import bytes_of, name_of
+from graphopt.graph.values import name_of, tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
-SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
+_SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 Weights = dict[str, ir.TensorProtocol]
 
@@ -46,7 +46,7 @@ def is_large(model: ir.Model | onnx.ModelProto) -> bool:
     """Return whether a model's weights are too large for one protobuf message."""
     if isinstance(model, onnx.ModelProto):
         return sum(len(x.raw_data) for x in model.graph.initializer) > LIMIT
-    return sum(bytes_of(x.const_value) for x in model.graph.initializers.values()) > LIMIT
+    return sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values()) > LIMIT
 
 
 def message(model: ir.Model) -> tuple[bytes, Weights]:
@@ -91,9 +91,9 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model that onnx's checker accepts: if the model is large, a copy with large initializers as inputs."""
     if not is_large(proto):
         return proto
-    weights = [x for x in proto.graph.initializer if len(x.raw_data) > SMALL]
+    weights = [x for x in proto.graph.initializer if len(x.raw_data) > _SMALL]
     copy, graph = _fields_but(proto, "graph"), _fields_but(proto.graph, "initializer")
-    graph.initializer.extend(x for x in proto.graph.initializer if len(x.raw_data) <= SMALL)
+    graph.initializer.extend(x for x in proto.graph.initializer if len(x.raw_data) <= _SMALL)
     declare_inputs(graph, weights)
     copy.graph.CopyFrom(graph)
     return copy
@@ -126,7 +126,7 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
         onnx.save(proto, temporary)
 
 
-def read(path: Path, limits: Limits) -> onnx.ModelProto:
+def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
     """Read a model from a file, with its external data."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -158,7 +158,9 @@ def read_external(model: ir.Model) -> None:
 @contextlib.contextmanager
 def _external(model: ir.Model) -> Iterator[Weights]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
-    values = {name_of(x): x for x in model.graph.initializers.values() if bytes_of(x.const_value) > SMALL}
+    values = {
+        name_of(x): x for x in model.graph.initializers.values() if tensor_bytes(x.const_value) > _SMALL
+    }
     weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(

@@ -58,11 +58,11 @@ def dequantized(node: ir.Node) -> np.ndarray | None:
     floating = is_floating(node.inputs[0])
     wide = q.astype(np.float32 if floating else np.int64)
     if zero is not None and not floating:
-        wide = wide - spread(node, zero.astype(np.int64), wide.shape)
-    return wide.astype(np.float32) * spread(node, scale.astype(np.float32), wide.shape)
+        wide = wide - broadcastable(node, zero.astype(np.int64), wide.shape)
+    return wide.astype(np.float32) * broadcastable(node, scale.astype(np.float32), wide.shape)
 
 
-def spread(node: ir.Node, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def broadcastable(node: ir.Node, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return the scale or the zero point of a DequantizeLinear in a form that broadcasts to its input's shape."""
     if numbers.size == 1 and numbers.ndim < 2:
         return numbers.reshape(())

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 
-SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
-TYPES = {
+_SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
+_TYPES = {
     dtype.numpy().name: dtype
     for dtype in (
         *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL),
@@ -64,13 +64,13 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def number_of(value: ir.Value | None) -> float | None:
+def constant_number(value: ir.Value | None) -> float | None:
     """Return the only number of a constant value, or None for other values."""
     array = constant_of(value)
     return array.item() if array is not None and array.size == 1 else None
 
 
-def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+def tensor_bytes(tensor: ir.TensorProtocol | None) -> int:
     """Return the size of a tensor of numbers in bytes; 0 for text, whose size has no bound that matters here."""
     return 0 if tensor is None or tensor.dtype is ir.DataType.STRING else tensor.nbytes
 
@@ -105,8 +105,8 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
     """
     found = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
     sizes = [size.strip() for size in found[2].split(",")] if found and found[2].strip() else []
-    if found is None or found[1] not in TYPES or not all(map(SIZE.fullmatch, sizes)):
+    if found is None or found[1] not in _TYPES or not all(map(_SIZE.fullmatch, sizes)):
         raise GraphoptError(
-            f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(TYPES)}"
+            f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(_TYPES)}"
         )
-    return TYPES[found[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])
+    return _TYPES[found[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])

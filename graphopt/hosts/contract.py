@@ -13,10 +13,11 @@ import onnx_ir as ir
 from graphopt.graph.labels import labels_of
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
-from graphopt.hosts.portable_model import ONNXRUNTIME
+from graphopt.graph.values import name_of
+from graphopt.hosts.portable_model import ONNXRUNTIME_VERSIONS
 from graphopt.hosts.state_file import Place
 
-FORMAT, VERSION = "graphopt.host", 1
+FORMAT, _VERSION = "graphopt.host", 1
 
 Entry = dict[str, Any]
 
@@ -39,18 +40,18 @@ def contract(
     domains = {name: v for model in models.values() for name, v in model.opset_imports.items() if name}
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": _VERSION,
         "producer": f"graphopt {metadata.version('graphopt')}",
         "runtime": {
-            "onnxruntime": ONNXRUNTIME.get(opset, "the newest"),
+            "onnxruntime": ONNXRUNTIME_VERSIONS.get(opset, "the newest"),
             "opset": opset,
             "ir_version": max(model.ir_version for model in models.values()),
             "domains": domains,
         },
         "feeds": [_feed(x) for x in with_role(step, *FED)],
-        "state": [_state(x, places[str(x.name)]) for x in with_role(step, *STATE)],
+        "state": [_state(x, places[name_of(x)]) for x in with_role(step, *STATE)],
         "hyperparameters": [
-            {**_described(x), "default": initial[str(x.name)].tolist()}
+            {**_described(x), "default": initial[name_of(x)].tolist()}
             for x in with_role(step, Role.HYPERPARAMETER)
         ],
         "reports": [_described(y) for y in step.graph.outputs if role_of(y) is not Role.NEXT],
@@ -60,10 +61,10 @@ def contract(
 
 def _interface(model: ir.Model) -> Entry:
     return {
-        "feeds": [str(x.name) for x in with_role(model, *FED)],
-        "state": [str(x.name) for x in with_role(model, *STATE)],
-        "hyperparameters": [str(x.name) for x in with_role(model, Role.HYPERPARAMETER)],
-        "reports": [str(y.name) for y in model.graph.outputs if role_of(y) is not Role.NEXT],
+        "feeds": [name_of(x) for x in with_role(model, *FED)],
+        "state": [name_of(x) for x in with_role(model, *STATE)],
+        "hyperparameters": [name_of(x) for x in with_role(model, Role.HYPERPARAMETER)],
+        "reports": [name_of(y) for y in model.graph.outputs if role_of(y) is not Role.NEXT],
     }
 
 
@@ -83,4 +84,4 @@ def _described(value: ir.Value) -> Entry:
     role = role_of(value)
     assert role is not None and value.dtype is not None
     dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
-    return {"name": str(value.name), "role": role.value, "type": value.dtype.numpy().name, "shape": dims}
+    return {"name": name_of(value), "role": role.value, "type": value.dtype.numpy().name, "shape": dims}

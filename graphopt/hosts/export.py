@@ -20,8 +20,9 @@ from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.state import detached
 from graphopt.graph.unroll import Unroll
+from graphopt.graph.values import name_of
 from graphopt.hosts.contract import contract
-from graphopt.hosts.portable_model import lower, strip, untyped_proto
+from graphopt.hosts.portable_model import make_portable, strip, untyped_proto
 from graphopt.hosts.state_file import Place, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.known import target_of
@@ -31,12 +32,12 @@ STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
-PathLike = str | os.PathLike[str]
+_PathLike = str | os.PathLike[str]
 
 
 def export_hosts(
     step: Source,
-    folder: PathLike,
+    folder: _PathLike,
     *,
     batch: int | None = None,
     unroll: bool = False,
@@ -83,9 +84,9 @@ def export_hosts(
     trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
     models = _graphs(model, unroll, target)
-    content = state_bytes({str(x.name): initial[str(x.name)] for x in with_role(model, *STATE)})
+    content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
-    lower([*models.values()])
+    make_portable([*models.values()])
     described = {
         **contract(model, initial, where, models),
         "files": {**{name: f"{name}.onnx" for name in models}, "inference": INFERENCE, "state": STATE_FILE},
@@ -145,14 +146,14 @@ def _fix_batch(model: ir.Model, batch: int) -> None:
 def _initial(model: ir.Model) -> dict[str, np.ndarray]:
     """Return the initial values of state and hyperparameters by name."""
     values = with_role(model, *STATE, Role.HYPERPARAMETER)
-    return {str(x.name): x.const_value.numpy() for x in values if x.const_value is not None}
+    return {name_of(x): x.const_value.numpy() for x in values if x.const_value is not None}
 
 
 def _with_weights_in_state(
     trained: onnx.ModelProto, model: ir.Model, where: Mapping[str, Place]
 ) -> onnx.ModelProto:
     """Make the trained model read its weights from the state file, and return it."""
-    owners = {original_name(x): str(x.name) for x in with_role(model, *STATE)}
+    owners = {original_name(x): name_of(x) for x in with_role(model, *STATE)}
     for tensor in trained.graph.initializer:
         if tensor.name in owners:
             place = where[owners[tensor.name]]

@@ -17,10 +17,10 @@ LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wro
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
 _VERSIONS = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")
-ONNXRUNTIME = dict(enumerate(_VERSIONS, start=14))
+ONNXRUNTIME_VERSIONS = dict(enumerate(_VERSIONS, start=14))
 
 
-def lower(models: Sequence[ir.Model]) -> None:
+def make_portable(models: Sequence[ir.Model]) -> None:
     """Make the state of each model plain inputs, and convert it to the oldest opset that its operators allow."""
     for model in models:
         take_initial(model)

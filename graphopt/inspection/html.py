@@ -17,7 +17,7 @@ pre { background: #f8f9fa; padding: 1em; overflow-x: auto; font-size: 12.5px; li
 """
 
 
-def page(title: str, about: str, *sections: str) -> str:
+def html_page(title: str, about: str, *sections: str) -> str:
     """Return a page with a title, a line about it, and sections."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -59,7 +59,7 @@ def shaded(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -
     return f'<div class="wide"><table><tr>{head}</tr>\n{"".join(rows)}</table></div>\n'
 
 
-def text(title: str, lines: str) -> str:
+def text_section(title: str, lines: str) -> str:
     """Return text as it stands, behind a title that opens it."""
     return folded(title, f"<pre>{escape(lines)}</pre>\n")
 

@@ -19,7 +19,9 @@ from graphopt.graph.listing import listing, size
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.graph.values import name_of
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
@@ -113,7 +115,7 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
         spec = InputSpec(x)
         shape = [batch if size is None else size for size in spec.shape or ()]
         is_floating = np.issubdtype(spec.dtype, np.floating)
-        feeds[str(x.name)] = (rng.standard_normal(shape) if is_floating else np.zeros(shape)).astype(
+        feeds[name_of(x)] = (rng.standard_normal(shape) if is_floating else np.zeros(shape)).astype(
             spec.dtype
         )
     try:
@@ -196,7 +198,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
         origin = Origin.read(value)
         if origin is None:
             continue
-        row = (str(value.name), _shape(value), _elements(value), origin.reason)
+        row = (name_of(value), _shape(value), _elements(value), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
             rows["tied"] += [
@@ -234,7 +236,7 @@ def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
 def _advice(operator: BlockingOperator) -> Iterator[str]:
     if operator.reason:
         yield operator.reason
-    elif operator.domain.startswith("com.microsoft"):
+    elif operator.domain.startswith(MICROSOFT):
         yield "export or optimize the model without ONNX Runtime's fusions"
     yield f"freeze: parameters.freeze='[{','.join(operator.blocks)}]'"
     if not operator.reason:

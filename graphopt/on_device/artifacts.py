@@ -26,20 +26,21 @@ from graphopt.graph.names import COUNTERS
 from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.storage import whole
+from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
 FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
-VERSION = 2  # of the checkpoint's format in onnxruntime-training 1.19.2
-LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
+_VERSION = 2  # of the checkpoint's format in onnxruntime-training 1.19.2
+_LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
 
-WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
+_WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
 
-PathLike = str | os.PathLike[str]
+_PathLike = str | os.PathLike[str]
 
 
-def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> None:
+def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> None:
     """Write the files from which onnxruntime-training's Module and Optimizer train `model` on a device.
 
     The files are `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`. After an error,
@@ -62,9 +63,9 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
     >>> sorted(os.listdir("artifacts"))
     ['checkpoint', 'eval_model.onnx', 'optimizer_model.onnx', 'training_model.onnx']
     """
-    from graphopt.on_device.graphs import on_device
+    from graphopt.on_device.graphs import compile_on_device
 
-    made = on_device(model, pipeline)
+    made = compile_on_device(model, pipeline)
     contents = {
         TRAINING: whole(made.training),
         EVALUATION: whole(made.evaluation),
@@ -74,7 +75,7 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: PathLike) -> Non
     write_folder(folder, contents)
 
 
-def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
+def load_artifacts(folder: _PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Return onnxruntime-training's CheckpointState, Module and Optimizer for a folder's files.
 
     Args:
@@ -111,7 +112,7 @@ def load_artifacts(folder: PathLike, *, device: str = "cpu") -> tuple[Any, Any, 
     return state, module, optimizer
 
 
-def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
+def parameters(checkpoint: _PathLike) -> dict[str, np.ndarray]:
     """Return the arrays of a checkpoint by name: parameters, running statistics and counters.
 
     Args:
@@ -144,7 +145,7 @@ def parameters(checkpoint: PathLike) -> dict[str, np.ndarray]:
         raise GraphoptError(f"{path}: the checkpoint is damaged: {error}") from error
 
 
-def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
+def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
     """Return an inference model with the parameters of a checkpoint, which are matched by name.
 
     Args:
@@ -164,10 +165,10 @@ def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
     read = parameters(checkpoint)
     arrays = {name: array for name, array in read.items() if not name.startswith(COUNTERS)}
     loaded = load(model)
-    state = {original_name(x): x for x in with_role(loaded, *WEIGHTS)}
+    state = {original_name(x): x for x in with_role(loaded, *_WEIGHTS)}
     if state:
         _check(checkpoint, arrays, state, set(state) ^ set(arrays))
-        return inference.trained(loaded, {str(x.name): arrays[name] for name, x in state.items()})
+        return inference.trained(loaded, {name_of(x): arrays[name] for name, x in state.items()})
     weights = dict(loaded.graph.initializers)
     _check(checkpoint, arrays, weights, set(arrays) - set(weights))
     for name, array in arrays.items():
@@ -176,7 +177,7 @@ def from_checkpoint(model: Source, checkpoint: PathLike) -> onnx.ModelProto:
 
 
 def _check(
-    checkpoint: PathLike, arrays: Mapping[str, np.ndarray], values: Mapping[str, ir.Value], unknown: set[str]
+    checkpoint: _PathLike, arrays: Mapping[str, np.ndarray], values: Mapping[str, ir.Value], unknown: set[str]
 ) -> None:
     """Raise an error for a checkpoint of another model."""
     if unknown:
@@ -217,7 +218,7 @@ def _written(
     trained: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray], learning_rate: float
 ) -> bytes:
     size = sum(array.nbytes for array in [*trained.values(), *untrained.values()])
-    if size > LIMIT:
+    if size > _LIMIT:
         raise GraphoptError(
             f"on-device artifacts: expected parameters of less than 2 GB, the limit of a checkpoint, found "
             f"{size / 2**30:.1f} GB: freeze some"
@@ -249,7 +250,7 @@ def _written(
     fbs.PropertyBag.PropertyBagAddFloats(builder, floats)
     properties = fbs.PropertyBag.PropertyBagEnd(builder)
     fbs.Checkpoint.CheckpointStart(builder)
-    fbs.Checkpoint.CheckpointAddVersion(builder, VERSION)
+    fbs.Checkpoint.CheckpointAddVersion(builder, _VERSION)
     fbs.Checkpoint.CheckpointAddModuleState(builder, module_state)
     fbs.Checkpoint.CheckpointAddPropertyBag(builder, properties)
     builder.Finish(fbs.Checkpoint.CheckpointEnd(builder), file_identifier=b"ODTC")

@@ -22,6 +22,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import RUNTIME, original_name
 from graphopt.graph.names import COUNTERS, gradient_of, next_of
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import (
     STATE,
@@ -35,17 +36,17 @@ from graphopt.graph.roles import (
 )
 from graphopt.graph.state import take_initial
 from graphopt.graph.unroll import Unroll
+from graphopt.graph.values import name_of
 from graphopt.on_device.update import update_model
 from graphopt.pipeline import Pipeline, Step
 from passes.accumulate import Accumulate
 from passes.clipping import Clip
 from passes.optimizers.optimizer import Optimizer
-from passes.ort_kernels import DOMAIN
 from passes.schedules import Schedule
 
 RESET = "lazy_reset_grad"
-RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
-REFUSED = {  # steps of a pipeline, and why
+_RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
+_REFUSED = {  # steps of a pipeline, and why
     Schedule: "whose program sets the rate: leave it out, and call Optimizer.set_learning_rate each step",
     Accumulate: "where Module adds gradients up until lazy_reset_grad(): leave it out, and call Optimizer.step less "
     "often",
@@ -75,7 +76,7 @@ class OnDevice:
     learning_rate: float
 
 
-def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
+def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
     """Compile an inference model by a pipeline, its optimizer and clipping to kernels of onnxruntime-training.
 
     Raises:
@@ -110,19 +111,19 @@ def on_device(source: Source, pipeline: Pipeline) -> OnDevice:
     _fix_hyperparameters(model, initial)
     for value in with_role(model, Role.COUNTER):
         _count_in_float32(model, value)
-        initial[str(value.name)] = initial[str(value.name)].astype(np.float32)
+        initial[name_of(value)] = initial[name_of(value)].astype(np.float32)
     _check(model)
     evaluation = _evaluation(model)
     _update_in_place(model)
-    state = {x: initial[str(x.name)] for x in with_role(model, *STATE)}
+    state = {x: initial[name_of(x)] for x in with_role(model, *STATE)}
     for x in [*state, *with_role(evaluation, *STATE)]:
         x.name = _own_name(x)
     return OnDevice(
         training=model,
         evaluation=evaluation,
         optimizer=update,
-        trained={str(x.name): array for x, array in state.items() if role_of(x) is Role.PARAMETER},
-        untrained={str(x.name): array for x, array in state.items() if role_of(x) is not Role.PARAMETER},
+        trained={name_of(x): array for x, array in state.items() if role_of(x) is Role.PARAMETER},
+        untrained={name_of(x): array for x, array in state.items() if role_of(x) is not Role.PARAMETER},
         learning_rate=optimizer.learning_rate,
     )
 
@@ -136,7 +137,7 @@ def _own_name(value: ir.Value) -> str:
 
 def _refuse(steps: Sequence[Step]) -> None:
     for step in steps:
-        for kind, reason in REFUSED.items():
+        for kind, reason in _REFUSED.items():
             if isinstance(step, kind):
                 raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
 
@@ -163,7 +164,7 @@ def _fix_hyperparameters(model: ir.Model, initial: dict[str, np.ndarray]) -> Non
     for value in with_role(model, Role.HYPERPARAMETER):
         model.graph.inputs.remove(value)
         clear_role(value)
-        value.const_value = ir.tensor(initial.pop(str(value.name)), name=value.name)
+        value.const_value = ir.tensor(initial.pop(name_of(value)), name=value.name)
         model.graph.register_initializer(value)
 
 
@@ -178,7 +179,7 @@ def _check(model: ir.Model) -> None:
                 f"{value.name!r} of {value.dtype}: convert the model"
             )
     for value in with_role(model, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT):
-        if str(value.name).endswith(RESERVED) or value.name == RESET:
+        if name_of(value).endswith(_RESERVED) or value.name == RESET:
             raise GraphoptError(
                 f"on-device artifacts: expected names that {TRAINING_RUNTIME} does not reserve, found input "
                 f"{value.name!r}: rename it in the model"
@@ -209,7 +210,7 @@ def _update_in_place(model: ir.Model) -> None:
     A gradient overwrites its buffer if `lazy_reset_grad` is true. The next value of other state always overwrites it.
     """
     graph = model.graph
-    results = {str(y.name): y for y in with_role(model, Role.GRADIENT, Role.NEXT)}
+    results = {name_of(y): y for y in with_role(model, Role.GRADIENT, Role.NEXT)}
     graph.outputs[:] = with_role(model, Role.LOSS)
     state = with_role(model, *STATE)
     graph.inputs[:] = [x for x in graph.inputs if role_of(x) not in STATE] + state
@@ -224,7 +225,7 @@ def _update_in_place(model: ir.Model) -> None:
         else:
             inputs = [x, results[next_of(x)], always]
         clear_role(inputs[1])
-        node = ir.node("InPlaceAccumulatorV2", inputs, domain=DOMAIN)
+        node = ir.node("InPlaceAccumulatorV2", inputs, domain=MICROSOFT)
         (done,) = node.outputs
         done.name = f"{_own_name(x)}_grad.accumulation.out"
         done.type, done.shape = reset.type, reset.shape

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import onnx
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
 from passes.optimizers.adaptive import Adam, AdamW
 from passes.optimizers.descent import SGD
 from passes.optimizers.optimizer import Optimizer
-from passes.ort_kernels import DOMAIN
 
 # the names of a, rate and b in an update a - rate * b of sequences a and b
-Step = tuple[str, str, str]
+_Step = tuple[str, str, str]
 
 
 def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
@@ -37,7 +37,7 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
     for i, clip in enumerate(clips):
         lines.append(f"clipped_{i} = {_clipping(clip, gradients)}")
         gradients = f"clipped_{i}"
-    before: list[Step] = []
+    before: list[_Step] = []
     if optimizer.weight_decay and not optimizer.decoupled:
         lines.append(_constant("decay", -optimizer.weight_decay))
         before.append((gradients, "decay", "params"))
@@ -69,13 +69,13 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
         inputs.append("ready")
     sequences = [f"seq(float[]) {name}" for name in ("params", "gradients", *moments)]
     return onnx.parser.parse_model(
-        f"""<ir_version: {ORT_TRAINING_IR_VERSION}, opset_import: ["": {ORT_TRAINING_OPSET}, "{DOMAIN}": 1],
+        f"""<ir_version: {ORT_TRAINING_IR_VERSION}, opset_import: ["": {ORT_TRAINING_OPSET}, "{MICROSOFT}": 1],
          producer_name: "graphopt">
         update (float[1] learning_rate, int64[1] step, {", ".join(sequences)}) => (bool updated) {{
             rate = Squeeze(learning_rate)
             t = Squeeze(step)
             {" ".join(lines)}
-            updated = {DOMAIN}.{kernel}({", ".join(inputs)})
+            updated = {MICROSOFT}.{kernel}({", ".join(inputs)})
         }}"""
     )
 
@@ -107,7 +107,7 @@ def _momentum(sgd: SGD) -> list[str]:
 
 def _clipping(clip: Clip, gradients: str) -> str:
     if isinstance(clip, ClipGlobalNorm):
-        return f"{DOMAIN}.InplaceClipGradNorm<max_norm: float = {float(clip.max_norm)!r}>({gradients})"
+        return f"{MICROSOFT}.InplaceClipGradNorm<max_norm: float = {float(clip.max_norm)!r}>({gradients})"
     if isinstance(clip, ClipValue):
         return f"""SequenceMap<body = element (float[] g) => (float[] bounded) {{
             {_constant("low", -clip.limit)}
@@ -117,11 +117,11 @@ def _clipping(clip: Clip, gradients: str) -> str:
     raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: use one of them")
 
 
-def _one_by_one(updates: Sequence[Step]) -> str:
+def _one_by_one(updates: Sequence[_Step]) -> str:
     """Return an If that runs updates in order and outputs a flag; its condition is true but not a constant."""
     body, last = "", ""
     for i, (a, rate, b) in enumerate(updates):
-        body += f"done_{i} = {DOMAIN}.SGDOptimizerV2({rate}, {a}, {b}{last}) "
+        body += f"done_{i} = {MICROSOFT}.SGDOptimizerV2({rate}, {a}, {b}{last}) "
         last = f", done_{i}"
     return f"""none = Constant<value = int64 {{0}}>()
     always = Greater(t, none)

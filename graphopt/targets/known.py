@@ -13,8 +13,8 @@ from graphopt.targets.portable import FORMS, Portable
 from graphopt.targets.target import Target, own_version
 
 AUTO, NATIVE = "auto", "native"
-PLAIN = Target("plain")
-KERNELS = Target(NATIVE, Pipeline(kernels=Kernels()))
+_PLAIN = Target("plain")
+_KERNELS = Target(NATIVE, Pipeline(kernels=Kernels()))
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
 _SLOW = {
     "webgpu": ("pool_channels_as_batch",)
@@ -23,9 +23,9 @@ _SLOW = {
 TARGETS = {
     target.name: target
     for target in (
-        PLAIN,
+        _PLAIN,
         ONNXRUNTIME,
-        KERNELS,
+        _KERNELS,
         *(
             Target(name or "portable", Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name)))
             for name in (None, *FORMS)

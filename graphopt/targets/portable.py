@@ -18,9 +18,9 @@ from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import dims_of, is_floating, like, rank
+from graphopt.graph.values import dims_of, is_floating, like, name_of, rank
 
-Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
+_Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -40,7 +40,7 @@ def chain_of_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return [total]  # type: ignore[list-item]
 
 
-def log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+def _log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write LogSoftmax as x - max - log sum exp (x - max). WebGPU has no kernel for LogSoftmax."""
     x, axis = node.inputs[0], [node.attributes.get_int("axis", -1)]
     shifted = op.Sub(x, op.ReduceMax(x, axis))
@@ -85,7 +85,7 @@ def _starts_with_vectors(filters: int, of_group: int) -> bool:
     return of_group < 4 or all(of_group % size == 0 for size in (4, 3, 2) if filters % size == 0)
 
 
-def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+def _batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write BatchNormalization as (x - mean) scale / sqrt(variance + epsilon) + bias.
 
     Tract and MNN refuse statistics that are no constants.
@@ -108,7 +108,7 @@ def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
     return [op.Add(op.Mul(centered, by_channel(factor)), by_channel(bias))]
 
 
-def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+def _layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write LayerNormalization as reductions where its mean or inverse deviation is used.
 
     OpenVINO refuses these outputs, and TVM computes them wrongly.
@@ -149,18 +149,18 @@ def slices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 # Forms that cost nothing, by operator.
-ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
+ALWAYS: dict[str, _Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 
 # Further forms for a runtime that has no kernel for the operator, or a wrong or slow one.
-FORMS: dict[str, Mapping[str, Form]] = {
+FORMS: dict[str, Mapping[str, _Form]] = {
     "iree": {},
-    "mnn": {"BatchNormalization": batch_normalization},
-    "openvino": {"LayerNormalization": layer_normalization},
+    "mnn": {"BatchNormalization": _batch_normalization},
+    "openvino": {"LayerNormalization": _layer_normalization},
     "tinygrad": {},
-    "tract": {"BatchNormalization": batch_normalization},
-    "tvm": {"LayerNormalization": layer_normalization},
+    "tract": {"BatchNormalization": _batch_normalization},
+    "tvm": {"LayerNormalization": _layer_normalization},
     "webgpu": {
-        "LogSoftmax": log_softmax,
+        "LogSoftmax": _log_softmax,
         "Conv": convolution_of_whole_vectors,
         "Split": slices,
     },
@@ -202,7 +202,7 @@ class Portable(Pass):
             Simplify().rewrite(model)
 
 
-def _rewrite(op: Emitter, graph: ir.Graph, forms: Mapping[str, Form]) -> bool:
+def _rewrite(op: Emitter, graph: ir.Graph, forms: Mapping[str, _Form]) -> bool:
     """Rewrite the nodes of a graph, and of the bodies in it; return whether any node was replaced."""
     changed = False
     for node in list(graph):
@@ -227,5 +227,5 @@ def _keep_inference(node: ir.Node, y: ir.Value) -> None:
     form = InferenceForm.read(y)
     if form is not None and form.inputs:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        reads = [form.inputs.get(i, "" if x is None else str(x.name)) for i, x in enumerate(node.inputs)]
+        reads = [form.inputs.get(i, "" if x is None else name_of(x)) for i, x in enumerate(node.inputs)]
         InferenceForm(operator=(node.op_type, attributes), reads=tuple(reads), output=y.index() or 0).write(y)

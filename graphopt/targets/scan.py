@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.operators import ELEMENTWISE, MATRIX_PRODUCTS
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import like
 
@@ -26,7 +26,7 @@ class State:
 
 
 @dataclass(eq=False)
-class Rows:
+class _Rows:
     """Store a scan input or output: the sequence, and the row of one step."""
 
     row: ir.Value
@@ -48,12 +48,12 @@ class ScanParts:
         self.inputs = self._rows("input", self.body.inputs[n:], starts[n:])
         self.outputs = self._rows("output", self.body.outputs[n:], node.outputs[n:])
 
-    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[Rows]:
+    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[_Rows]:
         zeros = [0] * len(rows)
         axes, directions = (
             self.node.attributes.get_ints(f"scan_{side}_{name}", zeros) for name in ("axes", "directions")
         )
-        return [Rows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
+        return [_Rows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
 
     def stacked(self, x: ir.Value) -> ir.Value:
         """Return a new value that stacks `x` of all steps."""
@@ -63,16 +63,16 @@ class ScanParts:
         name = f"{self.node.outputs[0].name}/{x.name}"
         return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *x.shape]))
 
-    def sequence_of(self, x: ir.Value) -> Rows | None:
+    def sequence_of(self, x: ir.Value) -> _Rows | None:
         """Return the sequence whose row is `x`, or None."""
         for rows in (*self.inputs, *self.outputs):
             if _skip_identities(rows.row) is x and rows.axis == 0:
                 return rows
         return None
 
-    def add_output(self, x: ir.Value, direction: int) -> Rows:
+    def add_output(self, x: ir.Value, direction: int) -> _Rows:
         """Add `x` as a scan output."""
-        self.outputs.append(Rows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
+        self.outputs.append(_Rows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
         return self.outputs[-1]
 
     def replace_scan(self, graph: ir.Graph) -> None:
@@ -193,11 +193,11 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
         if direction is not None and results is not None:
             moved.add(node)
             for y, result in zip(node.outputs, results, strict=True):
-                rows[y] = Rows(y, like(result, steps.stacked(y)), 0, direction)
+                rows[y] = _Rows(y, like(result, steps.stacked(y)), 0, direction)
     for y, whole in [*rows.items()][taken:]:
         users = [(user, i) for user, i in y.uses() if user not in moved]
         if users:
-            steps.inputs.append(Rows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
+            steps.inputs.append(_Rows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
         for user, i in users:
             user.replace_input_with(i, steps.inputs[-1].row)
     for given in [given for given in steps.outputs if given.row in rows]:
@@ -208,7 +208,7 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
     return len(rows) > taken
 
 
-def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Rows]) -> int | None:
+def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> int | None:
     """Return the scan direction of the rows that a node reads, or None if the node must stay in the body."""
     directions = {rows[x].direction for x in node.inputs if x in rows}
     waits = any(
@@ -222,7 +222,7 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Rows
     return None if waits or bound or len(directions) != 1 else directions.pop()
 
 
-def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Rows]) -> None:
+def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> None:
     """Rewrite (v a) b, where a and b are rows, as v (a b), so that a b can be computed for all steps at once."""
     for b, x in itertools.permutations(node.inputs):
         product = None if x is None or x.is_graph_output() or len(x.uses()) != 1 else x.producer()
@@ -237,7 +237,7 @@ def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dic
             ):
                 factor = steps.inner.value_like(a)
                 both = op.Mul(rows[a].sequence, rows[b].sequence)
-                rows[factor] = Rows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
+                rows[factor] = _Rows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
                 node.replace_input_with(0, v)
                 node.replace_input_with(1, factor)
                 return
@@ -249,7 +249,7 @@ def _same_shape(*values: ir.Value | None) -> bool:
 
 
 def _vectorized(
-    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Rows]
+    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]
 ) -> Sequence[ir.Value] | None:
     """Emit a node for all steps along a new first axis, or return None if this is not supported."""
     shapes = [x.shape for x in (*node.inputs, *node.outputs) if x is not None]
@@ -259,7 +259,7 @@ def _vectorized(
     ranks = [0 if x is None or x.shape is None else len(x.shape) for x in node.inputs]
     inputs = [rows[x].sequence if x in rows else _outer_value(op, steps, x) for x in node.inputs]
     attributes: dict[str, Any] = dict(node.attributes)
-    if node.op_type in ELEMENTWISE:
+    if node.op_type in ELEMENTWISE_OPERATORS:
         n = len(shapes[-1] or ())
         if any(rank > n or (rank < n and one) for rank, one in zip(ranks, stacked, strict=True)):
             return None

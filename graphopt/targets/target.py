@@ -19,7 +19,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.targets.native.cache import keep, kept
 
 ROOM = "targets"  # of the cache
-PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
+_PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
 
 
@@ -72,7 +72,7 @@ def sources() -> list[Path]:
 @functools.cache
 def own_version() -> str:
     """Return a hash of what decides how targets of this package lower a graph: its code, and the packages it uses."""
-    versions = [f"{name} {metadata.version(name)}".encode() for name in PACKAGES]
+    versions = [f"{name} {metadata.version(name)}".encode() for name in _PACKAGES]
     contents = [path.read_bytes() for path in sources()]
     return hashlib.sha256(b"\0".join([*versions, *contents])).hexdigest()
 

@@ -28,10 +28,10 @@ from graphopt.testing.reference import evaluator
 if TYPE_CHECKING:
     from passes import GradientSource
 
-Arrays = dict[str, np.ndarray]
+NamedArrays = dict[str, np.ndarray]
 
 PRECISIONS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
-FLOATING = {dtype for dtype in ir.DataType if dtype.is_floating_point()}
+_FLOATING = {dtype for dtype in ir.DataType if dtype.is_floating_point()}
 
 # Finite differences compare all elements of inputs with up to WHOLE elements, and SAMPLE elements of larger ones.
 WHOLE, SAMPLE = 1000, 8
@@ -50,7 +50,7 @@ ROUGH_STEP, ROUGH_TOLERANCE = 1e-2, 1e-3
 
 DIFFERENCES = "finite differences"
 
-Oracle = Callable[[ir.Model, Arrays, Arrays], tuple[Arrays, Arrays]]
+Oracle = Callable[[ir.Model, NamedArrays, NamedArrays], tuple[NamedArrays, NamedArrays]]
 
 
 class NoOracle(GraphoptError):
@@ -74,7 +74,7 @@ class Proof:
         by_nature: whether they have to be 0: no operator on the path has a derivative, or an input or output is empty.
     """
 
-    gradients: Arrays
+    gradients: NamedArrays
     forward: str
     oracle: str
     compared: int
@@ -83,7 +83,7 @@ class Proof:
     by_nature: bool
 
 
-def check_gradient(source: Source, inputs: Mapping[str, np.ndarray], **options: Any) -> Arrays:
+def check_gradient(source: Source, inputs: Mapping[str, np.ndarray], **options: Any) -> NamedArrays:
     """Prove the gradients of a model, as `prove` does, and return them by the names of its inputs."""
     return prove(source, inputs, **options).gradients
 
@@ -142,7 +142,7 @@ def prove(
         tolerance = ORACLE_TOLERANCE[dtype]
     gradients, wrong, compared, total, steepest = {}, [], 0, 0, 0.0
     for name, x in point.items():
-        if name in fixed_inputs or not is_floating(x):
+        if name in fixed_inputs or not is_floating_array(x):
             continue
         gradient = gradients[name] = found.get(gradient_of(name), np.zeros_like(x))
         count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
@@ -166,7 +166,7 @@ def prove(
     return Proof(gradients, by, oracle_name, compared, total, steepest <= 0, flat)
 
 
-def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
+def forward_of(model: ir.Model, point: NamedArrays) -> tuple[Any, NamedArrays, str]:
     """Return an evaluator of a model, the outputs at a point, and the evaluator's name.
 
     The evaluator is ONNX Runtime if it has the kernels, otherwise the reference.
@@ -178,7 +178,7 @@ def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
     if found is not None:
         return found[0], found[1], "runtime"
     reference = evaluator(model)
-    outputs = run(model, point)
+    outputs = evaluate_reference(model, point)
     single = in_precision(model, ir.DataType.FLOAT)
     theirs = by_runtime(single, in_types(single, point))
     if theirs is None:
@@ -191,7 +191,7 @@ def forward_of(model: ir.Model, point: Arrays) -> tuple[Any, Arrays, str]:
 
 def _is_same(found: Any, expected: Any) -> bool:
     """Return whether two outputs agree within float32's rounding; integers are not compared."""
-    if not is_floating(expected):
+    if not is_floating_array(expected):
         return True
     return distance(finite(np.asarray(found)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
 
@@ -207,7 +207,7 @@ class _Copying:
         return self._session.ort.run(outputs, {name: feeds[name].copy() for name in self._taken})
 
 
-def by_runtime(model: ir.Model, feeds: Arrays) -> tuple[_Copying, Arrays] | None:
+def by_runtime(model: ir.Model, feeds: NamedArrays) -> tuple[_Copying, NamedArrays] | None:
     """Return a session of ONNX Runtime and a model's outputs; None without kernels, or if the model draws numbers."""
     if any(map(_draws, model.graph.all_nodes())):
         return None
@@ -229,17 +229,17 @@ def _draws(node: ir.Node) -> bool:
     return node.op_type in DRAWING or (training is not None and (known is None or bool(known.numpy())))
 
 
-def computed(model: ir.Model, feeds: Arrays) -> Arrays:
+def computed(model: ir.Model, feeds: NamedArrays) -> NamedArrays:
     """Run a model in ONNX Runtime, or in the reference evaluator if ONNX Runtime has no kernels for it."""
     if not model.graph.outputs:
         return {}
     found = by_runtime(model, feeds)
-    return run(model, feeds) if found is None else found[1]
+    return evaluate_reference(model, feeds) if found is None else found[1]
 
 
 def _asked(
-    oracle: Oracle | None, model: ir.Model, point: Arrays, seeds: Arrays, outputs: Arrays
-) -> tuple[Arrays | None, str]:
+    oracle: Oracle | None, model: ir.Model, point: NamedArrays, seeds: NamedArrays, outputs: NamedArrays
+) -> tuple[NamedArrays | None, str]:
     """Return an oracle's gradients and name; None and finite differences if it cannot compute them."""
     if oracle is not None:
         try:
@@ -252,7 +252,7 @@ def _asked(
     return None, DIFFERENCES
 
 
-def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
+def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> NamedArrays:
     """Cast arrays to the precisions of a model's inputs."""
     dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype in PRECISIONS}
     return {name: x.astype(dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
@@ -304,7 +304,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
         for x in [*graph.inputs, *graph.initializers.values()]:
             _retype(x, dtype, version)
         for y in graph.outputs if graph is not model.graph else []:
-            y.type = ir.TensorType(dtype) if y.dtype in FLOATING else y.type
+            y.type = ir.TensorType(dtype) if y.dtype in _FLOATING else y.type
     inferred = {y: y.shape for node in model.graph.all_nodes() for y in node.outputs if y not in results}
     for y in {*inferred, *model.graph.outputs}:
         y.type = y.shape = None
@@ -321,7 +321,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
             elif attribute.type == ir.AttributeType.TENSOR:
                 array = as_precision(attribute.as_tensor().numpy(), dtype)
                 node.attributes.add(ir.AttrTensor(name, ir.tensor(array)))
-            elif _is_precision(node, name) and attribute.as_int() in FLOATING:
+            elif _is_precision(node, name) and attribute.as_int() in _FLOATING:
                 node.attributes.add(ir.AttrInt64(name, dtype))
     infer(model)
     for y, shape in inferred.items():  # inference loses some ranks that rules set
@@ -331,7 +331,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
 
 def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
     """Change the floating-point type of an input or initializer if all its readers accept the new one."""
-    if x.dtype in FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
+    if x.dtype in _FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
         x.type = ir.TensorType(dtype)
         if x.const_value is not None:
             x.const_value = ir.tensor(x.const_value.numpy().astype(dtype.numpy()), name=x.name)
@@ -345,10 +345,10 @@ def _is_precision(node: ir.Node, name: str) -> bool:
 
 def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Cast floating-point numbers to a precision; return other arrays unchanged."""
-    return array.astype(dtype.numpy()) if is_floating(array) else array
+    return array.astype(dtype.numpy()) if is_floating_array(array) else array
 
 
-def is_floating(array: Any) -> bool:
+def is_floating_array(array: Any) -> bool:
     """Return whether `array` contains floating-point numbers of a type that NumPy has."""
     return isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating)
 
@@ -365,7 +365,7 @@ def chosen(x: np.ndarray, sample: int | None, outputs: Iterable[np.ndarray]) -> 
     """
     defined = np.isfinite(x)
     for y in outputs:
-        if is_floating(y) and y.shape == x.shape:
+        if is_floating_array(y) and y.shape == x.shape:
             defined = defined & np.isfinite(y)
     flat = np.flatnonzero(defined)
     if sample is not None and sample < flat.size:
@@ -373,10 +373,10 @@ def chosen(x: np.ndarray, sample: int | None, outputs: Iterable[np.ndarray]) -> 
     return np.unravel_index(flat, x.shape) if x.shape else ()
 
 
-def random_seeds(outputs: Mapping[str, np.ndarray]) -> Arrays:
+def random_seeds(outputs: Mapping[str, np.ndarray]) -> NamedArrays:
     """Return random weights `NAME.seed` for each floating-point output; 0 where the output is not finite."""
     random = np.random.default_rng(0)
-    floating = {name: y for name, y in outputs.items() if is_floating(y)}
+    floating = {name: y for name, y in outputs.items() if is_floating_array(y)}
     return {
         seed_of(name): np.asarray(random.uniform(0.5, 1.5, y.shape) * np.isfinite(y), y.dtype)
         for name, y in floating.items()
@@ -387,7 +387,7 @@ def differences(
     forward: Any,
     point: Mapping[str, np.ndarray],
     name: str,
-    seeds: Arrays,
+    seeds: NamedArrays,
     step: float,
     at: tuple[np.ndarray, ...],
 ) -> np.ndarray:
@@ -414,7 +414,7 @@ def distance(found: np.ndarray, expected: np.ndarray, least: float = 0.0) -> flo
     return float(np.max(np.abs(found.astype(np.float64) - expected), initial=0.0)) / scale
 
 
-def run(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> Arrays:
+def evaluate_reference(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> NamedArrays:
     """Run a model in the reference evaluator and return its outputs by name."""
     return dict(
         zip(map(values.name_of, model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True)

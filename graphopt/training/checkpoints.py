@@ -27,7 +27,7 @@ from graphopt.files import write
 from graphopt.intervals import check_intervals, within
 from graphopt.runtime.checkpoint import state_bytes
 
-STATE, CALLBACKS, PROGRESS, MANIFEST = (
+_STATE, _CALLBACKS, _PROGRESS, _MANIFEST = (
     "state.safetensors",
     "callbacks.safetensors",
     "progress.json",
@@ -256,13 +256,13 @@ class Checkpoints:
         ranked = sorted(values, key=lambda one: values[one], reverse=self._larger)[: self.keep_best]
         values = {one: values[one] for one in ranked}
         contents = {
-            STATE: state_bytes(state),
-            PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
+            _STATE: state_bytes(state),
+            _PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
         }
         if arrays:
-            contents[CALLBACKS] = state_bytes(arrays)
+            contents[_CALLBACKS] = state_bytes(arrays)
         sums = {one: hashlib.sha256(content).hexdigest() for one, content in contents.items()}
-        contents[MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
+        contents[_MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
         try:
             beside.mkdir(parents=True)
             for one, content in contents.items():
@@ -299,17 +299,17 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     try:
-        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        names = (STATE, PROGRESS, CALLBACKS) if CALLBACKS in sums else (STATE, PROGRESS)
+        sums = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        names = (_STATE, _PROGRESS, _CALLBACKS) if _CALLBACKS in sums else (_STATE, _PROGRESS)
         contents = {name: (folder / name).read_bytes() for name in names}
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != sums[name]:
                 raise GraphoptError(
                     f"{folder / name}: damaged: expected the checksum of the manifest, found another"
                 )
-        state = safetensors.numpy.load(contents[STATE])
-        arrays = safetensors.numpy.load(contents[CALLBACKS]) if CALLBACKS in contents else {}
-        return Checkpoint(folder, state, arrays, json.loads(contents[PROGRESS]))
+        state = safetensors.numpy.load(contents[_STATE])
+        arrays = safetensors.numpy.load(contents[_CALLBACKS]) if _CALLBACKS in contents else {}
+        return Checkpoint(folder, state, arrays, json.loads(contents[_PROGRESS]))
     except OSError as error:
         raise GraphoptError(f"{error.filename}: expected a checkpoint of fit: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -324,7 +324,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     """
     folder = Path(path)
     for one in (folder, folder / "checkpoints"):
-        if (one / MANIFEST).is_file():
+        if (one / _MANIFEST).is_file():
             return one
         if one.is_dir() and any(one.glob("step-*")):
             found = Checkpoints(one).newest()

@@ -14,26 +14,28 @@ import onnx_ir as ir
 
 from graphopt.compiler import DEFAULT, compile
 from graphopt.data import Batches, Dataset
+from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.fit import fit
 from graphopt.training.metrics import weighted_accuracy, weighted_r2
-from graphopt.training.structure import ROWS, TARGET, WEIGHT, Estimator, Structure
+from graphopt.training.structure import PREDICTED_ROWS, Estimator, Structure
 
-Arrays = np.ndarray | Mapping[str, np.ndarray]
+_Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
 
 # scikit-learn's schedules, and the classes of `passes` that implement them
 SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
 
-Self = TypeVar("Self", bound="Trainer")
+_Self = TypeVar("_Self", bound="Trainer")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -99,11 +101,11 @@ class Trainer(Estimator):
 
     def fit(
         self,
-        X: Arrays,
+        X: _Arrays,
         y: np.ndarray,
         sample_weight: np.ndarray | None = None,
         *,
-        X_val: Arrays | None = None,
+        X_val: _Arrays | None = None,
         y_val: np.ndarray | None = None,
         sample_weight_val: np.ndarray | None = None,
     ) -> Trainer:
@@ -126,11 +128,11 @@ class Trainer(Estimator):
         data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
         return self._fit(data, validation, self.max_iter, self.warm_start)
 
-    def partial_fit(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
+    def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
         return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
 
-    def predict(self, X: Arrays) -> np.ndarray:
+    def predict(self, X: _Arrays) -> np.ndarray:
         """Return predictions: class numbers for a classification, otherwise the model's output.
 
         After `fit`, each row has the shape of a row of the targets: for example one number, even if the model's
@@ -141,7 +143,7 @@ class Trainer(Estimator):
         row = predicted.shape[1:] if self._row is None else self._row
         return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
 
-    def predict_proba(self, X: Arrays) -> np.ndarray:
+    def predict_proba(self, X: _Arrays) -> np.ndarray:
         """Return the probabilities of the classes; for a binary classification, two columns for 0 and 1.
 
         Raises:
@@ -158,18 +160,18 @@ class Trainer(Estimator):
             return np.concatenate([1 - second, second], axis=1)
         return probabilities
 
-    def score(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
+    def score(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression the mean R2 over the columns, as scikit-learn's scores do."""
         predicted = self.predict(X)
         target = np.asarray(y).reshape(predicted.shape)
         score = weighted_r2 if self._task == "regression" else weighted_accuracy
         return score(predicted, target, sample_weight)
 
-    def losses(self, X: Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
+    def losses(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> np.ndarray:
         """Return the loss of each row, multiplied by its sample weight if given."""
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
-        inputs = {str(x.name): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
+        inputs = {name_of(x): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
         data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
         return np.concatenate([run(graph, batch)["loss"] for batch in _batches(data, inputs)])
 
@@ -208,7 +210,7 @@ class Trainer(Estimator):
                     params |= {f"{name}__{field.name}": getattr(value, field.name) for field in fields}
         return params
 
-    def set_params(self: Self, **params: Any) -> Self:
+    def set_params(self: _Self, **params: Any) -> _Self:
         """Set options by name, including those of passes such as `optimizer__learning_rate`; return the trainer.
 
         Raises:
@@ -240,12 +242,12 @@ class Trainer(Estimator):
         )
 
     def _fit(
-        self: Self,
+        self: _Self,
         data: Mapping[str, np.ndarray],
         validation: Mapping[str, np.ndarray] | None,
         epochs: int,
         warm: bool,
-    ) -> Self:
+    ) -> _Self:
         self._weighted = WEIGHT in data
         executor = self._running()
         state, hyperparameters = self._initial
@@ -319,9 +321,9 @@ class Trainer(Estimator):
     def _task(self) -> str:
         return str(self._loss(False).task)
 
-    def _output(self, X: Arrays) -> np.ndarray:
+    def _output(self, X: _Arrays) -> np.ndarray:
         """Return the model's output for the rows."""
-        inputs = {str(x.name): x for x in with_role(self._running().model, Role.DATA)}
+        inputs = {name_of(x): x for x in with_role(self._running().model, Role.DATA)}
         return self._predictions(_batches(_named(X), inputs))
 
 
@@ -330,7 +332,7 @@ def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
     return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
 
 
-def _named(X: Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:
+def _named(X: _Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
     return arrays | {name: np.asarray(array) for name, array in more.items() if array is not None}
@@ -341,5 +343,5 @@ def _batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield all rows in order, as `inputs` take them."""
     batches = Batches(Dataset(data, features=FEATURES), inputs)
-    for rows in Batches.split(range(len(batches)), batches.fixed_size or ROWS):
+    for rows in Batches.split(range(len(batches)), batches.fixed_size or PREDICTED_ROWS):
         yield batches.take(rows)

@@ -14,6 +14,7 @@ from graphopt.data import Batches
 from graphopt.data.batches import Rows
 from graphopt.data.streams import Stream
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.metrics import Wanted
@@ -57,7 +58,7 @@ def evaluate(
 def reported(step: ir.Model) -> list[str]:
     """Return the names of the outputs that go into a record: losses, metrics and diagnostics."""
     roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
-    return [str(value.name) for value in step.graph.outputs if role_of(value) in roles]
+    return [name_of(value) for value in step.graph.outputs if role_of(value) in roles]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Train on a data set: `fit`, which prepares a run for `Loop`."""
+"""Train on a data set: `fit`, which prepares a run for `TrainingLoop`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
 from graphopt.training.evaluation import HeldOut
-from graphopt.training.loop import Loop
+from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.options import Data, FitOptions, Path
+from graphopt.training.options import Data, FitOptions, PathLike
 from graphopt.training.progress import graph_digest, versions
 from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
 from graphopt.training.workers import from_first
@@ -39,8 +39,8 @@ def fit(
     allow_nan: bool = False,
     prefetch: int | None = None,
     callbacks: Sequence[Callback] = (),
-    checkpoint: Checkpoints | Path | None = None,
-    resume: bool | Path = False,
+    checkpoint: Checkpoints | PathLike | None = None,
+    resume: bool | PathLike = False,
 ) -> list[Record]:
     """Train on all batches of a data set, and return a record per epoch.
 
@@ -131,7 +131,7 @@ def fit(
     run = Run(executor, epochs, source.steps, source.count, validation_rows, step=executor.batches)
     if held_out is not None:
         run.evaluated = functools.partial(held_out.evaluated, executor)
-    loop = Loop(run, source, held_out, options, callbacks, checkpoints)
+    loop = TrainingLoop(run, source, held_out, options, callbacks, checkpoints)
     loop.load(from_first(workers, _resumed(resume, checkpoints) if workers.leads else None))
     loop.train()
     return run.records
@@ -187,7 +187,7 @@ def _facts(executor: Executor, source: RowEpochs, options: FitOptions) -> dict[s
     }
 
 
-def _resumed(resume: bool | Path, checkpoints: Checkpoints | None) -> Checkpoint | None:
+def _resumed(resume: bool | PathLike, checkpoints: Checkpoints | None) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None to start a run."""
     if not isinstance(resume, bool):
         return read(find(resume))

@@ -15,7 +15,7 @@ from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
 from graphopt.runtime.tensors import Tensor, rows_of
-from graphopt.training.callbacks.callback import Callback, Group, Record, Run
+from graphopt.training.callbacks.callback import Callback, CallbackGroup, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints
 from graphopt.training.evaluation import HeldOut, Mean
 from graphopt.training.options import FitOptions
@@ -26,7 +26,7 @@ from graphopt.training.workers import agree
 
 AHEAD = 2  # batches that are prefetched
 
-Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
+_Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
 
 
 class After(Enum):
@@ -37,7 +37,7 @@ class After(Enum):
     LEAVE = "the end of the run at once, because a signal has arrived"
 
 
-class Loop:
+class TrainingLoop:
     """Run the epochs of a training."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Loop:
         checkpoints: Checkpoints | None,
     ) -> None:
         self._run, self._source, self._held_out, self._options = run, source, held_out, options
-        self._callbacks, self._checkpoints = Group(callbacks, run), checkpoints
+        self._callbacks, self._checkpoints = CallbackGroup(callbacks, run), checkpoints
         self._tell = self._callbacks.tell
         self._signals = Signals()
         self._mean = Mean()
@@ -150,7 +150,7 @@ class Loop:
         self._position = self._source.end
         return After.GO_ON
 
-    def _reported(self, batches: Iterator[Batch]) -> Iterator[tuple[Drawn, Record]]:
+    def _reported(self, batches: Iterator[_Batch]) -> Iterator[tuple[Drawn, Record]]:
         """Yield each batch with what its step reports; end a call of several steps where a checkpoint is due."""
         run, executor, checkpoints = self._run, self._run.executor, self._checkpoints
         if self._callbacks.reads_state:
@@ -191,7 +191,7 @@ class Loop:
             return After.LEAVE
         return After.FINISH if self._run.control.should_stop else After.GO_ON
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[_Batch]:
         for drawn in self._source.draw(self._run.epoch, self._run.row):
             yield drawn, self._on_device(drawn)
 

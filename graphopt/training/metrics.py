@@ -28,7 +28,7 @@ TAKEN = ("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "s
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScoredBatch:
     """Hold what metrics see of a batch, without ignored elements.
 
     Args:
@@ -60,7 +60,7 @@ class Metric(ABC):
     tasks: ClassVar[Sequence[str]] = ("binary", "classification")
 
     @abstractmethod
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         """Accumulate a batch."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class OfMean(Metric):
         self._count = 0
         self._sum: Any = 0.0
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         terms = self.terms(batch)
         self._count += len(terms)
         self._sum = self._sum + terms.sum(axis=0)
@@ -92,7 +92,7 @@ class OfMean(Metric):
         return float(np.mean(self.of_mean(self._sum / self._count)))
 
     @abstractmethod
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         """Return the terms of a batch."""
 
     def of_mean(self, mean: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ class OfMean(Metric):
 class Accuracy(OfMean):
     """Compute the share of predictions that equal the target."""
 
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         return np.equal(batch.predicted, batch.target)
 
 
@@ -113,7 +113,7 @@ class OfCounts(Metric):
     def __init__(self) -> None:
         self._counts: dict[float, np.ndarray] = {}
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         right = batch.target[batch.predicted == batch.target]
         for place, labels in enumerate((right, batch.predicted, batch.target)):
             for label, count in zip(*np.unique(labels, return_counts=True), strict=True):
@@ -159,7 +159,7 @@ class OfClasses(OfCounts):
     def name(self, known_as: str) -> str:
         return known_as if self._average is None else f"{known_as}_{self._average}"
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         self._spec = batch.spec
         super().update(batch)
 
@@ -217,7 +217,7 @@ class ConfusionMatrix(Metric):
         self._counts: dict[tuple[float, float], int] = {}
         self._labels: Sequence[float] | None = None
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         spec = batch.spec
         self._labels = spec.labels or (None if spec.classes is None else range(spec.classes))
         pairs = np.stack([batch.target, batch.predicted], axis=1)
@@ -250,7 +250,7 @@ class TopK(OfMean):
     def name(self, known_as: str) -> str:
         return f"top_{self._k}_accuracy"
 
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
         later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
         higher = (batch.scores > own) | ((batch.scores == own) & later)
@@ -267,7 +267,7 @@ class RocAuc(Metric):
         self._scores: list[np.ndarray] = []
         self._targets: list[np.ndarray] = []
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         several = batch.spec.labels is None
         self._scores.append(np.exp(batch.log_probabilities()) if several else batch.scores[:, None])
         positive = np.arange(batch.scores.shape[1]) if batch.spec.labels is None else [batch.spec.labels[1]]
@@ -298,7 +298,7 @@ class Perplexity(OfMean):
 
     tasks = ("classification",)
 
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         log_p = batch.log_probabilities()
         if batch.expected is None:
             return -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
@@ -308,25 +308,25 @@ class Perplexity(OfMean):
         return np.exp(mean)
 
 
-class MeanAbsoluteError(OfMean):
+class MAE(OfMean):
     """Compute the mean of |p - t|."""
 
     tasks = ("regression",)
 
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
-class MeanSquaredError(OfMean):
+class MSE(OfMean):
     """Compute the mean of (p - t)^2."""
 
     tasks = ("regression",)
 
-    def terms(self, batch: Batch) -> np.ndarray:
+    def terms(self, batch: ScoredBatch) -> np.ndarray:
         return np.square(_columns(batch.predicted) - _columns(batch.target))
 
 
-class RootMeanSquaredError(MeanSquaredError):
+class RootMeanSquaredError(MSE):
     """Compute the root of each column's mean of (p - t)^2."""
 
     def of_mean(self, mean: np.ndarray) -> np.ndarray:
@@ -346,7 +346,7 @@ def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
     return float(np.mean(columns))
 
 
-class R2(MeanSquaredError):
+class R2(MSE):
     """Compute the coefficient of determination, as the mean over columns."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class R2(MeanSquaredError):
         self._linear: Any = 0.0
         self._square: Any = 0.0
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         super().update(batch)
         target = _columns(batch.target)
         if self._shift is None:  # close to the mean, so that the difference of sums in `result` is accurate
@@ -380,7 +380,7 @@ class Own(Metric):
         self._function = function
         self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         self._parts.append((batch.target, batch.predicted))
 
     def result(self) -> float:
@@ -392,8 +392,8 @@ METRICS: dict[str, type[Metric]] = {
     "balanced_accuracy": BalancedAccuracy,
     "confusion_matrix": ConfusionMatrix,
     "f1": F1,
-    "mae": MeanAbsoluteError,
-    "mse": MeanSquaredError,
+    "mae": MAE,
+    "mse": MSE,
     "perplexity": Perplexity,
     "precision": Precision,
     "r2": R2,
@@ -462,19 +462,19 @@ class Metrics:
             return np.where(prediction > self._spec.threshold, high, low)
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
-    def batch(self, prediction: np.ndarray, target: np.ndarray) -> Batch:
+    def batch(self, prediction: np.ndarray, target: np.ndarray) -> ScoredBatch:
         """Return what metrics see of an output and its target."""
         spec, predicted = self._spec, self.predicted(prediction)
         if spec.axis is None:
             if spec.labels is None:
-                return Batch(target, predicted.reshape(target.shape), predicted, spec)
+                return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec)
             low, high = spec.labels
             expected = np.where(target > (low + high) / 2, high, low)
-            return Batch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+            return ScoredBatch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
         kept = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
-        return Batch(
+        return ScoredBatch(
             expected[kept],
             predicted.reshape(-1)[kept],
             _by_class(prediction, spec.axis)[kept],

@@ -18,7 +18,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.metrics import Wanted
 
 Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class FitOptions:
     metrics: Sequence[Wanted] | None
     allow_nan: bool
     prefetch: int | None = within("[0, inf)", None, whole=True)
-    checkpoint: Checkpoints | Path | None
-    resume: bool | Path
+    checkpoint: Checkpoints | PathLike | None
+    resume: bool | PathLike
 
     def __post_init__(self) -> None:
         check_intervals(self, owner="fit")

@@ -11,6 +11,7 @@ from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, set_role
+from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -38,7 +39,7 @@ def predict(
     loaded = load(model)
     data = as_dataset(data)
     weights = loaded.graph.initializers
-    inputs = {str(x.name): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
+    inputs = {name_of(x): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
     if not data.inputs():
         raise GraphoptError(f"data: expected arrays {', '.join(inputs)}, found targets alone")
     batches = Batches(Dataset(data.inputs(), features=data.features), inputs, allow_nan=allow_nan)

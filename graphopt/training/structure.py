@@ -13,13 +13,13 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.compiler import compile
+from graphopt.data.dataset import TARGET
 from graphopt.graph.loading import Source
 from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import reported
 from graphopt.training.metrics import Metrics, metrics
 
-TARGET, WEIGHT = "target", "sample_weight"
-ROWS = 1024  # how many are predicted at a time
+PREDICTED_ROWS = 1024  # how many are predicted at a time
 _SHARED = 2**22  # bytes of a model up to which its training graph is kept for other estimators
 
 

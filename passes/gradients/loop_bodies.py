@@ -12,12 +12,12 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import dims_of, is_floating, like
 
-Step = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
+LoopStep = Callable[[Emitter, list[Value], list[Value]], tuple[list[Value], list[Value]]]
 Sequences = list[tuple[Value, Value, int, int]]  # a sliced scan input: body input, sequence, axis, direction
 
 
 def scan_over(
-    op: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool = False
+    op: Emitter, step: LoopStep, states: Sequence[Value], sequences: Sequence[Value], reverse: bool = False
 ) -> list[Value]:
     """Emit a Scan that runs a traced `step(op, states, slices)`, which returns the next states and the outputs.
 
@@ -76,7 +76,7 @@ def emit(
     return outputs
 
 
-def saved(
+def stacked_output(
     node: Node, body: Graph, x: Value, length: int | ir.SymbolicDim | None, direction: int | None = None
 ) -> Value:
     """Return an output of a loop that stacks a value of its body over all steps, and add it if it is missing.
@@ -102,7 +102,7 @@ def saved(
     return stack
 
 
-def copy(graph: Graph) -> Graph:
+def copied_body(graph: Graph) -> Graph:
     """Return a copy of a body that captures the same outer values."""
     for y in graph.outputs:
         producer = y.producer()
@@ -114,7 +114,7 @@ def copy(graph: Graph) -> Graph:
     return graph.clone(allow_outer_scope_values=True)
 
 
-def floating(values: Iterable[Value]) -> list[Value]:
+def with_gradients(values: Iterable[Value]) -> list[Value]:
     """Return the values that have gradients."""
     return [x for x in values if is_floating(x)]
 

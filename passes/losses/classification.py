@@ -17,7 +17,7 @@ from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.losses.loss import Loss, epsilon, positive
 
-MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
+_MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class CrossEntropy(Loss):
 
     def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         classes = _classes(prediction, self.axis)
-        if classes is None or classes > MANY:
+        if classes is None or classes > _MANY:
             size = op.Squeeze(op.Gather(op.shape_of(prediction), [self.axis]))
             numbers = op.Reshape(op.Range(0, size, 1), self._along_axis(prediction))
         else:

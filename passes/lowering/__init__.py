@@ -25,7 +25,7 @@ def is_lowered(node: ir.Node) -> bool:
     return (node.domain, node.op_type) in LOWERINGS and (node.domain, node.op_type) not in RULES
 
 
-def lower(model: ir.Model) -> None:
+def lower_operators(model: ir.Model) -> None:
     """Replace every operator that has a lowering by standard operators, including in bodies."""
     with Emitter(model) as op:
         _lower(op, model.graph)

@@ -13,14 +13,15 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import rank
-from passes.lowering.contrib import DOMAIN, plus
+from passes.lowering.contrib import plus
 from passes.lowering.registry import freeze, lowers, off
 
 MASKED = -10000.0
 
 
-@lowers("Attention", domain=DOMAIN)
+@lowers("Attention", domain=MICROSOFT)
 def attention(
     op: Emitter,
     x: Value,
@@ -53,7 +54,7 @@ def attention(
     return _merge_heads(op, y, sizes[2]), present
 
 
-@lowers("MultiHeadAttention", domain=DOMAIN)
+@lowers("MultiHeadAttention", domain=MICROSOFT)
 def multi_head_attention(
     op: Emitter,
     query: Value,
@@ -177,7 +178,7 @@ def _size(x: Value, axis: int) -> int:
     return size
 
 
-@lowers("RotaryEmbedding", domain=DOMAIN)
+@lowers("RotaryEmbedding", domain=MICROSOFT)
 def rotary_embedding(
     op: Emitter,
     x: Value,

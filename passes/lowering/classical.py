@@ -17,11 +17,11 @@ from onnxscript.rewriter.pattern import RewriteRule
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.values import dtype_of, is_floating, name_of, number_of, rank
+from graphopt.graph.values import constant_number, dtype_of, is_floating, name_of, rank
 from passes.gradients.registry import no_gradient
 from passes.lowering.registry import freeze, frozen, lowers, weight
 
-DOMAIN = "ai.onnx.ml"
+_DOMAIN = "ai.onnx.ml"
 
 SCALING = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Where"}
 TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
@@ -32,12 +32,12 @@ _STATISTICS = re.compile(
     r"(transform_matrix|mean|explained_variance|quantiles(_neg_rev)?|references(_neg_rev)?|zero_tensor)\d*"
 )
 
-no_gradient(*TREES, domain=DOMAIN)
+no_gradient(*TREES, domain=_DOMAIN)
 
 
 def is_tree(node: ir.Node) -> bool:
     """Return whether a node is an ensemble of trees. It is piecewise constant, so that it stays and stops gradients."""
-    return node.domain == DOMAIN and node.op_type in TREES
+    return node.domain == _DOMAIN and node.op_type in TREES
 
 
 def type_tree(node: ir.Node) -> None:
@@ -49,7 +49,7 @@ def type_tree(node: ir.Node) -> None:
 
 def is_classical(model: ir.Model) -> bool:
     """Return whether a model comes from a library of classical machine learning."""
-    return model.producer_name == "skl2onnx" or any(n.domain == DOMAIN for n in model.graph.all_nodes())
+    return model.producer_name == "skl2onnx" or any(n.domain == _DOMAIN for n in model.graph.all_nodes())
 
 
 def freeze_scaling(model: ir.Model) -> None:
@@ -93,18 +93,18 @@ def _after(node: ir.Node) -> set[ir.Node]:
     return found
 
 
-@lowers("SVMClassifier", "SVMRegressor", domain=DOMAIN)
+@lowers("SVMClassifier", "SVMRegressor", domain=_DOMAIN)
 def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
     raise GraphoptError(
         "a kernel machine stores all its support vectors as attributes: train a linear model or a network instead"
     )
 
 
-def array(numbers: Sequence[float]) -> np.ndarray:
+def _array(numbers: Sequence[float]) -> np.ndarray:
     return np.array(numbers, np.float32)
 
 
-@lowers("LinearRegressor", domain=DOMAIN)
+@lowers("LinearRegressor", domain=_DOMAIN)
 def linear_regressor(
     op: Emitter,
     x: Value,
@@ -120,11 +120,11 @@ def linear_regressor(
             f"its attribute post_transform={post_transform!r} of one target, which runtimes ignore, is not covered: "
             f"expected NONE"
         )
-    scores = _scores(op, x, node, array(coefficients).reshape(targets, -1), array(intercepts))
+    scores = _scores(op, x, node, _array(coefficients).reshape(targets, -1), _array(intercepts))
     return _transformed(op, scores, post_transform)
 
 
-@lowers("LinearClassifier", domain=DOMAIN)
+@lowers("LinearClassifier", domain=_DOMAIN)
 def linear_classifier(
     op: Emitter,
     x: Value,
@@ -146,7 +146,7 @@ def linear_classifier(
     names = ir.tensor(list(classlabels_ints) or list(classlabels_strings))
     labels, classes = op.initializer(names, f"{node.name}.labels"), names.size
     rows = len(intercepts) or classes
-    w, b = array(coefficients).reshape(rows, -1), array(intercepts)
+    w, b = _array(coefficients).reshape(rows, -1), _array(intercepts)
     if rows == 1 and classes != 2:
         raise GraphoptError(
             f"one row of coefficients and {classes} labels are not covered: expected 2 labels"
@@ -194,19 +194,19 @@ def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
     return scores
 
 
-@lowers("Scaler", domain=DOMAIN)
+@lowers("Scaler", domain=_DOMAIN)
 def scaler(
     op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node
 ) -> Value:
     y = op.cast(x, ir.DataType.FLOAT)
     if offset:
-        y = y - frozen(op, node, "offset", array(offset))
+        y = y - frozen(op, node, "offset", _array(offset))
     if scale:
-        y = y * frozen(op, node, "scale", array(scale))
+        y = y * frozen(op, node, "scale", _array(scale))
     return y
 
 
-@lowers("Imputer", domain=DOMAIN)
+@lowers("Imputer", domain=_DOMAIN)
 def imputer(
     op: Emitter,
     x: Value,
@@ -224,7 +224,7 @@ def imputer(
     return op.Where(is_missing, frozen(op, node, "values", values), x)
 
 
-@lowers("Normalizer", domain=DOMAIN)
+@lowers("Normalizer", domain=_DOMAIN)
 def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
     """Divide rows by their maximum, sum of magnitudes or Euclidean norm, and keep rows where it is 0."""
     made_by = x.producer()
@@ -238,20 +238,20 @@ def normalizer(op: Emitter, x: Value, *, norm: str = "MAX") -> Value:
     return x / op.Where(op.Equal(size, 0.0), op.CastLike(1.0, size), size)
 
 
-@lowers("ArrayFeatureExtractor", domain=DOMAIN)
+@lowers("ArrayFeatureExtractor", domain=_DOMAIN)
 def array_feature_extractor(op: Emitter, x: Value, indices: Value) -> Value:
     """Select the columns of `x` that `indices` names. A vector counts as one row."""
     columns = op.Gather(x, op.Reshape(indices, [-1]), axis=-1)
     return op.Unsqueeze(columns, [0]) if rank(x) == 1 else columns
 
 
-@lowers("Binarizer", domain=DOMAIN)
+@lowers("Binarizer", domain=_DOMAIN)
 def binarizer(op: Emitter, x: Value, *, threshold: float = 0.0) -> Value:
     return op.CastLike(op.Greater(x, op.constant(threshold, like=x)), x)
 
 
 def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
-    return x.dtype == ir.DataType.FLOAT and (number_of(minus), number_of(one)) == (-1, 1)
+    return x.dtype == ir.DataType.FLOAT and (constant_number(minus), constant_number(one)) == (-1, 1)
 
 
 # scikit-learn's converter writes 1 / (1 + exp(-x)), whose gradient is NaN if exp(-x) overflows. A Sigmoid does not suit

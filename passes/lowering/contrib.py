@@ -13,11 +13,10 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.schemas import schema_of
 from graphopt.graph.values import rank
 from passes.lowering.registry import Lowering, lowers
-
-DOMAIN = "com.microsoft"
 
 
 def plus(x: Value, bias: Input) -> Value:
@@ -25,7 +24,7 @@ def plus(x: Value, bias: Input) -> Value:
     return x if bias is None else x + bias
 
 
-@lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=DOMAIN)
+@lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=MICROSOFT)
 def as_in_onnx(
     op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: Any
 ) -> Value:
@@ -40,7 +39,7 @@ _GELUS: dict[str, Lowering] = {
     "QuickGelu": lambda op, x, *, alpha=1.702: x * op.Sigmoid(alpha * x),
 }
 for _op_type, _function in _GELUS.items():
-    lowers(_op_type, domain=DOMAIN)(_function)
+    lowers(_op_type, domain=MICROSOFT)(_function)
 
 
 def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | None]) -> Value:
@@ -59,7 +58,7 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
     return result
 
 
-@lowers("FusedGemm", domain=DOMAIN)
+@lowers("FusedGemm", domain=MICROSOFT)
 def fused_gemm(
     op: Emitter,
     a: Value,
@@ -76,7 +75,7 @@ def fused_gemm(
     return activate(op, y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
-@lowers("FusedConv", domain=DOMAIN)
+@lowers("FusedConv", domain=MICROSOFT)
 def fused_conv(
     op: Emitter,
     x: Value,
@@ -92,7 +91,7 @@ def fused_conv(
     return activate(op, plus(y, z), activation, activation_params)
 
 
-@lowers("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
+@lowers("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
 def fused_mat_mul(
     op: Emitter,
     a: Value,
@@ -120,7 +119,7 @@ def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
     return x if axes == sorted(axes) else op.Transpose(x, perm=axes)
 
 
-@lowers("SimplifiedLayerNormalization", domain=DOMAIN)
+@lowers("SimplifiedLayerNormalization", domain=MICROSOFT)
 def simplified_layer_normalization(
     op: Emitter, x: Value, scale: Value, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Value:
@@ -138,7 +137,7 @@ def root_mean_square(
     return scale * (op.Cast(z, to=scale.dtype) if half else z)
 
 
-@lowers("SkipLayerNormalization", domain=DOMAIN)
+@lowers("SkipLayerNormalization", domain=MICROSOFT)
 def skip_layer_normalization(
     op: Emitter,
     x: Value,
@@ -153,7 +152,7 @@ def skip_layer_normalization(
     return op.LayerNormalization(total, scale, shift, epsilon=epsilon), None, None, total
 
 
-@lowers("SkipSimplifiedLayerNormalization", domain=DOMAIN)
+@lowers("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def skip_simplified_layer_normalization(
     op: Emitter, x: Value, skip: Value, scale: Value, bias: Input = None, *, epsilon: float = 1e-12
 ) -> Sequence[Value | None]:
@@ -161,7 +160,7 @@ def skip_simplified_layer_normalization(
     return root_mean_square(op, total, scale, -1, epsilon, ir.DataType.FLOAT), None, None, total
 
 
-@lowers("EmbedLayerNormalization", domain=DOMAIN)
+@lowers("EmbedLayerNormalization", domain=MICROSOFT)
 def embed_layer_normalization(
     op: Emitter,
     ids: Value,
@@ -189,14 +188,14 @@ def embed_layer_normalization(
     return op.LayerNormalization(total, scale, shift, epsilon=epsilon), count, total
 
 
-@lowers("BiasSoftmax", domain=DOMAIN)
+@lowers("BiasSoftmax", domain=MICROSOFT)
 def bias_softmax(op: Emitter, x: Value, bias: Value, *, axis: int = 1, is_inner_broadcast: int = 0) -> Value:
     if axis % rank(x) != rank(x) - 1:
         raise GraphoptError(f"its attribute axis={axis} is not covered: expected the last axis")
     return op.Softmax(x + bias, axis=-1)
 
 
-@lowers("BiasDropout", domain=DOMAIN)
+@lowers("BiasDropout", domain=MICROSOFT)
 def bias_dropout(
     op: Emitter,
     x: Value,

@@ -8,12 +8,13 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import constant_of
-from passes.lowering.contrib import DOMAIN, plus
+from passes.lowering.contrib import plus
 from passes.lowering.registry import freeze, lowers, off
 
 
-@lowers("MatMulNBits", domain=DOMAIN)
+@lowers("MatMulNBits", domain=MICROSOFT)
 def mat_mul_n_bits(
     op: Emitter,
     a: Value,

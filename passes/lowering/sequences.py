@@ -10,15 +10,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.folding import MANY
+from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like, number_of, swap
+from graphopt.graph.values import constant_number, constant_of, like, swap
 
 __all__ = ["lower_sequences"]
 
-Size = int | ir.SymbolicDim
+_Size = int | ir.SymbolicDim
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def lower_sequences(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], sizes: Container[Size]) -> None:
+def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], sizes: Container[_Size]) -> None:
     """Lower the nodes of a graph in order; `sizes` are the dimensions that are equal in all turns of a loop."""
     graph.sort()
     for node in list(graph):
@@ -115,7 +115,7 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
     given = node.inputs[index] if index < len(node.inputs) else None
     if given is None:
         return places - 1
-    place = number_of(given)
+    place = constant_number(given)
     return int(place) % places if place is not None and -places <= place < places else None
 
 
@@ -129,7 +129,7 @@ def _split(op: Emitter, node: ir.Node) -> Content | None:
     split = node.inputs[1] if len(node.inputs) > 1 else None
     if split is None:
         alone = not node.attributes.get_int("keepdims", 1)
-        if not isinstance(size, int) or size > MANY:
+        if not isinstance(size, int) or size > MOST_SPLIT_OUTPUTS:
             rows = op.Transpose(x, perm=[axis, *(i for i in range(len(x.shape)) if i != axis)])
             return Stack(rows if alone else op.Unsqueeze(rows, [axis + 1]))
         parts = _parts(op, x, [1] * size, axis)
@@ -138,9 +138,9 @@ def _split(op: Emitter, node: ir.Node) -> Content | None:
     if sizes is None:
         return None
     if sizes.ndim:
-        return _parts(op, x, sizes.tolist(), axis) if sizes.size <= MANY else None
+        return _parts(op, x, sizes.tolist(), axis) if sizes.size <= MOST_SPLIT_OUTPUTS else None
     part = int(sizes.item())
-    if not isinstance(size, int) or size > MANY * part:
+    if not isinstance(size, int) or size > MOST_SPLIT_OUTPUTS * part:
         return None
     return _parts(op, x, [min(part, size - start) for start in range(0, size, part)], axis)
 
@@ -225,7 +225,7 @@ def _pass_through(node: ir.Node, contents: dict[ir.Value, Content]) -> None:
             body.outputs[i + 1] = before
 
 
-def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: Container[Size]) -> None:
+def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: Container[_Size]) -> None:
     """Return sequences that a Loop's turns append to as scan outputs, and drop sequences that it leaves unchanged."""
     body = node.attributes["body"].as_graph()
     remove_unused_nodes(body)
@@ -291,7 +291,7 @@ def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
     return rows[::-1]
 
 
-def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Container[Size]) -> bool:
+def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Container[_Size]) -> bool:
     """Return whether tensors have one shape that is the same in each turn, as scan outputs require.
 
     Tensors that ConcatFromSequence reads may differ along its axis.

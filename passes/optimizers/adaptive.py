@@ -10,7 +10,7 @@ from onnx_ir import Value
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dtype_of
 from graphopt.intervals import within
-from passes.optimizers.emission import Values
+from passes.optimizers.emission import ValueTuple
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -39,7 +39,7 @@ class Adam(Optimizer):
         moment = "exp_avg" if self.fused else "exp_sum"
         return {moment: 0.0, f"{moment}_sq": 0.0}
 
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         m, v = slots
         m = self.beta1 * m + g
         v = self.beta2 * v + g * g
@@ -90,7 +90,7 @@ class Adagrad(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"sum": self.initial_accumulator}
 
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         s = slots[0] + g * g
         return w - rate * g / (op.Sqrt(s) + self.epsilon), s
 
@@ -120,7 +120,7 @@ class RMSprop(Optimizer):
         names = ["square_avg", *(["grad_avg"] * self.centered), *(["momentum"] if self.momentum else [])]
         return dict.fromkeys(names, 0.0)
 
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         new = {name: slot for name, slot in zip(self.slots(), slots, strict=True)}
         v = new["square_avg"] = self.alpha * new["square_avg"] + (1 - self.alpha) * (g * g)
         if self.centered:
@@ -155,7 +155,7 @@ class Lion(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"exp_avg": 0.0}
 
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         (m,) = slots
         direction = op.Sign(self.beta1 * m + (1 - self.beta1) * g)
         return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g

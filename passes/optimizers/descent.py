@@ -10,7 +10,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
-from passes.optimizers.emission import Values
+from passes.optimizers.emission import ValueTuple
 from passes.optimizers.optimizer import Optimizer
 
 
@@ -54,7 +54,7 @@ class SGD(Optimizer):
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
         return None if self.momentum else ("SGDOptimizerV2", {})
 
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         if not slots:
             return (w - rate * g,)
         fresh = g

@@ -14,8 +14,8 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import wide_type
 from passes import ort_kernels
 
-Values = tuple[Value, ...]
-Formula = Callable[..., Values]
+ValueTuple = tuple[Value, ...]
+Formula = Callable[..., ValueTuple]
 
 
 class Row(NamedTuple):
@@ -23,10 +23,10 @@ class Row(NamedTuple):
 
     parameter: Value
     gradient: Value
-    slots: Values
+    slots: ValueTuple
 
     @property
-    def state(self) -> Values:
+    def state(self) -> ValueTuple:
         return self.parameter, *self.slots
 
 
@@ -60,7 +60,7 @@ class Emission:
         for row, new in zip(rows, zip(*results, strict=True), strict=True):
             self._set_next(row, new)
 
-    def _apply(self, formula: Formula, w: Value, g: Value, *slots: Value) -> Values:
+    def _apply(self, formula: Formula, w: Value, g: Value, *slots: Value) -> ValueTuple:
         w, g, rate, step = self._wide(w, g, self.rate, self.step)
         if self.decay and self.decoupled:
             w = w * (1 - rate * self.decay)

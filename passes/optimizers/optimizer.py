@@ -23,7 +23,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of, wide_type
 from graphopt.intervals import check_intervals, within
-from passes.optimizers.emission import Emission, Row, Values
+from passes.optimizers.emission import Emission, Row, ValueTuple
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Optimizer(Pass):
         return {}
 
     @abstractmethod
-    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> Values:
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1."""
 
     def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
@@ -133,7 +133,7 @@ class Optimizer(Pass):
             return
         emission.each(self.update, rows)
 
-    def _declare_slots(self, model: ir.Model, w: Value) -> Values:
+    def _declare_slots(self, model: ir.Model, w: Value) -> ValueTuple:
         assert w.shape is not None
         dims, dtype = w.shape.numpy(), wide_type(w).numpy()
         return tuple(

@@ -15,7 +15,7 @@ from graphopt.graph.values import like, name_of, swap
 from passes.gradients import GradientSource
 from passes.gradients.walk import between
 from passes.ort_gradient.builder import Builder, seeded
-from passes.ort_gradient.limits import prepare, wrong
+from passes.ort_gradient.limits import fit_to_builder, wrong
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OrtGradient(GradientSource):
             return {}
         seeds = {y: seed for y, seed in seeds.items() if y.producer() in path}
         for node in path:
-            prepare(op, node)
+            fit_to_builder(op, node)
         model.graph.sort()
         active = frozenset(wrt).union(*(node.outputs for node in path))
         if any(wrong(node, active) for node in path):

@@ -21,7 +21,7 @@ from graphopt.graph.values import name_of
 from passes.gradients.walk import inputs_of, reaches
 from passes.ort_gradient.limits import wrong
 
-SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
+_SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
 UNREGISTERED = "has not been registered"
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
@@ -54,7 +54,7 @@ class Builder:
         read = dict.fromkeys(x for node in nodes for x in inputs_of(node))
         needed = [x for x in read if x is not None and x not in made]
         constants = {x: ir.convenience.get_const_tensor(x) for x in needed}
-        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > SMALL]
+        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > _SMALL]
         graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():

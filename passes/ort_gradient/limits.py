@@ -11,7 +11,7 @@ from graphopt.graph.values import constant_of
 from passes.gradients.walk import further_output
 
 
-def prepare(op: Emitter, node: ir.Node) -> None:
+def fit_to_builder(op: Emitter, node: ir.Node) -> None:
     """Convert a node to the form that the builder supports: with the outputs that it reads, and one number type."""
     if node.domain != "":
         return

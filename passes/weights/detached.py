@@ -34,7 +34,7 @@ _APART = 'File "<eval_with_key>'  # the first line of the trace of code that the
 
 DETACHING = {"detach", "detach_"}
 
-Edge = tuple[ir.Node, int, ir.Value]
+_Edge = tuple[ir.Node, int, ir.Value]
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class _Names:
         names = ([*re.findall(r"'([^']*)'", note_of(y, FOLDED_FROM) or ""), name_of(y)] for y in weights)
         return any(not self.parameters.isdisjoint(sources) for sources in names)
 
-    def calls(self) -> Iterator[tuple[Call, list[Edge]]]:
+    def calls(self) -> Iterator[tuple[Call, list[_Edge]]]:
         """Yield each call with the edges by which its nodes read values of other calls."""
         groups: dict[tuple[int, str], list[ir.Node]] = defaultdict(list)
         for node in self.model.graph.all_nodes():
@@ -205,7 +205,7 @@ class _Names:
                 read = [(node, i, x) for node in nodes for i, x in enumerate(node.inputs) if x is not None]
                 yield call, [edge for edge in read if edge[2] not in own and not self._is_literal(edge[2])]
 
-    def detached(self, call: Call, edges: Sequence[Edge], merged: dict[str, ir.Value]) -> list[Edge]:
+    def detached(self, call: Call, edges: Sequence[_Edge], merged: dict[str, ir.Value]) -> list[_Edge]:
         """Return the edges of a call that read a detached value, and collect values merged with others."""
         pairs = self._in_order(call, edges) or self._by_name(call, edges)
         for name, (_, _, x) in pairs:
@@ -226,7 +226,7 @@ class _Names:
         is_stop = node is not None and STOP_GRADIENT.is_set(node)
         return bool(_DETACH.fullmatch(name)) and not is_stop and (call is None or call.name != name)
 
-    def _in_order(self, call: Call, edges: Sequence[Edge]) -> list[tuple[str, Edge]]:
+    def _in_order(self, call: Call, edges: Sequence[_Edge]) -> list[tuple[str, _Edge]]:
         """Pair the arguments of a call with its edges in order, if all names agree that are known."""
         pairs = list(zip(call.arguments, edges, strict=False))
         if len(call.arguments) != len(edges):
@@ -234,7 +234,7 @@ class _Names:
         agree = all(name == self.of(edge[2]) or name not in self.present for name, edge in pairs)
         return pairs if agree else []
 
-    def _by_name(self, call: Call, edges: Sequence[Edge]) -> list[tuple[str, Edge]]:
+    def _by_name(self, call: Call, edges: Sequence[_Edge]) -> list[tuple[str, _Edge]]:
         """Pair edges with unknown arguments: those that no known argument explains."""
         unknown = list(dict.fromkeys(name for name in call.arguments if name not in self.present))
         left = [edge for edge in edges if self.of(edge[2]) not in call.arguments]

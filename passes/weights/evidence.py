@@ -18,7 +18,7 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
-from passes.weights.initializers import array, fill, is_weight
+from passes.weights.initializers import array, fill_value, is_weight
 
 _BROADCASTING = ARITHMETIC | {"Where"}
 _LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
@@ -52,15 +52,15 @@ def constant_use(node: ir.Node, index: int) -> str | None:
     assert x is not None
     if node.domain != "":
         return None
-    if node.op_type in SCATTERING and index == 0 and fill(x) is not None:
+    if node.op_type in SCATTERING and index == 0 and fill_value(x) is not None:
         return "the initial value of a scatter"
     if node.op_type == "Clip" and index > 0:
         return "a bound of Clip"
-    if index in INITIAL_STATES.get(node.op_type, ()) and fill(x) == 0:
+    if index in INITIAL_STATES.get(node.op_type, ()) and fill_value(x) == 0:
         return "the zero initial state of a recurrence"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
         scale, bias = node.inputs[1], node.inputs[2]
-        if fill(scale) == 1 and fill(bias) == 0:
+        if fill_value(scale) == 1 and fill_value(bias) == 0:
             return "the unit scale and zero bias of a normalization"
     return None
 
@@ -150,7 +150,7 @@ def is_sparse(numbers: np.ndarray) -> bool:
     return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2
 
 
-def repeats(numbers: np.ndarray) -> bool:
+def is_table(numbers: np.ndarray) -> bool:
     """Return whether a few numbers, but not one alone, make up a table, as sizes of boxes do."""
     return numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
 

@@ -21,7 +21,14 @@ from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from graphopt.graph.values import name_of
 from passes.weights import folds, gathers, initializers, ties
 from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE, call_of
-from passes.weights.initializers import array, duplicate, fill, floating, is_weight, register
+from passes.weights.initializers import (
+    array,
+    duplicate,
+    fill_value,
+    floating_initializers,
+    is_weight,
+    register,
+)
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
@@ -60,7 +67,7 @@ class Spec:
     target: str
 
 
-Signature = Mapping[str, Spec]
+_Signature = Mapping[str, Spec]
 _Use = tuple[ir.Value, ir.Node, int]
 
 
@@ -70,7 +77,7 @@ def signature(model: ir.Model) -> dict[str, Spec]:
     found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
     specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
     targets = {spec.target for spec in specs.values()}
-    for value in floating(model):
+    for value in floating_initializers(model):
         kind = note_of(value, _KIND)
         if kind in _KINDS and value.name not in targets:
             placeholder = note_of(value, _PLACEHOLDER) or name_of(value)
@@ -87,13 +94,13 @@ def is_stripped(model: ir.Model) -> bool:
     )
 
 
-def restore_records(model: ir.Model, specs: Signature) -> None:
+def restore_records(model: ir.Model, specs: _Signature) -> None:
     """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
-    if any(note_of(value, FOLDED_FROM) for value in floating(model)):
+    if any(note_of(value, FOLDED_FROM) for value in floating_initializers(model)):
         return
     parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
     targets = {spec.target for spec in specs.values()}
-    folded = [x for x in floating(model) if name_of(x) not in targets and fill(x) is None]
+    folded = [x for x in floating_initializers(model) if name_of(x) not in targets and fill_value(x) is None]
     sources: dict[ir.Value, set[str]] = {}
     for x in folded:
         calls = [note_of(user, EXPORTED_CALL) or "" for user in x.consumers()]
@@ -107,7 +114,7 @@ def restore_records(model: ir.Model, specs: Signature) -> None:
             note(x, FOLDED_FROM, repr(names))
 
 
-def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
+def program_origins(model: ir.Model, specs: _Signature) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant that the signature determines.
 
     Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
@@ -119,12 +126,12 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
         for node in model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
                 yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
-    for value in floating(model):
+    for value in floating_initializers(model):
         name = name_of(value)
         sources = tuple(source for source in _sources(value) if source in kinds)
         if leaves_open and (name in kinds or (sources and call_of(name) in _MOVING)):
             continue
-        if leaves_open and sources and fill(value) != 0:
+        if leaves_open and sources and fill_value(value) != 0:
             why = f"computed from {some(sources)} by the exporter, and trains in its place"
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=sources)
             continue
@@ -151,7 +158,7 @@ def read(model: ir.Model, specs: Signature) -> Iterator[tuple[str, Origin]]:
             yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
 
 
-def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def separate_parameters(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
     The call from which a node comes names the parameters that it reads. If an initializer is none of them, it replaces
@@ -169,7 +176,7 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
         own = {x: {placeholders[n] for n in names[x] & placeholders.keys()} for x in names}
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
-            if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill(x) is None):
+            if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill_value(x) is None):
                 continue
             name, origin = constant_copy_of(x), Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
             if left:
@@ -184,11 +191,11 @@ def separate_merged(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     return parted
 
 
-def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def invert(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     parameters = {spec.target for spec in specs.values() if spec.kind is Kind.PARAMETER}
     inverted: dict[str, Origin] = {}
-    for value in floating(model):
+    for value in floating_initializers(model):
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
         calls = [call_of(name) for name in (*sources, name_of(value)) if name not in paths]
@@ -211,11 +218,11 @@ def invert(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     return inverted
 
 
-def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def restore_gathers(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Recompute gathers that the exporter folded from one parameter, and return the kinds of these parameters."""
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
-    for value in floating(model):
+    for value in floating_initializers(model):
         paths = [source for source in _sources(value) if kinds.get(source) is Kind.PARAMETER]
         calls = _calls_of(value, kinds) - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
@@ -224,7 +231,7 @@ def restore_rows(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     return restored
 
 
-def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def recompute(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Compute folded values again from their parameters, where numbers prove how, and return kinds of parameters.
 
     A value that holds the numbers of one parameter in another layout stands for a parameter that is not in the file.
@@ -233,7 +240,7 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
     standing = _standing(model, kinds)
-    for value in floating(model):
+    for value in floating_initializers(model):
         sources = [source for source in _sources(value) if source in kinds]
         present = {name: standing[name] for name in sources if standing.get(name, value) is not value}
         parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
@@ -258,13 +265,13 @@ def recompute(model: ir.Model, specs: Signature) -> dict[str, Origin]:
 def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]:
     """Return the initializer for each parameter or buffer: its own, or one with its numbers in another layout."""
     found: dict[str, ir.Value] = {}
-    for value in floating(model):
+    for value in floating_initializers(model):
         sources = [source for source in _sources(value) if source in kinds]
         calls = _calls_of(value, kinds)
         repeats = calls & _REPEATING and gathers.repeats(array(value))
         if len(sources) == 1 and calls <= _LAYOUT | {"val"} and not repeats:
             found.setdefault(sources[0], value)
-    own = {name_of(x): x for x in floating(model) if name_of(x) in kinds}
+    own = {name_of(x): x for x in floating_initializers(model) if name_of(x) in kinds}
     return found | own
 
 
@@ -273,7 +280,7 @@ def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
     return {call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
 
 
-def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
+def restore_biases(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Restore the biases that the exporter dropped because they start at zero, and return their kinds by name."""
     present = _names_present(model)
     restored: dict[str, Origin] = {}
@@ -296,7 +303,7 @@ def restore_biases(model: ir.Model, specs: Signature) -> dict[str, Origin]:
     return restored
 
 
-def left_out(model: ir.Model, specs: Signature) -> list[str]:
+def parameters_left_out(model: ir.Model, specs: _Signature) -> list[str]:
     """Return the parameters that the file does not contain in any form.
 
     The exporter folds BatchNormalization into a convolution before it.
@@ -315,7 +322,7 @@ def left_out(model: ir.Model, specs: Signature) -> list[str]:
 
 def _names_present(model: ir.Model) -> set[str]:
     """Return the names of the values in the file, and of those from which the exporter computed its values."""
-    return {name for value in floating(model) for name in (name_of(value), *_sources(value))}
+    return {name for value in floating_initializers(model) for name in (name_of(value), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:

@@ -9,12 +9,12 @@ import onnx_ir as ir
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
-from passes.weights.initializers import floating
+from passes.weights.initializers import floating_initializers
 
 FOLDED_BY_TF2ONNX = "const_fold_opt__"  # with a number: the names of constants that tf2onnx computes
 
 
-def read(model: ir.Model) -> dict[str, Origin]:
+def read_origins(model: ir.Model) -> dict[str, Origin]:
     """Reverse the exporter's changes to parameters where possible, and return the kinds of its initializers by name.
 
     PyTorch's exporters merge weights with equal initial values, fold functions of one parameter, such as exp(scale),
@@ -28,15 +28,15 @@ def read(model: ir.Model) -> dict[str, Origin]:
         exported_program.restore_records(model, signature)
         restored: dict[str, Origin] = {}
         for undo in (
-            exported_program.separate_merged,
+            exported_program.separate_parameters,
             exported_program.invert,
-            exported_program.restore_rows,
+            exported_program.restore_gathers,
             exported_program.recompute,
             exported_program.restore_biases,
         ):
             restored |= undo(model, signature)
         model.graph.sort()
-        return dict(exported_program.read(model, signature)) | restored
+        return dict(exported_program.program_origins(model, signature)) | restored
     if exported_program.is_stripped(model):
         warnings.warn(
             "another tool removed the records of PyTorch's exporter about weights: rules decide what trains, weights "
@@ -49,9 +49,9 @@ def read(model: ir.Model) -> dict[str, Origin]:
         restored = torchscript.separate_merged(model)
         restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
         model.graph.sort()
-        return dict(torchscript.read(model)) | restored
+        return dict(torchscript.torchscript_origins(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
-        variables = [name for x in floating(model) if "ReadVariableOp" in (name := name_of(x))]
+        variables = [name for x in floating_initializers(model) if "ReadVariableOp" in (name := name_of(x))]
         origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
         return dict.fromkeys(variables, origin)
     return {}
@@ -60,4 +60,4 @@ def read(model: ir.Model) -> dict[str, Origin]:
 def left_out(model: ir.Model) -> list[str]:
     """Return the parameters of the exported program that the file does not contain in any form."""
     signature = exported_program.signature(model)
-    return exported_program.left_out(model, signature) if signature else []
+    return exported_program.parameters_left_out(model, signature) if signature else []

@@ -14,7 +14,7 @@ from passes.weights.initializers import array, prepend, register, replace_by
 
 
 @dataclass(frozen=True)
-class Step:
+class _Step:
     """Describe an operator, its attributes, its other operand, and whether that comes first."""
 
     op_type: str
@@ -23,7 +23,7 @@ class Step:
     other_first: bool = False
 
 
-Chain = tuple[Step, ...]
+Chain = tuple[_Step, ...]
 _Function = Callable[[np.ndarray], np.ndarray]
 
 # Functions of ATen, with their inverses if they have one. ONNX's operators have the same names.
@@ -153,18 +153,18 @@ def _chains(
 
 def _steps(
     x: np.ndarray, wanted: np.ndarray, call: str, others: Sequence[ir.Value], last: bool
-) -> Iterator[tuple[Step, np.ndarray]]:
+) -> Iterator[tuple[_Step, np.ndarray]]:
     if call in ("softmax", "_softmax", "log_softmax", "_log_softmax"):
         for axis in range(x.ndim):
             shifted = x - x.max(axis, keepdims=True)
             y = shifted - np.log(np.exp(shifted).sum(axis, keepdims=True))
             log = "log" in call
-            yield Step("LogSoftmax" if log else "Softmax", (("axis", axis),)), y if log else np.exp(y)
+            yield _Step("LogSoftmax" if log else "Softmax", (("axis", axis),)), y if log else np.exp(y)
     elif call in ("t", "transpose", "permute"):
         for perm in itertools.permutations(range(min(x.ndim, 4))):
-            yield Step("Transpose", (("perm", list(perm)),)), x.transpose(perm)
+            yield _Step("Transpose", (("perm", list(perm)),)), x.transpose(perm)
     elif call in UNARY:
-        yield Step(call.capitalize()), UNARY[call][0](x)
+        yield _Step(call.capitalize()), UNARY[call][0](x)
     elif call in _ARITHMETIC:
         op_type, function = call.removeprefix("r").capitalize(), _ARITHMETIC[call]
         for other in [*others, *(_scalar(x, wanted, call) if last else map(np.array, _COMMON))]:
@@ -174,7 +174,7 @@ def _steps(
                     y = function(numbers, x) if first else function(x, numbers)
                 except ValueError:  # shapes that do not broadcast
                     continue
-                yield Step(op_type, (), other, first), y
+                yield _Step(op_type, (), other, first), y
 
 
 _COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.graph.values import constant_of, name_of
 
 
-def floating(model: ir.Model) -> list[ir.Value]:
+def floating_initializers(model: ir.Model) -> list[ir.Value]:
     """Return the floating-point initializers of a model, including its bodies."""
     return [value for graph in model.graphs() for value in graph.initializers.values() if is_weight(value)]
 
@@ -28,7 +28,7 @@ def array(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def fill(x: ir.Value | None) -> float | None:
+def fill_value(x: ir.Value | None) -> float | None:
     """Return the number with which a constant is filled, or None."""
     numbers = constant_of(x)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):

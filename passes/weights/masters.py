@@ -19,11 +19,11 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
 from graphopt.graph.roles import Role, set_role, stop_gradient_at
-from graphopt.graph.stored import DEQUANTIZE, dequantized, spread
+from graphopt.graph.stored import DEQUANTIZE, broadcastable, dequantized
 from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
 from passes.weights.initializers import array
 
-WIDE = ir.DataType.FLOAT
+_WIDE = ir.DataType.FLOAT
 _LAYOUT = {"axis": 1, "block_size": 0}
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
 
@@ -33,7 +33,7 @@ def is_narrow(value: ir.Value) -> bool:
     return is_floating(value) and dtype_of(value).itemsize < 4
 
 
-def promote(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
+def promote_with_master(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into state, of float32 if it has fewer bits; inside a pass only."""
     if not is_narrow(weight):
         return state.promote(model, weight, role)
@@ -86,7 +86,7 @@ class QuantizedWeights:
         """Turn an initializer into state, which the graph rounds as the file does."""
         quantized = self._of(weight)
         if quantized is None:
-            return promote(self._model, weight, Role.PARAMETER)
+            return promote_with_master(self._model, weight, Role.PARAMETER)
         master = _declare(self._model, weight, quantized.numbers, Role.PARAMETER)
         with Emitter(self._model) as op:
             rounded = _rounded(op, master, quantized)
@@ -162,7 +162,7 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
         return _dequantize(op, STORED.mark(_quantize(op, master, node, dtype)), node)
     scale = constant_of(node.inputs[1])
     assert scale is not None
-    steps = op.constant(spread(node, scale.astype(np.float32), quantized.numbers.shape))
+    steps = op.constant(broadcastable(node, scale.astype(np.float32), quantized.numbers.shape))
     whole = op.Cast(op.Clip(op.Round(master / steps), *INT32_RANGE), to=dtype)
     whole.shape = master.shape
     rounded = _dequantize(op, STORED.mark(whole), node)
@@ -175,7 +175,7 @@ def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) 
     assert scale is not None
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     given = {} if zero is not None else {"output_dtype": dtype}
-    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, WIDE), zero, **given, **_layout(node))
+    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **given, **_layout(node))
     quantized.shape = master.shape
     return quantized
 

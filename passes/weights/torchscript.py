@@ -16,7 +16,7 @@ from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, floating, is_weight, prepend, register
+from passes.weights.initializers import array, duplicate, floating_initializers, is_weight, prepend, register
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
@@ -35,9 +35,9 @@ _BESIDE_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 
 
-def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
+def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
-    for value in floating(model):
+    for value in floating_initializers(model):
         if _is_power_vector(value, model):
             why = "a singular vector, which spectral normalization estimates"
             yield name_of(value), Origin(Kind.BUFFER, why, certain=False, named=True)
@@ -50,7 +50,9 @@ def read(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
-    return ((name_of(x), _origin_of(x, model)) for x in floating(model) if _is_buffer(name_of(x)))
+    return (
+        (name_of(x), _origin_of(x, model)) for x in floating_initializers(model) if _is_buffer(name_of(x))
+    )
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -80,7 +82,7 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
 def restore_rows(model: ir.Model) -> dict[str, Origin]:
     """Recompute gathers and sums that the exporter folded, as for biases of relative positions; return the kinds."""
     restored: dict[str, Origin] = {}
-    for value in floating(model):
+    for value in floating_initializers(model):
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
@@ -94,7 +96,7 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
 def restore_masks(model: ir.Model) -> dict[str, Origin]:
     """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
-    for value in floating(model):
+    for value in floating_initializers(model):
         name, uses = name_of(value), list(value.uses())
         folded = _is_folded(name) and bool(uses)
         if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
@@ -134,7 +136,7 @@ def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str])
     beside_literals = all(reader.op_type in _BESIDE_LITERALS for reader in readers)
     if array(value).size == 1 and beside_literals and not _is_bias(value, readers):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
-    if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.repeats(array(value)):
+    if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.is_table(array(value)):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     products = [reader for reader in readers if reader.op_type == "MatMul"]
     if all(reader.op_type in _READERS for reader in readers) and all(_is_linear(x, known) for x in products):

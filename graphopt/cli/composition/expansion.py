@@ -11,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.errors import GraphoptError
 
 MEASURING = -1
-MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
+_MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
 # A field, or a resolver's name and arguments, without characters that could hide another reference.
 REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
 ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 
-Path = tuple[Any, ...]
+_Path = tuple[Any, ...]
 
 
 def check_expansion(config: DictConfig) -> None:
@@ -30,32 +30,32 @@ class _Measure:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._sizes: dict[Path, int] = {}
+        self._sizes: dict[_Path, int] = {}
 
-    def size(self, path: Path) -> int:
+    def size(self, path: _Path) -> int:
         if path not in self._sizes:
             self._sizes[path] = MEASURING
             value = self._at(path)
             size = 1 + (len(value) if isinstance(value, str) else 0)
             for part in self._parts(path, value):
                 size += self.size(part)
-                if size > MOST:
+                if size > _MOST:
                     raise _wrong(
                         path,
-                        f"at most {MOST:,} characters and values once its references are resolved, found more",
+                        f"at most {_MOST:,} characters and values once its references are resolved, found more",
                     )
             self._sizes[path] = size
         elif self._sizes[path] == MEASURING:
             raise _wrong(path, "a value that does not refer to itself, found one that does")
         return self._sizes[path]
 
-    def _at(self, path: Path) -> Any:
+    def _at(self, path: _Path) -> Any:
         node = self._root
         for key in path:
             node = node[key]
         return node
 
-    def _parts(self, path: Path, value: Any) -> Iterator[Path]:
+    def _parts(self, path: _Path, value: Any) -> Iterator[_Path]:
         """Yield the paths of a value's members, or of the fields that its text refers to."""
         if isinstance(value, dict):
             yield from ((*path, key) for key in value)
@@ -64,7 +64,7 @@ class _Measure:
         elif isinstance(value, str) and value.count("${") > len(ESCAPED.findall(value)):
             yield from self._references(path, value)
 
-    def _references(self, path: Path, text: str) -> Iterator[Path]:
+    def _references(self, path: _Path, text: str) -> Iterator[_Path]:
         """Yield the paths that a text refers to, from the innermost reference to the outermost."""
         while found := REFERENCE.search(text):
             name, arguments = found.groups()
@@ -81,7 +81,7 @@ class _Measure:
         if "${" in text:
             raise _wrong(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
 
-    def _target(self, path: Path, field: str) -> Path | None:
+    def _target(self, path: _Path, field: str) -> _Path | None:
         """Return the path of a field from its name, absolute as `a.b[0]` or relative as `..b`."""
         names = field.lstrip(".")
         ups = len(field) - len(names)
@@ -100,5 +100,5 @@ class _Measure:
         return target
 
 
-def _wrong(path: Path, expected: str) -> GraphoptError:
+def _wrong(path: _Path, expected: str) -> GraphoptError:
     return GraphoptError(f"{'.'.join(map(str, path)) or 'recipe'}: expected {expected}")

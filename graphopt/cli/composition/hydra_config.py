@@ -38,8 +38,8 @@ UNTRUSTED = "command-line"  # the provider of folders of recipes that the comman
 MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
 MOST_DEEP = 50  # levels of a recipe's mappings and lists
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
-HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
-RUNS = 10_000  # the largest sweep that a recipe may ask for
+_HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
+_RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = ("job.override_dirname", "runtime.choices", "runtime.config_sources")
 REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
@@ -183,7 +183,7 @@ def _count(node: Any) -> int:
     """Return the number of values in nested mappings and lists."""
     if isinstance(node, DictConfig | ListConfig):
         node = OmegaConf.to_container(node, resolve=False)
-    return sum(1 for _ in leaves(node))
+    return sum(1 for _ in flattened(node))
 
 
 class RecipeLoader(ConfigLoaderImpl):
@@ -241,7 +241,7 @@ class RecipeLoader(ConfigLoaderImpl):
         for override in parsed(overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # added below
-        kept += [line for line in lines[False] if line in said and HOST.match(line)]
+        kept += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, kept, *how)
         ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
         theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
@@ -254,7 +254,7 @@ class RecipeLoader(ConfigLoaderImpl):
                     f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
                 )
         self._check_runs(values or {})
-        ours, theirs = dict(leaves(ours)), dict(leaves(theirs))
+        ours, theirs = dict(flattened(ours)), dict(flattened(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
             populated = any(field == one or field.startswith(f"{one}.") for one in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
@@ -275,9 +275,9 @@ class RecipeLoader(ConfigLoaderImpl):
         runs = 1
         for override in OverridesParser.create(config_loader=self).parse_overrides(lines):
             if override.is_sweep_override():
-                runs *= sum(1 for _ in itertools.islice(override.sweep_iterator(), RUNS + 1))
-            if runs > RUNS:
-                raise GraphoptError(f"hydra.sweeper.params: expected at most {RUNS:,} runs, found more")
+                runs *= sum(1 for _ in itertools.islice(override.sweep_iterator(), _RUNS + 1))
+            if runs > _RUNS:
+                raise GraphoptError(f"hydra.sweeper.params: expected at most {_RUNS:,} runs, found more")
 
 
 @contextlib.contextmanager
@@ -306,7 +306,7 @@ def on_the_command_line(field: str) -> GraphoptError:
     return GraphoptError(f"{field}: expected it on the command line alone, found it in a recipe")
 
 
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
@@ -314,4 +314,4 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not items:
         yield path, node
     for key, value in items:
-        yield from leaves(value, f"{path}.{key}" if path else str(key))
+        yield from flattened(value, f"{path}.{key}" if path else str(key))

@@ -16,9 +16,16 @@ from typing import Any
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.hydra_config import CommandLine, leaves
+from graphopt.cli.composition.hydra_config import CommandLine, flattened
 from graphopt.cli.composition.recipe_checks import OF_COMMAND, check_new_logs, check_recipe
-from graphopt.cli.composition.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
+from graphopt.cli.composition.validation import (
+    MISSING,
+    TARGET_KEY,
+    expanded,
+    instantiate,
+    metrics_of,
+    resolve,
+)
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
@@ -164,7 +171,7 @@ class Recipe:
         return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
-        kind = resolve(node[TARGET], key, self._command_line.trust)
+        kind = resolve(node[TARGET_KEY], key, self._command_line.trust)
         given: dict[str, Any] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             given["path"] = folder / node["path"]
@@ -263,7 +270,7 @@ class Recipe:
     def _shared(self, step: ir.Model, workers: Communicator) -> dict[str, Any]:
         """Return the options of a worker's executor, on a GPU of its own or on its share of the cores."""
         fields = {**self.fields["executor"], "communicator": workers, "report": self._report(step)}
-        target = fields.pop(TARGET)
+        target = fields.pop(TARGET_KEY)
         if target != OWN_EXECUTOR:
             raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
         if fields.get("device") == "cuda":
@@ -299,7 +306,7 @@ class Recipe:
         """Build a node of the recipe; `given` adds arguments."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
         node = {name: value for name, value in node.items() if name not in given}
-        for field, value in leaves(node, key):
+        for field, value in flattened(node, key):
             if value == MISSING:
                 raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
-        return build(node, key, self._command_line.trust, **given)
+        return instantiate(node, key, self._command_line.trust, **given)

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from graphopt.cli.composition.hydra_config import CommandLine, leaves, on_the_command_line
+from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.composition.validation import (
     CALLBACKS,
     MISSING,
-    TARGET,
+    TARGET_KEY,
     check,
     check_fields,
     mappings,
     metrics_of,
     resolve,
 )
-from graphopt.cli.run_folder import OWN
+from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data.files import EXPANSION
 from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
@@ -33,22 +33,22 @@ from graphopt.training.fit import fit
 PARTS = ("data", "executor", "fit", "hosts", "limits", "models", "pipeline")
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
 PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
-FILES = ("path",)  # names of fields whose values are files
+_FILES = ("path",)  # names of fields whose values are files
 # These may name libraries to load and files to write.
-HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
+_HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
 # Of numbers that take memory, however small the data is.
-MOST = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
+_MOST = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
 }
 
-COMMAND_LINE_ONLY = {*HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
+COMMAND_LINE_ONLY = {*_HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
 
 
 def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes."""
-    for field, value in leaves(fields):
+    for field, value in flattened(fields):
         if isinstance(value, str) and "\0" in value:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
     _check_types(fields)
@@ -73,7 +73,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         "fit",
         ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch"),
     )
-    for path, most in MOST.items():
+    for path, most in _MOST.items():
         group, _, name = path.partition(".")
         number = fields[group].get(name)
         if isinstance(number, int) and number > most:
@@ -153,18 +153,18 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
     """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
     for name, node in callbacks.items():
         key, path = f"callbacks.{name}", node.get("path")
-        kind = resolve(node[TARGET], key, command_line.trust)
+        kind = resolve(node[TARGET_KEY], key, command_line.trust)
         if not (inspect.isclass(kind) and issubclass(kind, Log)):
             continue
         if issubclass(kind, Tracker | MLflow):
-            for field, value in leaves(node, key) if command_line.folders else ():
-                is_class = field == f"{key}.{TARGET}"
+            for field, value in flattened(node, key) if command_line.folders else ():
+                is_class = field == f"{key}.{TARGET_KEY}"
                 is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
                     raise on_the_command_line(key if is_class else field)
         elif isinstance(path, str):
             place = os.path.normpath(path)
-            if place.split(os.sep)[0].casefold() in OWN:
+            if place.split(os.sep)[0].casefold() in OWN_FILES:
                 raise GraphoptError(
                     f"{key}.path: expected a name that the run's own files do not have, found {path!r}"
                 )
@@ -195,10 +195,10 @@ def check_new_logs(
 def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if the recipe sets options of the machine or raises limits."""
     for path, value in (
-        pair for group in ("executor", "data", "limits") for pair in leaves(fields[group], group)
+        pair for group in ("executor", "data", "limits") for pair in flattened(fields[group], group)
     ):
         default = LIMITS.get(path)
-        guarded = path.startswith(HOST) or path in LIMITS
+        guarded = path.startswith(_HOST) or path in LIMITS
         if guarded and value != default and not command_line.names(path):
             raise on_the_command_line(path)
 
@@ -210,6 +210,6 @@ def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(fields["fit"].get("validation"), str):
         yield "fit.validation", fields["fit"]["validation"]
     for where, mapping in mappings(fields["data"], "data"):
-        for name in FILES:
+        for name in _FILES:
             if isinstance(mapping.get(name), str) and mapping[name] != MISSING:
                 yield f"{where}.{name}", mapping[name]

@@ -17,7 +17,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.training.metrics import Wanted, named
 
 MISSING = "???"
-TARGET = "_target_"
+TARGET_KEY = "_target_"
 CALLBACKS = {  # the short names of callbacks in recipes
     "early_stopping": "graphopt.callbacks.EarlyStopping",
     "time_limit": "graphopt.callbacks.TimeLimit",
@@ -59,12 +59,12 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
         given: fields of the node's target that the caller adds.
     """
     for where, mapping in mappings(node, path):
-        if TARGET in mapping:
-            resolve(mapping[TARGET], where, trust)
+        if TARGET_KEY in mapping:
+            resolve(mapping[TARGET_KEY], where, trust)
     for where, mapping in mappings(node, path):
-        if TARGET in mapping:
-            target = resolve(mapping[TARGET], where, trust)
-            fields = {name: value for name, value in mapping.items() if name != TARGET}
+        if TARGET_KEY in mapping:
+            target = resolve(mapping[TARGET_KEY], where, trust)
+            fields = {name: value for name, value in mapping.items() if name != TARGET_KEY}
             check_fields(target, fields, where, given if where == path else (), trust)
 
 
@@ -80,18 +80,18 @@ def expanded(callbacks: Any) -> dict[str, Any]:
         if value is None or value is False:
             continue
         fields = {} if value is True else value
-        if name not in CALLBACKS and not (isinstance(fields, Mapping) and TARGET in fields):
+        if name not in CALLBACKS and not (isinstance(fields, Mapping) and TARGET_KEY in fields):
             raise GraphoptError(
-                f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET}"
+                f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET_KEY}"
             )
         if not isinstance(fields, Mapping):
             first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
             fields = {first: value}
-        found[name] = fields if TARGET in fields else {TARGET: CALLBACKS[name], **fields}
+        found[name] = fields if TARGET_KEY in fields else {TARGET_KEY: CALLBACKS[name], **fields}
     return found
 
 
-def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
+def instantiate(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
     Strings stay as they are: nothing is interpolated.
@@ -100,13 +100,17 @@ def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> A
         given: further arguments of the node's target.
     """
     if isinstance(node, list):
-        return [build(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
+        return [instantiate(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
     if not isinstance(node, Mapping):
         return node
-    built = {name: build(value, f"{path}.{name}", trust) for name, value in node.items() if name != TARGET}
-    if TARGET not in node:
+    built = {
+        name: instantiate(value, f"{path}.{name}", trust)
+        for name, value in node.items()
+        if name != TARGET_KEY
+    }
+    if TARGET_KEY not in node:
         return built
-    target = resolve(node[TARGET], path, trust)
+    target = resolve(node[TARGET_KEY], path, trust)
     for name, hint in _hints(target).items():
         if isinstance(built.get(name), str) and _is_code(hint):
             built[name] = _trusted(built[name], f"{path}.{name}", trust)
@@ -161,11 +165,11 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
         if name in _offered(path):
             return pkgutil.resolve_name(name)
         if _within(name.replace(":", "."), trust):
-            return _trusted(name, f"{path}.{TARGET}", trust)
+            return _trusted(name, f"{path}.{TARGET_KEY}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET}: {unknown('name', name, _offered(path))}")
-    raise _untrusted(name, f"{path}.{TARGET}")
+        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, _offered(path))}")
+    raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
 def _offered(path: str) -> Sequence[str]:
@@ -261,8 +265,8 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part, trust) for part in parts)
-    if isinstance(value, Mapping) and TARGET in value:
-        return _makes(value[TARGET], hint, trust)
+    if isinstance(value, Mapping) and TARGET_KEY in value:
+        return _makes(value[TARGET_KEY], hint, trust)
     if origin is Literal:
         return any(value == part and type(value) is type(part) for part in parts)
     if hint is None or hint is type(None):

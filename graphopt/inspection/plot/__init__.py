@@ -14,7 +14,7 @@ from graphopt.inspection.plot.drawing import Drawing
 
 PICTURES = (".svg", ".png", ".pdf")
 MOST_BOXES = 5000  # Graphviz takes minutes for so many
-TEXTS = {".dot": text.dot, ".gv": text.dot, ".mmd": text.mermaid, ".mermaid": text.mermaid}
+TEXTS = {".dot": text.to_dot, ".gv": text.to_dot, ".mmd": text.to_mermaid, ".mermaid": text.to_mermaid}
 
 
 class Svg(str):
@@ -77,7 +77,7 @@ def dot(
     >>> graphopt.dot(models.linear((2,), 1)).split()[0]
     'digraph'
     """
-    return text.dot(_drawing([model, *more], titles, names, types))
+    return text.to_dot(_drawing([model, *more], titles, names, types))
 
 
 def mermaid(
@@ -89,7 +89,7 @@ def mermaid(
     >>> "flowchart" in graphopt.mermaid(models.linear((2,), 1))
     True
     """
-    return text.mermaid(_drawing([model, *more], titles, names, types))
+    return text.to_mermaid(_drawing([model, *more], titles, names, types))
 
 
 def _drawing(models: Sequence[Source], titles: Sequence[str], names: bool, types: bool) -> Drawing:
@@ -116,4 +116,4 @@ def _picture(drawing: Drawing, ending: str) -> bytes:
             f"a picture ({ending}): expected at most {MOST_BOXES} boxes, found {boxes}: draw a part with "
             f"onnx_ir.convenience.extract, or write {', '.join(TEXTS)}"
         )
-    return pygraphviz.AGraph(string=text.dot(drawing)).draw(format=ending[1:], prog="dot")
+    return pygraphviz.AGraph(string=text.to_dot(drawing)).draw(format=ending[1:], prog="dot")

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.listing import inline, numbers, operator_of, shown_attributes, type_of
+from graphopt.graph.listing import inline, number_text, operator_of, shown_attributes, type_of
 from graphopt.graph.schemas import input_name
+from graphopt.graph.values import name_of
 from graphopt.inspection.plot.kinds import (
     BODY,
     INITIALIZER,
     KINDS,
-    Kind,
+    BoxKind,
     kind_of_input,
     kind_of_output,
     kinds_of_nodes,
 )
 
-MOST = 4  # numbers: larger tensors are abbreviated
-FEW = 3  # numbers shown of an abbreviated tensor
-LONGEST = 36  # characters of a line
+_MOST = 4  # numbers: larger tensors are abbreviated
+_FEW = 3  # numbers shown of an abbreviated tensor
+_LONGEST = 36  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Box:
     """Describe a box for a value or a node: a title, and lines below it."""
 
     id: str
-    kind: Kind
+    kind: BoxKind
     title: str
     lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Edge:
+class _Edge:
     """Describe an edge from box `start` to box `end`; a `returned` edge leads from a body to its node."""
 
     start: str
@@ -71,7 +72,7 @@ class Drawing:
 
     def __init__(self, *, names: bool = False, types: bool = False) -> None:
         self.frames: list[Frame] = []
-        self.edges: list[Edge] = []
+        self.edges: list[_Edge] = []
         self._names, self._types = names, types
         self._versions: Mapping[str, int] = {}
         self._boxes: dict[ir.Value, Box] = {}
@@ -85,13 +86,13 @@ class Drawing:
         """Return the boxes of all graphs."""
         return [box for frame in self.frames for box in frame.all_boxes()]
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[BoxKind]:
         """Return the kinds of boxes in the drawing, for the legend."""
         found = {box.kind for box in self.boxes()}
         return [kind for kind in KINDS if kind in found]
 
     def _frame(
-        self, id: str, title: str, graph: ir.Graph, kinds: Mapping[ir.Node, Kind], owner: Box | None = None
+        self, id: str, title: str, graph: ir.Graph, kinds: Mapping[ir.Node, BoxKind], owner: Box | None = None
     ) -> Frame:
         frame = Frame(id, title)
         for value in graph.inputs:
@@ -101,16 +102,16 @@ class Drawing:
                 self._boxes[value] = _value(frame, INITIALIZER, value)
         for node in graph:
             self._node(frame, node, kinds)
-        inputs = {str(value.name): value for value in graph.inputs}
+        inputs = {name_of(value): value for value in graph.inputs}
         for value in graph.outputs:
             kind = BODY if owner else kind_of_output(value, inputs)
-            box = _box(frame, kind, str(value.name), [type_of(value)])
+            box = _box(frame, kind, name_of(value), [type_of(value)])
             self._edge(value, box)
             if owner is not None:
-                self.edges.append(Edge(box.id, owner.id, returned=True))
+                self.edges.append(_Edge(box.id, owner.id, returned=True))
         return frame
 
-    def _node(self, frame: Frame, node: ir.Node, kinds: Mapping[ir.Node, Kind]) -> None:
+    def _node(self, frame: Frame, node: ir.Node, kinds: Mapping[ir.Node, BoxKind]) -> None:
         if node.op_type == "Constant" and ir.convenience.get_const_tensor(node.outputs[0]) is not None:
             if _inside(node.outputs[0]) is None:
                 self._boxes[node.outputs[0]] = _value(frame, INITIALIZER, node.outputs[0])
@@ -143,26 +144,26 @@ class Drawing:
         start, label = self._boxes[value], ""
         if start.kind.is_node and end.kind.is_node:  # the value's own box would show the same
             types = self._types and value.type is not None
-            label = " ".join([str(value.name)] * self._names + [type_of(value)] * types)
-        self.edges.append(Edge(start.id, end.id, _clipped(label)))
+            label = " ".join([name_of(value)] * self._names + [type_of(value)] * types)
+        self.edges.append(_Edge(start.id, end.id, _clipped(label)))
 
 
-def _box(frame: Frame, kind: Kind, title: str, lines: Iterable[str]) -> Box:
+def _box(frame: Frame, kind: BoxKind, title: str, lines: Iterable[str]) -> Box:
     box = Box(f"{frame.id}_{len(frame.boxes)}", kind, _clipped(title), tuple(map(_clipped, lines)))
     frame.boxes.append(box)
     return box
 
 
-def _value(frame: Frame, kind: Kind, value: ir.Value) -> Box:
+def _value(frame: Frame, kind: BoxKind, value: ir.Value) -> Box:
     tensor = ir.convenience.get_const_tensor(value)
     numbers = [] if tensor is None else [_numbers(tensor.numpy())]
-    return _box(frame, kind, str(value.name), [type_of(value), *numbers])
+    return _box(frame, kind, name_of(value), [type_of(value), *numbers])
 
 
 def _numbers(array: np.ndarray) -> str:
-    if array.size > MOST:
-        return f"{numbers(array.reshape(-1)[:FEW], digits=3)[:-1]},...]"
-    return numbers(array, digits=3 if array.ndim else 6)
+    if array.size > _MOST:
+        return f"{number_text(array.reshape(-1)[:_FEW], digits=3)[:-1]},...]"
+    return number_text(array, digits=3 if array.ndim else 6)
 
 
 def _inside(value: ir.Value) -> str | None:
@@ -174,4 +175,4 @@ def _inside(value: ir.Value) -> str | None:
 def _clipped(text: str) -> str:
     """Shorten text to the length of a line in the middle, because long names differ at both ends."""
     text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}..{text[1 - LONGEST // 2 :]}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 1]}..{text[1 - _LONGEST // 2 :]}"

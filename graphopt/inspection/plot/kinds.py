@@ -14,7 +14,7 @@ from graphopt.graph.traversal import ancestors, values_read
 
 
 @dataclass(frozen=True)
-class Kind:
+class BoxKind:
     """Describe a kind of box: its name in the legend, and its colours."""
 
     name: str
@@ -23,37 +23,37 @@ class Kind:
     is_node: bool = False
 
 
-DATA = Kind("data", "#d0ebff", "#1971c2")
-TARGET = Kind("target", "#d3f9d8", "#2f9e44")
-PARAMETER = Kind("parameter", "#ffd8a8", "#e8590c")
-STATE_BESIDE = Kind("other state", "#ffec99", "#e67700")
-HYPERPARAMETER = Kind("hyperparameter", "#eebefa", "#9c36b5")
-INITIALIZER = Kind("initializer", "#e9ecef", "#868e96")
-LOSS = Kind("loss", "#ffa8a8", "#c92a2a")
-OUTPUT = Kind("output", "#99e9f2", "#0c8599")
-BODY = Kind("of a body", "#f8f9fa", "#868e96")
-MODEL_NODE = Kind("model", "#ffffff", "#495057", is_node=True)
-LOSS_NODE = Kind("loss", "#fff0f0", "#c92a2a", is_node=True)
-GRADIENT_NODE = Kind("gradient", "#e5dbff", "#6741d9", is_node=True)
-UPDATE_NODE = Kind("update", "#fff9db", "#e67700", is_node=True)
+DATA = BoxKind("data", "#d0ebff", "#1971c2")
+TARGET_INPUT = BoxKind("target", "#d3f9d8", "#2f9e44")
+PARAMETER = BoxKind("parameter", "#ffd8a8", "#e8590c")
+OTHER_STATE = BoxKind("other state", "#ffec99", "#e67700")
+HYPERPARAMETER = BoxKind("hyperparameter", "#eebefa", "#9c36b5")
+INITIALIZER = BoxKind("initializer", "#e9ecef", "#868e96")
+LOSS = BoxKind("loss", "#ffa8a8", "#c92a2a")
+OUTPUT = BoxKind("output", "#99e9f2", "#0c8599")
+BODY = BoxKind("of a body", "#f8f9fa", "#868e96")
+MODEL_NODE = BoxKind("model", "#ffffff", "#495057", is_node=True)
+LOSS_NODE = BoxKind("loss", "#fff0f0", "#c92a2a", is_node=True)
+GRADIENT_NODE = BoxKind("gradient", "#e5dbff", "#6741d9", is_node=True)
+UPDATE_NODE = BoxKind("update", "#fff9db", "#e67700", is_node=True)
 KINDS = (
-    *(DATA, TARGET, PARAMETER, STATE_BESIDE, HYPERPARAMETER, INITIALIZER, LOSS, OUTPUT, BODY),
+    *(DATA, TARGET_INPUT, PARAMETER, OTHER_STATE, HYPERPARAMETER, INITIALIZER, LOSS, OUTPUT, BODY),
     *(MODEL_NODE, LOSS_NODE, GRADIENT_NODE, UPDATE_NODE),
 )
 
 _KIND_OF_ROLE = {
-    Role.TARGET: TARGET,
-    Role.SAMPLE_WEIGHT: TARGET,
+    Role.TARGET: TARGET_INPUT,
+    Role.SAMPLE_WEIGHT: TARGET_INPUT,
     Role.PARAMETER: PARAMETER,
-    Role.SLOT: STATE_BESIDE,
-    Role.STATISTIC: STATE_BESIDE,
-    Role.COUNTER: STATE_BESIDE,
+    Role.SLOT: OTHER_STATE,
+    Role.STATISTIC: OTHER_STATE,
+    Role.COUNTER: OTHER_STATE,
     Role.HYPERPARAMETER: HYPERPARAMETER,
 }
 _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
-def kind_of_input(value: ir.Value) -> Kind:
+def kind_of_input(value: ir.Value) -> BoxKind:
     """Return the kind of a graph input."""
     role = role_of(value)
     if role is None:
@@ -61,14 +61,14 @@ def kind_of_input(value: ir.Value) -> Kind:
     return _KIND_OF_ROLE.get(role, DATA)
 
 
-def kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> Kind:
+def kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> BoxKind:
     """Return the kind of a graph output; the next value of a state has the kind of that input."""
     if role_of(value) is Role.NEXT:
         return kind_of_input(inputs[state_of(value)])
     return LOSS if role_of(value) is Role.LOSS else OUTPUT
 
 
-def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
+def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, BoxKind]:
     """Classify nodes by whether they compute the model's outputs, the loss, gradients or updates.
 
     A node after the loss belongs to a gradient unless it depends on a hyperparameter, slot, statistic or counter.
@@ -113,5 +113,5 @@ def _outputs(graph: ir.Graph, *roles: Role | None) -> list[ir.Value]:
     return [value for value in graph.outputs if role_of(value) in roles]
 
 
-def _gradients_before(node: ir.Node, kinds: Mapping[ir.Node, Kind]) -> set[ir.Node]:
+def _gradients_before(node: ir.Node, kinds: Mapping[ir.Node, BoxKind]) -> set[ir.Node]:
     return {before for before in node.predecessors() if kinds[before] is GRADIENT_NODE}

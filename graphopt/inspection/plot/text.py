@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator, Mapping
 
 from graphopt.inspection.plot.drawing import Box, Drawing, Frame
-from graphopt.inspection.plot.kinds import Kind
+from graphopt.inspection.plot.kinds import BoxKind
 
 _FONT = "Helvetica,Arial,sans-serif"
 _HEAD = f"""\
@@ -22,7 +22,7 @@ _LAYOUT_LIMITS = (
 )
 
 
-def dot(drawing: Drawing) -> str:
+def to_dot(drawing: Drawing) -> str:
     """Return a drawing in Graphviz's DOT language (https://graphviz.org/doc/info/lang.html)."""
     return "\n".join(_dot(drawing)) + "\n"
 
@@ -64,7 +64,7 @@ def _label(box: Box) -> str:
     return f'<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>'
 
 
-def _legend(kinds: list[Kind]) -> Iterator[str]:
+def _legend(kinds: list[BoxKind]) -> Iterator[str]:
     """Return a legend in Graphviz's HTML: a row for values and a row for nodes."""
     yield '<table border="0" cellspacing="3" cellpadding="3">'
     for is_node, title in ((False, "values"), (True, "nodes")):
@@ -82,7 +82,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def mermaid(drawing: Drawing) -> str:
+def to_mermaid(drawing: Drawing) -> str:
     """Return a drawing as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
     return "\n".join(_mermaid(drawing)) + "\n"
 
@@ -104,7 +104,7 @@ def _mermaid(drawing: Drawing) -> Iterator[str]:
         yield f"classDef {id} fill:{kind.fill},stroke:{kind.line},color:#000"
 
 
-def _subgraph(frame: Frame, kinds: Mapping[Kind, str], direction: str = "TB") -> Iterator[str]:
+def _subgraph(frame: Frame, kinds: Mapping[BoxKind, str], direction: str = "TB") -> Iterator[str]:
     yield f'subgraph {frame.id}["{_entities(frame.title) or " "}"]'
     yield f"direction {direction}"
     for box in frame.boxes:

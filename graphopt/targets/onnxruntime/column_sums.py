@@ -9,7 +9,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.shapes import Places, places_of, size_of
 from graphopt.graph.values import like
 
-WIDE = 64  # columns
+_WIDE = 64  # columns
 
 
 def column_sums_as_product(model: ir.Model) -> bool:
@@ -38,7 +38,7 @@ def _is_over_columns(node: ir.Node) -> bool:
         return False
     over_rows = len(x.shape) == 2 and found.numpy().tolist() in ([0], [-2])
     floating = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    return over_rows and floating and isinstance(x.shape[1], int) and x.shape[1] >= WIDE
+    return over_rows and floating and isinstance(x.shape[1], int) and x.shape[1] >= _WIDE
 
 
 def _ones(op: Emitter, x: ir.Value, places: Places) -> ir.Value:

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import stand_in
 
-FEW = 12  # channels
-MANY = 32  # channels
-WIDE = 1024  # taps, or places along an axis
+_FEW = 12  # channels
+_MANY = 32  # channels
+_WIDE = 1024  # taps, or places along an axis
 
 
 def transposed_convolution_as_convolution(model: ir.Model) -> bool:
@@ -74,11 +74,11 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     filters, channels, taps = sizes[0], sizes[1], sizes[2:]
     reach = [(size - 1) * dilation for size, dilation in zip(taps, dilations, strict=True)]
     rest = [size - pad for ends in pads for size, pad in zip(reach, ends, strict=True)]
-    if min([*rest, *sizes]) < 0 or max(strides) > 1 or not MANY <= filters <= channels:
+    if min([*rest, *sizes]) < 0 or max(strides) > 1 or not _MANY <= filters <= channels:
         return None
     if any(node.attributes.get_ints("output_padding", [])) or "output_shape" in node.attributes:
         return None
-    if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= WIDE:
+    if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= _WIDE:
         return None
     backwards = op.constant(np.eye(math.prod(taps))[::-1], like=w)
     turned = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
@@ -97,10 +97,10 @@ def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
     if many == 0 or positions == 0:
         return None
     if positions >= 2 * many and positions > 16:
-        if len(kernel) < 3 and (batch is None or batch >= FEW):
+        if len(kernel) < 3 and (batch is None or batch >= _FEW):
             return _with_batch_as_axis(op, node, x, w)
-        deep = len(kernel) == 3 and plain and None not in _sizes(x)[3:] and places[0] <= WIDE
-        if deep and (batch is None or batch >= FEW):
+        deep = len(kernel) == 3 and plain and None not in _sizes(x)[3:] and places[0] <= _WIDE
+        if deep and (batch is None or batch >= _FEW):
             return _with_axis_as_channels(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
     if plain and len(kernel) < 3 and filters is not None and filters > many and positions > 1 and batch != 1:

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.operators import ELEMENTWISE
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS
 from graphopt.graph.values import constant_of, is_number, like
 
-MOST = 4096  # numbers in a vector
-LEAST = 3  # operators that pay for a Concat and a Split
+_MOST = 4096  # numbers in a vector
+_LEAST = 3  # operators that pay for a Concat and a Split
 
 
 @dataclass
@@ -62,7 +62,7 @@ def _join_in(model: ir.Model, graph: ir.Graph) -> bool:
             continue
         formula = _Formula()
         formula.add(y, shape)
-        if formula.operators >= LEAST:
+        if formula.operators >= _LEAST:
             alike.setdefault(tuple(formula.steps), []).append((y, formula))
     groups = [group for group in alike.values() if len(group) > 1]
     with Emitter(model) as op:
@@ -93,13 +93,13 @@ def _join(op: Emitter, group: Sequence[tuple[ir.Value, _Formula]]) -> None:
 
 
 def _is_short(shape: ir.Shape) -> bool:
-    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] <= MOST
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] <= _MOST
 
 
 def _is_elementwise(node: ir.Node, shape: ir.Shape) -> bool:
     """Return whether a node computes each element of a vector from elements in the same place and from scalars."""
     return (
-        node.op_type in ELEMENTWISE
+        node.op_type in ELEMENTWISE_OPERATORS
         and node.domain == ""
         and all(x is not None and (x.shape == shape or is_number(x)) for x in node.inputs)
         and any(x.shape == shape for x in node.inputs if x is not None)

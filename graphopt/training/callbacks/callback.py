@@ -17,7 +17,7 @@ from graphopt.runtime.tensors import Tensor
 Record = dict[str, Any]
 
 
-def weights_of(executor: Executor) -> dict[str, np.ndarray]:
+def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
     """Return copies of the parameters and statistics of an executor, without what belongs to its optimizer."""
     names = {value.name for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
     return {name: array for name, array in executor.state.items() if name in names}
@@ -86,7 +86,7 @@ class Run:
     def weights(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters and statistics that validation measures."""
         averaged = {name: np.array(array) for name, array in (self.averaged or {}).items()}
-        return weights_of(self.executor) | averaged
+        return copied_weights(self.executor) | averaged
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the training, and say why."""
@@ -163,7 +163,7 @@ class Callback:
             setattr(self, name, state[name])
 
 
-class Group:
+class CallbackGroup:
     """Call callbacks in order, and name each by its class, which is numbered from the second one on."""
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:

@@ -131,7 +131,8 @@ class JSONL(FileLog):
 
     def text(self, records: Sequence[Record]) -> str:
         return "".join(
-            json.dumps({name: finite(value) for name, value in record.items()}) + "\n" for record in records
+            json.dumps({name: json_value(value) for name, value in record.items()}) + "\n"
+            for record in records
         )
 
     def records(self, text: str) -> list[Record]:
@@ -174,6 +175,6 @@ class CSV(FileLog):
         return text.getvalue()
 
 
-def finite(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

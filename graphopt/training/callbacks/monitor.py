@@ -13,7 +13,7 @@ from graphopt.intervals import check_intervals, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import larger_is_better
 
-MODES = ("auto", "min", "max")
+_MODES = ("auto", "min", "max")
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Monitor(Callback, ABC):
 
     def __post_init__(self) -> None:
         check_intervals(self)
-        if self.mode not in MODES:
-            raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), MODES)}")
+        if self.mode not in _MODES:
+            raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), _MODES)}")
         self._larger = self.mode == "max" or (self.mode == "auto" and larger_is_better(self.monitor))
         self._reset()
 

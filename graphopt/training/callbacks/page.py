@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphopt.files import write
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import line_chart, scatter_chart
 from graphopt.inspection.plot.kinds import kinds_of_nodes
@@ -21,13 +22,13 @@ from graphopt.inspection.report import Report
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.curve import Curve
-from graphopt.training.metrics import Batch, metrics
+from graphopt.training.metrics import ScoredBatch, metrics
 
 MOST_BINS = 400  # of a curve over steps
 MOST_CLASSES = 50  # of a confusion matrix
 MOST_EPOCHS = 20  # of a table that is not folded
 MOST_POINTS = 2000  # of a chart of residuals
-PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
+_PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
 
 
 class Page(Callback):
@@ -81,7 +82,7 @@ class Page(Callback):
         epochs = html.table(shown, rows)
         step = run.executor.model
         report = Report(self._model, [("pipeline", "", step, 0.0)], batch=self._batch_size)
-        return html.page(
+        return html.html_page(
             self._title,
             about,
             html.section("Curves", html.charts(self._charts(run))),
@@ -90,10 +91,12 @@ class Page(Callback):
                 "Epochs", epochs if len(rows) <= MOST_EPOCHS else html.folded(f"{len(rows)} epochs", epochs)
             ),
             html.section(
-                "Training graph", _graph(step), html.text("Weights, operators and memory", report.summary())
+                "Training graph",
+                _graph(step),
+                html.text_section("Weights, operators and memory", report.summary()),
             ),
             html.section("Machine", html.table(("", ""), _machine(run.executor), words=True)),
-            html.section("Recipe", html.text("config.yaml", self._recipe)),
+            html.section("Recipe", html.text_section("config.yaml", self._recipe)),
         )
 
     def _charts(self, run: Run) -> Iterator[str]:
@@ -119,7 +122,7 @@ def _predictions(run: Run) -> Iterator[tuple[str, str]]:
     if run.evaluated is None:
         return
     chosen = metrics(run.executor.inputs)
-    batches: dict[str, list[Batch]] = {name: [] for name in chosen}
+    batches: dict[str, list[ScoredBatch]] = {name: [] for name in chosen}
     for feeds, values in run.evaluated():
         for target, (output, metric) in chosen.items():
             batches[target].append(metric.batch(np.asarray(values[output]), feeds[target]))
@@ -149,7 +152,7 @@ def _graph(step: ir.Model) -> str:
         role = role_of(value)
         if role is not None:
             values.setdefault(role, []).append(value)
-    names = {role: ", ".join(str(one.name) for one in found[:3]) for role, found in values.items()}
+    names = {role: ", ".join(name_of(one) for one in found[:3]) for role, found in values.items()}
     rows = [
         (role.value, len(found), names[role] + (", ..." if len(found) > 3 else ""))
         for role, found in values.items()
@@ -168,7 +171,7 @@ def _graph(step: ir.Model) -> str:
 
 def _machine(executor: Executor) -> Iterator[tuple[str, str]]:
     device = executor.device_options
-    for name in PACKAGES:
+    for name in _PACKAGES:
         yield name, metadata.version(name)
     yield "ONNX Runtime", device.ort.__version__
     yield "Python", sys.version.split()[0]

@@ -20,7 +20,7 @@ PLAIN_SECONDS = 30.0
 WINDOW = 50  # the number of last steps whose losses are averaged
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 12  # of the sparkline
-WIDE = 110  # columns of a terminal that has room for long bars
+_WIDE = 110  # columns of a terminal that has room for long bars
 SHOWN_BESIDE = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
 
 
@@ -61,7 +61,7 @@ class ProgressBar(Callback):
         if self._console.is_terminal or self._console.is_jupyter:
             self._progress = Progress(
                 TextColumn("{task.description:<6} {task.fields[count]}"),
-                BarColumn(bar_width=20 if self._console.width >= WIDE else 8),
+                BarColumn(bar_width=20 if self._console.width >= _WIDE else 8),
                 TextColumn("{task.fields[text]}"),
                 _Left(compact=True),
                 console=self._console,

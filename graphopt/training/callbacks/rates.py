@@ -17,7 +17,7 @@ from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.monitor import Monitor
 
-SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
+_SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 LEAST_FALL = 1e-6  # of the loss in a step of a range test, relative to the loss; less is rounding
 UNSETTLED = 10  # the first losses of a range test, which are not compared
 
@@ -100,7 +100,7 @@ class Adaptive(Callback):
     def on_epoch_end(self, run: Run, record: Record) -> None:
         self.waited = self.waited + 1 if record["loss"] > self.least - self.tolerance else 0
         self.least = min(self.least, record["loss"])
-        if self.waited >= self.patience and run.executor.learning_rate > SLOWEST:
+        if self.waited >= self.patience and run.executor.learning_rate > _SLOWEST:
             run.executor.learning_rate /= 5
             self.waited = 0
 

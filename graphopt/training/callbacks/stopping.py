@@ -21,7 +21,7 @@ from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.monitor import Monitor
 from graphopt.training.checkpoints import seconds
 
-WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
+_WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
 
 
 @dataclass
@@ -70,12 +70,14 @@ class EarlyStopping(Monitor):
             run.restored = self.record
 
     def state_dict(self) -> dict[str, Any]:
-        weights = {f"{WEIGHTS}{name}": array for name, array in self._weights.items()}
+        weights = {f"{_WEIGHTS}{name}": array for name, array in self._weights.items()}
         return {**super().state_dict(), **weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._weights = {key.removeprefix(WEIGHTS): x for key, x in state.items() if key.startswith(WEIGHTS)}
+        self._weights = {
+            key.removeprefix(_WEIGHTS): x for key, x in state.items() if key.startswith(_WEIGHTS)
+        }
 
 
 @dataclass

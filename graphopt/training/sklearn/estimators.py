@@ -16,11 +16,11 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 import passes
+from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
 from graphopt.training.sklearn import objective
 from graphopt.training.sklearn.fitting import Fitting
-from graphopt.training.structure import TARGET
 
 
 def _has_probabilities(estimator: Any) -> bool:

@@ -20,17 +20,19 @@ from sklearn.utils import check_array, check_consistent_length, check_random_sta
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from graphopt.compiler import DEFAULT
+from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import weights_of
+from graphopt.training.callbacks.callback import copied_weights
 from graphopt.training.sklearn import network, objective
 from graphopt.training.sklearn.interface import Interface, interface, serialized
 from graphopt.training.sklearn.options import EstimatorOptions
-from graphopt.training.structure import ROWS, TARGET, WEIGHT, Estimator, Structure
+from graphopt.training.structure import PREDICTED_ROWS, Estimator, Structure
 
-SLOWEST = 1e-6  # the rate at which `adaptive` ends training
+_SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 
 # What is the same in a fitted network of scikit-learn.
 LEARNED = (
@@ -38,7 +40,7 @@ LEARNED = (
     *("loss_curve_", "best_loss_", "validation_scores_", "best_validation_score_"),
 )
 
-Self = TypeVar("Self", bound="Fitting")
+_Self = TypeVar("_Self", bound="Fitting")
 
 
 class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
@@ -52,7 +54,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _dtype = "float64"  # of the features
     numeric = False  # whether targets have to be numbers
 
-    def fit(self: Self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
 
@@ -66,7 +68,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return self._running().trained()
 
     @classmethod
-    def from_sklearn(cls: type[Self], fitted: Any, **options: Any) -> Self:
+    def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
         """Return an estimator that continues a fitted network, with its weights, options and optimizer.
 
         `partial_fit` continues its training. `fit` starts again, unless `warm_start` is set.
@@ -101,7 +103,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             optimizer.learning_rate if estimator.solver == "sgd" and optimizer else estimator._base_rate()
         )
         structure = estimator._structure_of(estimator._perceptron(), has_weights=False)
-        estimator._use(structure, structure.executor(), network.state_of(fitted, estimator.solver))
+        estimator._use(structure, structure.executor(), network.network_state(fitted, estimator.solver))
         return estimator
 
     @abstractmethod
@@ -146,8 +148,8 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return weights
 
     def _fit(
-        self: Self, X: Any, y: Any, sample_weight: Any, *, incremental: bool = False, classes: Any = None
-    ) -> Self:
+        self: _Self, X: Any, y: Any, sample_weight: Any, *, incremental: bool = False, classes: Any = None
+    ) -> _Self:
         self._check_options()
         if incremental and self.early_stopping:
             raise GraphoptError("partial_fit: expected early_stopping=False, found True: use fit")
@@ -186,13 +188,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         if not first:
             assert self._structure is not None
             executor = self._running()
-            start = executor.state if incremental else weights_of(executor)
+            start = executor.state if incremental else copied_weights(executor)
             assert isinstance(self._structure.model, bytes)
             model = self._structure.model
         elif model is None:
             model = self._perceptron()
             sizes = self._sizes(self.n_features_in_, self.n_outputs_)
-            start = network.initial(sizes, self.activation, self._dtype, random)
+            start = network.initial_weights(sizes, self.activation, self._dtype, random)
         structure = self._structure_of(model, has_weights=has_weights)
         if not (incremental and structure == self._structure):
             self._use(structure, structure.executor(), start)
@@ -245,7 +247,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                         total += self._shown_loss(executor.step(fed)) * (batch.stop - batch.start)
                 self._count(total / rows, rows)
                 if held_out is not None and self._improved(*held_out):
-                    best = weights_of(executor)
+                    best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change and self._stops():
                     break
             else:
@@ -288,7 +290,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def _stops(self) -> bool:
         """Return whether to end training without improvement, rather than to divide the rate."""
-        if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= SLOWEST:
+        if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= _SLOWEST:
             return True
         self._rate /= 5
         self._waited = 0
@@ -323,12 +325,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def _data(self, executor: Executor, X: np.ndarray) -> dict[str, np.ndarray]:
         (data,) = with_role(executor.model, Role.DATA)
-        return {str(data.name): _as_fed(X, data)}
+        return {name_of(data): _as_fed(X, data)}
 
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
         ((name, array),) = self._data(self._running(), X).items()
-        return self._predictions({name: array[at : at + ROWS]} for at in range(0, len(array), ROWS))
+        return self._predictions(
+            {name: array[at : at + PREDICTED_ROWS]} for at in range(0, len(array), PREDICTED_ROWS)
+        )
 
     def _set_rate(self, executor: Executor) -> None:
         names = [name for name in executor.hyperparameters if name.endswith("learning_rate")]

@@ -17,7 +17,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.storage import whole
 
 # How each activation of scikit-learn is emitted. The last two are for outputs alone.
-ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
+_ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
     "identity": lambda op, x: x,
     "logistic": lambda op, x: op.Sigmoid(x),
     "tanh": lambda op, x: op.Tanh(x),
@@ -54,7 +54,7 @@ def perceptron(
                     ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape), const_value=tensor)
                 )
             y = op.Gemm(y, *(graph.initializers[name] for name in names))
-            y = ACTIVATIONS[activation if i < len(pairs) - 1 else out_activation](op, y)
+            y = _ACTIVATIONS[activation if i < len(pairs) - 1 else out_activation](op, y)
         graph.outputs.append(op.Identity(y, _outputs=[output]))
     return whole(model)
 
@@ -64,13 +64,13 @@ def layers(count: int) -> Iterator[tuple[str, str]]:
     return ((f"layers.{i}.weight", f"layers.{i}.bias") for i in range(count))
 
 
-def named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return the weights and biases of all layers by name."""
     pairs = zip(layers(len(weights)), weights, biases, strict=True)
     return {name: array for names, *arrays in pairs for name, array in zip(names, arrays, strict=True)}
 
 
-def initial(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
+def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
     """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010).
 
     Args:
@@ -83,18 +83,18 @@ def initial(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> d
             weight = random.uniform(-bound, bound, (fan_in, fan_out))
             yield weight.astype(dtype), random.uniform(-bound, bound, fan_out).astype(dtype)
 
-    return named(*zip(*draw(), strict=True))
+    return _named(*zip(*draw(), strict=True))
 
 
-def state_of(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
+def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
     """Return the weights of a fitted network by name, and the state of its optimizer if it has the same solver."""
     depth, optimizer = len(fitted.coefs_), getattr(fitted, "_optimizer", None)
 
     def slots(name: str, factor: float, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        weights = named(arrays[:depth], arrays[depth:])
+        weights = _named(arrays[:depth], arrays[depth:])
         return {f"{weight}.{name}": (factor * x).astype(x.dtype) for weight, x in weights.items()}
 
-    state = named(fitted.coefs_, fitted.intercepts_)
+    state = _named(fitted.coefs_, fitted.intercepts_)
     if isinstance(optimizer, SGDOptimizer) and solver == "sgd":
         state |= slots("momentum", -1.0, optimizer.velocities)
     elif isinstance(optimizer, AdamOptimizer) and solver == "adam":

@@ -65,7 +65,7 @@ class WeightPenalty(passes.Regularizer):
 
 
 @dataclass(frozen=True)
-class Adam(passes.Adam):
+class ScikitLearnAdam(passes.Adam):
     """Update as Adam does, with epsilon added to the root of the mean before its bias is corrected.
 
     This is the efficient form at the end of section 2 of Kingma and Ba (2015).

@@ -19,7 +19,7 @@ from graphopt.training.sklearn.network import HIDDEN
 
 RATES = ("constant", "invscaling", "adaptive")
 SOLVERS = ("adam", "sgd")
-TYPES = ("auto", "float32", "float64")
+_TYPES = ("auto", "float32", "float64")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -91,7 +91,7 @@ class EstimatorOptions:
     def _check_options(self) -> None:
         """Raise an error unless all options are valid."""
         check_intervals(self)
-        choices = {"activation": HIDDEN, "solver": SOLVERS, "learning_rate": RATES, "dtype": TYPES}
+        choices = {"activation": HIDDEN, "solver": SOLVERS, "learning_rate": RATES, "dtype": _TYPES}
         for name, known in choices.items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in known:
@@ -103,7 +103,7 @@ class EstimatorOptions:
     def _optimizer(self) -> Any:
         """Return the optimizer pass."""
         if self.solver == "adam":
-            return objective.Adam(1e-3, self.beta_1, self.beta_2, self.epsilon)
+            return objective.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
         if self.solver == "sgd":
             return passes.SGD(
                 1e-3,

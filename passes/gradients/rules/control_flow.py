@@ -18,13 +18,13 @@ from graphopt.graph.values import dims_of, is_floating, like, rank
 from passes.gradients.loop_bodies import (
     Sequences,
     added,
-    copy,
+    copied_body,
     emit,
     emit_scan,
     finish,
-    floating,
     numbers_of,
-    saved,
+    stacked_output,
+    with_gradients,
 )
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.walk import backward, zeros
@@ -47,8 +47,8 @@ def if_(
     else_branch: Graph,
 ) -> Gradients:
     """Differentiate both branches with respect to the values that either of them captures."""
-    wrt, dys = floating(x for x in outer if x in active), [dy, *further]
-    branches = {"then_branch": copy(then_branch), "else_branch": copy(else_branch)}
+    wrt, dys = with_gradients(x for x in outer if x in active), [dy, *further]
+    branches = {"then_branch": copied_body(then_branch), "else_branch": copied_body(else_branch)}
     for branch in branches.values():
         with op.within(branch) as inner:
             ends = [(y, like(inner.Identity(dy), y)) for y, dy in zip(branch.outputs, dys, strict=True) if dy]
@@ -93,12 +93,12 @@ class Back:
                     f"{node.op_type} node {node.name!r}: expected tensors on the path of a gradient, found "
                     f"{value.name!r} of {value.type}: freeze the parameters before it"
                 )
-        self.graph = copy(self.body)
+        self.graph = copied_body(self.body)
         self.forward = dict(zip(self.graph, self.body, strict=True))
         self.leading = list(self.graph.inputs[:skip])
         self.states = list(self.graph.inputs[skip : skip + states])
         self.slices = list(self.graph.inputs[skip + states :])
-        self.outer = floating(outer)
+        self.outer = with_gradients(outer)
         results = self.graph.outputs[max(skip - 1, 0) :]
         with op.within(self.graph) as inner:
             self.inner = inner
@@ -107,13 +107,13 @@ class Back:
                 for i, y in enumerate(results)
             ]
             ends = [(y, dy) for y, dy in zip(results, self.ends, strict=True) if dy is not None]
-            inputs = floating([*self.states, *self.slices])
+            inputs = with_gradients([*self.states, *self.slices])
             found = backward(inner, self.graph, added(inner, ends), [*inputs, *self.outer])
             totals = [inner.value_like(x) for x in self.outer]
             self.graph.inputs.clear()
             self.graph.inputs.extend([*(dy for dy in self.ends[:states] if dy is not None), *totals])
             gradients = [found.get(x) or zeros(inner, x) for x in inputs]
-            carried = len(floating(self.states))
+            carried = len(with_gradients(self.states))
             sums = [
                 like(total + found[x], x) if x in found else total
                 for total, x in zip(totals, self.outer, strict=True)
@@ -157,7 +157,7 @@ def scan(
     stacks = recomputed(op, node, back.body, slices)
     kept = back.kept() if SAVING in node.meta else []
     kept += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
-    stacks_of = [(x, saved(node, back.body, y, length, directions[0])) for x, y in kept]
+    stacks_of = [(x, stacked_output(node, back.body, y, length, directions[0])) for x, y in kept]
     sequences: Sequences = [(x, stack, 0, turned[0]) for x, stack in stacks_of]
     sequences += [(x, stacks[i], 0, turned[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks]
     sequences += [
@@ -204,11 +204,11 @@ def loop(
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[n:] if x in active), dys, 2, n)
     number, going = back.leading
-    numbers = saved(node, back.body, back.body.inputs[0], None)
+    numbers = stacked_output(node, back.body, back.body.inputs[0], None)
     count = op.Squeeze(op.Shape(numbers), [0])
     last = op.Sub(count, 1)
     kept = [
-        (x, saved(node, back.body, back.body.inputs[2 + i], None))
+        (x, stacked_output(node, back.body, back.body.inputs[2 + i], None))
         for i, x in enumerate(back.states)
         if x.uses()
     ]
@@ -242,7 +242,7 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
     others = [i for i in range(states) if i not in known]
     if not known or not others:
         return known
-    body = copy(body)
+    body = copied_body(body)
     rows = list(body.inputs)
     with op.within(body) as inner:
         body.inputs[:] = [rows[i] for i in others]

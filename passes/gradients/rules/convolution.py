@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import counted, reshape_like
+from passes.gradients.rules.shape import constant_size, reshape_like
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def conv(
 ) -> Gradients:
     window = window_of(x, node, w)
     dx = like(transposed(op, window, dy, w, x, group), x)
-    return [dx, correlation(op, window, x, dy, w, group), by_channel(op, dy, bias)]
+    return [dx, correlation(op, window, x, dy, w, group), _by_channel(op, dy, bias)]
 
 
 @rule("ConvTranspose")
@@ -194,7 +194,7 @@ def conv_transpose(
     dx = op.Conv(dy, w, **window.geometry, group=group)
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
         dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
-    return [like(dx, x), correlation(op, window, dy, x, w, group), by_channel(op, dy, bias)]
+    return [like(dx, x), correlation(op, window, dy, x, w, group), _by_channel(op, dy, bias)]
 
 
 def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
@@ -210,7 +210,7 @@ def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     return cuts
 
 
-def by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
+def _by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
     """Return the gradient of a bias per channel."""
     return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
 
@@ -224,8 +224,8 @@ def col2im(op: Emitter, dy: Value, x: Value, image: Value, block: Value, *, node
             f"Col2Im: the gradient with respect to {x.name!r} needs a known block shape, found a computed one: make it "
             f"an initializer"
         )
-    places = counted(*taps)
-    counted(places, places)
+    places = constant_size(*taps)
+    constant_size(places, places)
     kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
     planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
     blocks = op.Conv(planes, kernel, **node.attributes)

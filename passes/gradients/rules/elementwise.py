@@ -9,7 +9,7 @@ from onnx_ir import Node, Value
 
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.roles import stop_gradient_at
-from graphopt.graph.values import constant_of, dtype_of, number_of
+from graphopt.graph.values import constant_number, constant_of, dtype_of
 from passes.gradients.registry import Gradients, elementwise, one_line_rules, rule
 from passes.gradients.walk import further_output
 
@@ -24,7 +24,7 @@ def nonzero(op: Emitter, x: Value) -> Value:
     return x + mask(op, op.Equal(x, 0.0), x)
 
 
-def positive(op: Emitter, x: Value) -> Value:
+def _positive(op: Emitter, x: Value) -> Value:
     """Return 1 where `x` > 0 and 0 elsewhere, in the element type of `x`.
 
     In float32, emit a HardSigmoid of maximal slope: one kernel instead of a comparison and a cast. It takes 0.16 ms
@@ -36,9 +36,9 @@ def positive(op: Emitter, x: Value) -> Value:
     return stop_gradient_at(op.HardSigmoid(x, alpha=1e30, beta=-1e-30))
 
 
-def power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
+def _power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
     """Return d(x^p)/dx = p x^(p-1), simplified for a known exponent, and 0 if p is 0, even at x = 0."""
-    n = number_of(p)
+    n = constant_number(p)
     if n is None:
         p = op.Cast(p, to=x.dtype)
         return p * op.Pow(x, p - 1 + mask(op, op.Equal(p, 0.0), p))
@@ -78,7 +78,7 @@ elementwise(
         "Mul": (lambda op, a, b, y: b, lambda op, a, b, y: a),
         "Div": (lambda op, a, b, y: 1 / b, lambda op, a, b, y: -y / b),
         "Mod": (lambda op, a, b, y: 1, lambda op, a, b, y: op.Round((y - a) / b)),
-        "Pow": (power, lambda op, x, p, y: y * op.Log(nonzero(op, x))),  # where x is 0, y is 0 or constant
+        "Pow": (_power, lambda op, x, p, y: y * op.Log(nonzero(op, x))),  # where x is 0, y is 0 or constant
         "PRelu": (
             lambda op, x, slope, y: 1 + mask(op, op.Less(x, 0.0), x) * (slope - 1),
             lambda op, x, slope, y: op.Min(x, 0.0),
@@ -108,8 +108,8 @@ elementwise(
         "HardSwish": (
             lambda op, x, y: op.Clip(x / 6 + 0.5, 0.0, 1.0) + x / 6 * mask(op, op.Less(op.Abs(x), 3.0), x),
         ),
-        "Relu": (lambda op, x, y: positive(op, y),),
-        "LeakyRelu": (lambda op, x, y, alpha: alpha + (1 - alpha) * positive(op, x),),
+        "Relu": (lambda op, x, y: _positive(op, y),),
+        "LeakyRelu": (lambda op, x, y, alpha: alpha + (1 - alpha) * _positive(op, x),),
         "ThresholdedRelu": (lambda op, x, y, alpha: mask(op, op.Greater(x, alpha), x),),
         "Elu": (
             lambda op, x, y, alpha: (

@@ -43,13 +43,13 @@ def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
 @rule("Slice")
 def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
     """Pad by the parts that the Slice removed if they are known, and otherwise add into zeros."""
-    pads = left_out(x, *bounds)
+    pads = _left_out(x, *bounds)
     if pads is not None:
         return [like(op.Pad(dy, pads), x)]
     return [scatter_back(op, dy, op.Slice(positions(op, x), *bounds), x)]
 
 
-def left_out(x: Value, *bounds: Value) -> list[int] | None:
+def _left_out(x: Value, *bounds: Value) -> list[int] | None:
     """Return the pads that reverse a Slice in steps of 1 along static axes."""
     known = [constant_of(bound) for bound in bounds]
     if any(bound is None for bound in known):

@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import counted, reshape_like
+from passes.gradients.rules.shape import constant_size, reshape_like
 
 
 @rule("MatMul")
@@ -140,7 +140,7 @@ def det(op: Emitter, dy: Value, x: Value) -> Gradients:
     dy = op.Unsqueeze(dy, [-1, -2])
     if n == 1:
         return [like(dy, x)]
-    counted(n, n, n - 1, n - 1)
+    constant_size(n, n, n - 1, n - 1)
     others = np.array([[k for k in range(n) if k != i] for i in range(n)])
     rows, columns = others[:, None, :, None], others[None, :, None, :]
     flat = op.Reshape(x, op.Concat(*([op.shape_of(x, 0, -2)] * (rank(x) > 2)), [n * n], axis=0))

@@ -71,7 +71,7 @@ def instance_normalization(
             f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}: reshape it"
         )
     z, inverse = standardize(op, x, axes, epsilon)
-    return by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
+    return _by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
 
 
 @rule("BatchNormalization")
@@ -99,7 +99,7 @@ def batch_normalization(
         axes = [0, *range(2, rank(x))]
         z, inverse = standardize(op, x, axes, epsilon)
         dy = zeros(op, x) if dy is None else dy
-        dx, *rest = by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
+        dx, *rest = _by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
         for i, dstatistic in enumerate(further):
             if dstatistic is not None:
                 share = channels(op, dstatistic, x) * (1 - momentum) / op.count(x, axes)
@@ -111,7 +111,7 @@ def batch_normalization(
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
     dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
-    dx, dscale, dbias = by_channel(op, dy, x, z, dx)
+    dx, dscale, dbias = _by_channel(op, dy, x, z, dx)
     if mean not in active and variance not in active:
         return [dx, dscale, dbias]
     inverse = 1 / op.Sqrt(variance + epsilon)
@@ -147,7 +147,7 @@ def filled(op: Emitter, number: float, x: Value) -> Value:
     return op.Expand(op.constant(number, like=x), op.shape_of(x))
 
 
-def by_channel(op: Emitter, dy: Value, x: Value, z: Value, dx: Value) -> list[Value]:
+def _by_channel(op: Emitter, dy: Value, x: Value, z: Value, dx: Value) -> list[Value]:
     """Return the gradients of x, and of the scale and bias of each channel."""
     rest = [0, *range(2, rank(x))]
     return [dx, op.ReduceSum(dy * z, rest, keepdims=0), op.ReduceSum(dy, rest, keepdims=0)]

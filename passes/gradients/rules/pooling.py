@@ -16,7 +16,7 @@ from passes.gradients.rules.convolution import Window, transposed, window_of
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.indexing import positions, scatter_back
 from passes.gradients.rules.reduction import Along, extreme, spread
-from passes.gradients.rules.shape import counted, reshape_like
+from passes.gradients.rules.shape import constant_size, reshape_like
 from passes.gradients.walk import further_output
 
 
@@ -66,7 +66,7 @@ def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     """Add each element of `dy` to all elements of `x` in its window."""
     planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
     planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
-    counted(*window.kernel)
+    constant_size(*window.kernel)
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
     return reshape_like(op, transposed(op, window, planes, ones, x), x)
 
@@ -103,11 +103,11 @@ def divisor(
         if not isinstance(size, int) or not isinstance(windows, int):
             return taps * _share_inside(op, window, x, ceil_mode)
         before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
-        counted(windows, window.kernel[i])
+        constant_size(windows, window.kernel[i])
         first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
         at = first + np.arange(window.kernel[i]) * window.dilations[i]
         counts.append(((at >= -before) & (at < size + after)).sum(axis=1))
-    counted(*map(len, counts))
+    constant_size(*map(len, counts))
     return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
 
 

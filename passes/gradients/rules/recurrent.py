@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like
-from passes.gradients.loop_bodies import Step, scan_over
+from passes.gradients.loop_bodies import LoopStep, scan_over
 from passes.gradients.rules.control_flow import KNOWN, SAVING
 from passes.gradients.rules.expansion import expansion
 from passes.gradients.walk import further_output
@@ -27,7 +27,7 @@ Cell = Callable[..., list[Value]]
 DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 
 # The default parameters of each activation, and a function of op, x and the parameters.
-ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
+_ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
     "affine": ((1.0, 0.0), lambda op, x, a, b: a * x + b),
     "elu": ((1.0,), lambda op, x, a: op.Elu(x, alpha=a)),
     "hardsigmoid": ((0.2, 0.5), lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b)),
@@ -90,7 +90,7 @@ CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
 @expansion(*CELLS)
-def expanded(
+def _expanded(
     op: Emitter,
     x: Value,
     w: Value,
@@ -114,15 +114,15 @@ def expanded(
         r.shape = ir.Shape([len(ways), GATES[node.op_type] * hidden_size, hidden_size])
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
-    weights = zip(*(parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
+    weights = zip(*(_parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
     starts = [h, c] if node.op_type == "LSTM" else [h]
-    states = zip(*(parts(op, v, len(ways), layout) for v in starts), strict=True)
+    states = zip(*(_parts(op, v, len(ways), layout) for v in starts), strict=True)
     functions = activations(node, len(ways))
     known: list[Value | None] = [None] * len(ways)
     if width(r) < LARGE:
         steps, rows, _ = dims_of(x)
         y = further_output(node, 0, dtype_of(x), ir.Shape([steps, len(ways), rows, width(r)]))
-        known = parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
+        known = _parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
     results = []
     for reverse, (wi, ri, bi, pi), initial, chosen, hs in zip(
         ways, weights, states, functions, known, strict=True
@@ -131,7 +131,7 @@ def expanded(
         start = [no_state(op, x, width(ri)) if state is None else state for state in initial]
         for state in start:  # a computation may hide its shape
             state.shape = ir.Shape([dims_of(x)[1], width(ri)])
-        results.append(run(op, cell, start, gates, hs, lengths, reverse))
+        results.append(_run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
     outputs = [
@@ -165,7 +165,7 @@ def prepared(
     return gates, lambda op, *values: CELLS[node.op_type](op, *values, *extra, *functions)
 
 
-def run(
+def _run(
     op: Emitter,
     cell: Cell,
     states: Sequence[Value],
@@ -202,7 +202,7 @@ def run(
 
 def scanned(
     op: Emitter,
-    step: Step,
+    step: LoopStep,
     states: Sequence[Value],
     sequences: Sequence[Value],
     known: Input,
@@ -232,11 +232,11 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
     names = names if len(names) == count * directions else names[:count] * directions
     found: list[Activation] = []
     for i, name in enumerate(names):
-        if name not in ACTIVATIONS:
+        if name not in _ACTIVATIONS:
             raise GraphoptError(
                 f"{node.op_type} node {node.name!r}: expected a standard activation, found {name!r}"
             )
-        defaults, function = ACTIVATIONS[name]
+        defaults, function = _ACTIVATIONS[name]
         pairs = zip(defaults, numbers, strict=False)
         given = [rest.pop(0) if rest else default for default, rest in pairs]
         found.append(functools.partial(_activated, function, given, None if i % count == 2 else clip))
@@ -250,7 +250,7 @@ def _activated(
     return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
 
 
-def parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:
+def _parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:
     """Return the part of an input for each direction, or None for each if the input is left out."""
     if value is None or count == 1:
         return [None if value is None else op.Squeeze(value, [axis])] * count

@@ -72,7 +72,7 @@ def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     return dy * (along.product(factors) / factors * zeros)
 
 
-REDUCTIONS: dict[str, Callable[..., Value]] = {
+_REDUCTIONS: dict[str, Callable[..., Value]] = {
     "ReduceSum": lambda op, x, y, dy, along: dy,
     "ReduceMean": lambda op, x, y, dy, along: dy / along.count(y),
     "ReduceMax": extreme,
@@ -107,5 +107,5 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
 
 
 UNIFORM.update([("", "ReduceSum"), ("", "ReduceMean")])
-for op_type, gradient in REDUCTIONS.items():
+for op_type, gradient in _REDUCTIONS.items():
     rule(op_type)(reduction(gradient))

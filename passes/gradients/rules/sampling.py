@@ -20,9 +20,9 @@ from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.expansion import expansion
-from passes.gradients.rules.shape import counted, reshape_like
+from passes.gradients.rules.shape import constant_size, reshape_like
 
-Number = Value | float
+_Number = Value | float
 
 # For each mode: the first pixel relative to the one before the position, and for each pixel the coefficients of its
 # weight, a polynomial of the distance from the pixel before the position.
@@ -44,7 +44,7 @@ def sampled(
     at: Sequence[Value],
     mode: str = "linear",
     padding: str = "border",
-    borders: Sequence[tuple[Number, Number]] = (),
+    borders: Sequence[tuple[_Number, _Number]] = (),
 ) -> Value:
     """Return the weighted pixels of `x` around positions, of shape (pixels along each axis, positions, channels).
 
@@ -64,8 +64,8 @@ def sampled(
         start = op.Round(position) if mode == "nearest" else op.Floor(position)
         shape = [-1, *[1] * (rank(position) + i)]
         steps = np.arange(first, first + len(coefficients)).reshape(shape)
-        pixel = spread(op, start, i) + op.constant(steps, like=position)
-        share = polynomial(op, spread(op, position - start, i), np.array(coefficients), shape)
+        pixel = _spread(op, start, i) + op.constant(steps, like=position)
+        share = polynomial(op, _spread(op, position - start, i), np.array(coefficients), shape)
         if padding == "zeros":
             last = extent(op, x, i, position) - 1
             inside = mask(op, op.And(op.GreaterOrEqual(pixel, 0.0), op.LessOrEqual(pixel, last)), position)
@@ -80,7 +80,7 @@ def sampled(
     return pixels if weight is None else pixels * op.Unsqueeze(op.CastLike(weight, x), [-1])
 
 
-def spread(op: Emitter, value: Value, axes: int) -> Value:
+def _spread(op: Emitter, value: Value, axes: int) -> Value:
     """Insert axes before those of `value`."""
     return op.Unsqueeze(value, [*range(axes)]) if axes else value
 
@@ -95,20 +95,20 @@ def polynomial(op: Emitter, t: Value, coefficients: np.ndarray, shape: Sequence[
     return total
 
 
-def extent(op: Emitter, x: Value, axis: int, position: Value) -> Number:
+def extent(op: Emitter, x: Value, axis: int, position: Value) -> _Number:
     """Return the number of pixels of `x` along a spatial axis, in the precision of positions."""
     count = op.count(x, [2 + axis])
     return op.Cast(count, to=position.dtype) if isinstance(count, Value) else count
 
 
-def reflected(op: Emitter, position: Value, low: Number, high: Number) -> Value:
+def reflected(op: Emitter, position: Value, low: _Number, high: _Number) -> Value:
     """Reflect positions at both borders until they lie inside: a triangle wave."""
     span = high - low
     turn = op.Abs(op.Mod(position - low, 2 * span, fmod=1))
     return low + span - op.Abs(turn - span)
 
 
-def numbers(op: Emitter, count: Value, *, axes: int) -> Value:
+def _numbers(op: Emitter, count: Value, *, axes: int) -> Value:
     """Return 0, 1, 2, ... up to a count, with trailing axes of size 1."""
     row: Value = op.Range(0, count, 1)
     return op.Unsqueeze(row, [*range(1, 1 + axes)]) if axes else row
@@ -140,7 +140,7 @@ def grid_sample(
             position = reflected(op, position, low, high)
         at.append(position)
         borders.append((low, high))
-    batch = numbers(op, one_size(op, x, 0), axes=1)
+    batch = _numbers(op, one_size(op, x, 0), axes=1)
     terms = sampled(op, x, batch, at, mode, padding_mode, borders)
     total = op.Transpose(op.ReduceSum(terms, [*range(count)], keepdims=0), perm=[0, 2, 1])
     return [reshape_like(op, total, y)]
@@ -186,13 +186,13 @@ def roi_align(
         length = end - begin if aligned else op.Max(end - begin, 1.0)
         step = op.Unsqueeze(length / bins[i], [2])
         if sampling_ratio:
-            count: Number = float(sampling_ratio)
-            sample = op.constant(np.arange(counted(sampling_ratio))[None, None], like=rois)
+            count: _Number = float(sampling_ratio)
+            sample = op.constant(np.arange(constant_size(sampling_ratio))[None, None], like=rois)
             share = None
         else:
             count = op.Ceil(step)
             most = op.Cast(op.ReduceMax(count, keepdims=0), to=ir.DataType.INT64)
-            sample = op.Cast(spread(op, op.Range(0, op.Max(most, 1), 1), 2), to=rois.dtype)
+            sample = op.Cast(_spread(op, op.Range(0, op.Max(most, 1), 1), 2), to=rois.dtype)
             share = mask(op, op.Less(sample, count), rois)
             count = op.Max(count, 1.0)
             sample = op.Min(sample, count - 1)
@@ -266,17 +266,17 @@ def deform_conv(
     """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
     count, window = rank(x) - 2, window_of(x, node, w)
     taps, out = math.prod(window.kernel), op.shape_of(offset, 2)
-    counted(count, taps)
+    constant_size(count, taps)
     steps = np.indices(window.kernel).reshape(count, taps, *[1] * count)
     parts = elements_along(op, op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)), count, 2)
     at = []
     for i, part in enumerate(parts):
-        first = window.strides[i] * numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
+        first = window.strides[i] * _numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
         start = first + op.constant(steps[i] * window.dilations[i] - window.begin[i])
         at.append(part + op.Cast(start, to=offset.dtype))
     channels = op.Concat([-1], op.shape_of(x, 1, 2) / offset_group, op.shape_of(x, 2), axis=0)
     groups = op.Reshape(x, channels)
-    batch = numbers(op, one_size(op, groups, 0), axes=1 + count)
+    batch = _numbers(op, one_size(op, groups, 0), axes=1 + count)
     pixels = op.ReduceSum(sampled(op, groups, batch, at, padding="zeros"), [*range(count)], keepdims=0)
     if weights is not None:
         pixels = pixels * op.Reshape(weights, op.Concat([-1, taps], out, [1], axis=0))

@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, one_line_rules, rule
 
-MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
+_MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
@@ -27,12 +27,12 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
     return like(op.Reshape(value, op.shape_of(x), allowzero=1), x)
 
 
-def counted(*sizes: int) -> int:
+def constant_size(*sizes: int) -> int:
     """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
-    if count > MOST:
+    if count > _MOST:
         raise GraphoptError(
-            f"it takes a constant of at most {MOST:,} elements, found {count:,}: freeze the parameters before it"
+            f"it takes a constant of at most {_MOST:,} elements, found {count:,}: freeze the parameters before it"
         )
     return count
 
