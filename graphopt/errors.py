@@ -70,7 +70,7 @@ def shortened(message: str) -> str:
     """
     if len(message) <= LONGEST_WORD:
         return message
-    text = LONG.sub(lambda found: _cut(found[0], LONGEST_WORD), message)
+    text = LONG.sub(lambda match: _cut(match[0], LONGEST_WORD), message)
     return _cut(text, LONGEST)
 
 

@@ -20,7 +20,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.opsets import IR_VERSION, OPSET
 
-_MOST = 2**27  # weights of a model
+_MAX = 2**27  # weights of a model
 MOST_LAYERS = 1_000
 
 
@@ -194,7 +194,7 @@ class _Random:
 
     def __init__(self, seed: int) -> None:
         self._drawn = np.random.default_rng(seed)
-        self._left = _MOST
+        self._left = _MAX
 
     def normal(self, mean: float, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
         self._count(shape)
@@ -207,9 +207,7 @@ class _Random:
     def _count(self, shape: tuple[int, ...]) -> None:
         self._left -= math.prod(shape)
         if self._left < 0:
-            raise GraphoptError(
-                f"model: expected at most {_MOST:,} weights, found more: choose smaller sizes"
-            )
+            raise GraphoptError(f"model: expected at most {_MAX:,} weights, found more: choose smaller sizes")
 
 
 def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
@@ -217,9 +215,9 @@ def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
     if seed < 0:
         raise GraphoptError(f"seed: expected 0 or more, found {seed}")
     for name, size in sizes.items():
-        for one in [size] if isinstance(size, int) else size:
-            if not isinstance(one, int) or not 1 <= one <= (MOST_LAYERS if name == "layers" else _MOST):
-                raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {one!r}")
+        for dim in [size] if isinstance(size, int) else size:
+            if not isinstance(dim, int) or not 1 <= dim <= (MOST_LAYERS if name == "layers" else _MAX):
+                raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {dim!r}")
     return _Random(seed)
 
 

@@ -86,9 +86,9 @@ def weights_of(
                 raise GraphoptError(
                     f"class weights: expected labels from 0 to {most - 1} as target, found {label}"
                 )
-        found = np.bincount(labels.astype(np.int64), minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        counted = np.bincount(labels.astype(np.int64), minlength=len(counts))
+        counted[: len(counts)] += counts
+        counts = counted
     if missing := np.flatnonzero(counts == 0).tolist() or ([0] if not counts.size else []):
         raise GraphoptError(
             f"class weights: expected rows of each of {max(len(counts), 1)} classes to train on, found none of class "
@@ -136,10 +136,10 @@ class Moments:
             columns -= self._center
             mean = columns.mean(axis=0)
             columns -= mean
-            share, apart = count / (self._count + count), mean - self._mean
-            self._mean = self._mean + share * apart
+            share, distance = count / (self._count + count), mean - self._mean
+            self._mean = self._mean + share * distance
             self._squares = (
-                self._squares + (columns * columns).sum(axis=0) + self._count * share * apart * apart
+                self._squares + (columns * columns).sum(axis=0) + self._count * share * distance * distance
             )
         self._count += count
 

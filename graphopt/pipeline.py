@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 Step = Callable[[ir.Model], Any]
 
@@ -41,10 +41,10 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
                 self._steps[name] = (
                     tuple(step) if isinstance(step, Sequence) and not isinstance(step, str) else (step,)
                 )
-                for one in self._steps[name]:
-                    if not callable(one):
+                for item in self._steps[name]:
+                    if not callable(item):
                         raise GraphoptError(
-                            f"pipeline.{name}: expected a pass or a sequence of passes, found {one!r}"
+                            f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}"
                         )
 
     def __getitem__(self, name: str) -> tuple[Step, ...]:
@@ -71,11 +71,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         """Run the steps on a model itself, as a call does on a copy, and return it."""
         for name, step in self._steps.items():
             start = time.perf_counter()
-            for one in step:
-                one(model)
-            _logger.info(
-                "%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph)
-            )
+            for item in step:
+                item(model)
+            _log.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
             if observe is not None:
                 observe(name, model)
         return model
@@ -83,22 +81,20 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
     @property
     def learns(self) -> bool:
         """Return whether a pass learns options from data."""
-        return any(isinstance(one, Pass) and one.learns for step in self._steps.values() for one in step)
+        return any(isinstance(item, Pass) and item.learns for step in self._steps.values() for item in step)
 
     def adapted(self, model: ir.Model, read: Read) -> Pipeline:
         """Return the pipeline with what its passes learn from data; see `graphopt.adapt`."""
         return Pipeline(
             **{
-                name: tuple(
-                    one.adapted(model, read) if isinstance(one, Pass) and one.learns else one for one in step
-                )
+                name: tuple(p.adapted(model, read) if isinstance(p, Pass) and p.learns else p for p in step)
                 for name, step in self._steps.items()
             }
         )
 
     def without(self, name: str) -> Pipeline:
         """Return the pipeline without the step `name`, if it has one."""
-        return Pipeline(**{one: step for one, step in self._steps.items() if one != name})
+        return Pipeline(**{key: step for key, step in self._steps.items() if key != name})
 
     def until(self, name: str) -> Pipeline:
         """Return the steps up to and including `name`."""

@@ -53,7 +53,7 @@ class Accumulate(Pass):
         gradients = {y: name for y in computed if (name := GRADIENT_OF.read(y)) is not None}
         if not gradients or not with_role(model, Role.NEXT):
             raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
-        _count_steps_apart(model, [*gradients, *with_role(model, Role.LOSS)])
+        _count_forward_steps(model, [*gradients, *with_role(model, Role.LOSS)])
         with Emitter(model) as op:
             count = state.declare(model, state.ACCUMULATED, np.array(0.0, np.float32), Role.SLOT)
             done = count + 1
@@ -61,7 +61,7 @@ class Accumulate(Pass):
                 apply = state.declare(model, APPLY, np.array(True), Role.HYPERPARAMETER)
             else:
                 apply = op.GreaterOrEqual(done, float(self.steps))
-            kept, fresh = {count: done}, {count: op.constant(0.0, like=count)}
+            continued, restarted = {count: done}, {count: op.constant(0.0, like=count)}
             for gradient, name in gradients.items():
                 assert gradient.shape is not None and gradient.dtype is not None
                 zeros = np.zeros(gradient.shape.numpy(), gradient.dtype.numpy())
@@ -71,11 +71,11 @@ class Accumulate(Pass):
                 mean = total / op.Cast(done, to=total.dtype) if self.mean else total
                 for user, index in uses:
                     user.replace_input_with(index, mean)
-                kept[slot], fresh[slot] = total, op.constant(0.0, like=slot)
-            _update_if(model, op, apply, kept, fresh)
+                continued[slot], restarted[slot] = total, op.constant(0.0, like=slot)
+            _update_if(model, op, apply, continued, restarted)
 
 
-def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
+def _count_forward_steps(model: ir.Model, results: Iterable[ir.Value]) -> None:
     """Let nodes that compute `results`, such as Dropout masks, count all steps: `step` will count updates only."""
     counter = state.counter(model)
     forward = ancestors(results)
@@ -88,23 +88,23 @@ def _count_steps_apart(model: ir.Model, results: Iterable[ir.Value]) -> None:
             user.replace_input_with(index, every)
 
 
-def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, kept: _Values, fresh: _Values) -> None:
-    """Move the nodes that update parameters, slots and `step` into a branch; `kept` and `fresh` are accumulators."""
+def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, continued: _Values, restarted: _Values) -> None:
+    """Move the nodes that update parameters, slots, `step` and the accumulators into a branch."""
     graph = model.graph
     nexts = {next_of(x): x for x in with_role(model, Role.PARAMETER, Role.SLOT, Role.COUNTER)}
     updates = {nexts[name_of(y)]: y for y in graph.outputs if y.name in nexts and y.name != next_of(FORWARD)}
     for x, y in updates.items():
         graph.outputs.remove(y)
         y.name = f"{x.name}.updated"
-    outside = ancestors([*graph.outputs, apply, *kept.values(), *fresh.values()])
+    outside = ancestors([*graph.outputs, apply, *continued.values(), *restarted.values()])
     inside = ancestors(updates.values()) - outside
     moved = [node for node in graph if node in inside]
     graph.remove(moved)
-    then_branch = _body(op, "then_branch", moved, {**updates, **fresh})
-    else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **kept})
+    then_branch = _body(op, "then_branch", moved, {**updates, **restarted})
+    else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **continued})
     branches = {"then_branch": then_branch, "else_branch": else_branch}
-    following = op.If(apply, **branches, _outputs=len(updates) + len(kept))
-    for x, y in zip([*updates, *kept], following, strict=True):
+    following = op.If(apply, **branches, _outputs=len(updates) + len(continued))
+    for x, y in zip([*updates, *continued], following, strict=True):
         state.set_next(model, x, like(y, x))
 
 

@@ -41,15 +41,15 @@ class StopGradient(Pass):
     values: Pattern
 
     def rewrite(self, model: ir.Model) -> None:
-        found = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]
-        found += [x for x in model.graph.inputs if matches(x.name, self.values)]
-        if not found:
+        matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]
+        matching += [x for x in model.graph.inputs if matches(x.name, self.values)]
+        if not matching:
             raise GraphoptError(
                 f"stop_gradient.values={self.values!r}: expected names of values in the graph, found no match: "
                 f"graphopt.listing shows the names"
             )
         with Emitter(model) as op:
-            for x in found:
+            for x in matching:
                 uses = list(x.uses())
                 stopped = stop_gradient(op, x)
                 for user, index in uses:

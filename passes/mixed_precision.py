@@ -137,7 +137,7 @@ class _Narrow:
                         set_role(wide, role)
 
     def _holds(self, x: ir.Value) -> bool:
-        """Return whether the range of 16 bits covers a value, as far as its numbers are known."""
+        """Return whether the range of the 16-bit type covers a value, as far as its numbers are known."""
         numbers = constant_of(x)
         return numbers is None or bool(np.max(np.abs(numbers), initial=0) <= self._dtype.max)
 
@@ -179,9 +179,9 @@ class DynamicLossScale(Pass):
         gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF.read(y)]
         following = with_role(model, Role.NEXT)
         if scale is None or not following:
-            found = "no optimizer" if scale else "no scale"
+            missing = "no optimizer" if scale else "no scale"
             raise GraphoptError(
-                f"DynamicLossScale: expected a scaled loss and an optimizer's update, found {found}: set "
+                f"DynamicLossScale: expected a scaled loss and an optimizer's update, found {missing}: set "
                 f"gradient.loss_scale, and run the optimizer first"
             )
         states = {next_of(x): x for x in with_role(model, *STATE)}

@@ -25,7 +25,7 @@ from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
-from graphopt.graph.postprocessing import set_aside
+from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
@@ -69,9 +69,9 @@ class Normalize(Pass):
         left_out = exporters.left_out(model)
         note_versions(model)
         remember(model)
-        givens = [y for y in model.graph.outputs if y.producer() is None]
-        if givens:  # inputs or weights themselves
-            set_aside(model, givens, lambda value: True)
+        sources = [y for y in model.graph.outputs if y.producer() is None]
+        if sources:  # inputs or weights themselves
+            detach_outputs(model, sources, lambda value: True)
         _rename_what_the_runtime_names(model)
         with interface_kept(model):
             self._prepare(model)
@@ -88,7 +88,7 @@ class Normalize(Pass):
             if model.producer_name == "skl2onnx":
                 classical.freeze_preprocessing(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
-        set_labels_aside(model, is_classical)
+        detach_labels(model, is_classical)
         if left_out:
             LeftOut(tuple(left_out)).write(model)
         for value in model.graph.initializers.values():
@@ -147,8 +147,8 @@ def expand(model: ir.Model) -> None:
         infer(model)
     for node in nodes:
         body = _body(node, version)
-        given = zip(body.inputs, [x for x in node.inputs if x is not None], strict=True)
-        for formal, x in given:
+        arguments = zip(body.inputs, [x for x in node.inputs if x is not None], strict=True)
+        for formal, x in arguments:
             ir.convenience.replace_all_uses_with(formal, x)
         emitted, outputs = list(body), list(body.outputs)
         body.outputs.clear()
@@ -193,13 +193,13 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     return ir.from_proto(inlined).graph
 
 
-def set_labels_aside(model: ir.Model, is_classical: bool) -> None:
+def detach_labels(model: ir.Model, is_classical: bool) -> None:
     """Remove outputs that are strings, or labels in a classical model: all outputs that are not floating-point."""
     outputs = model.graph.outputs
     labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
     if labels:
         role = Role.SOURCE if any(map(is_floating, outputs)) else None
-        set_aside(model, labels, is_floating, role)
+        detach_outputs(model, labels, is_floating, role)
 
 
 def _rename_what_the_runtime_names(model: ir.Model) -> None:

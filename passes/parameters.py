@@ -119,15 +119,15 @@ class Parameters(Pass):
         for value, origin in origins.items():
             if origin.trains and value in reached and value not in chosen:
                 UNTRAINED.set(value)
-        kept = self._tie(model, chosen)
+        roots = self._tie(model, chosen)
         if missing := (LeftOut.read(model) or LeftOut()).names:
             names = some([repr(name) for name in missing], 4)
             warnings.warn(
                 f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
-        _warn([value for value in origins if value in reached and (value in kept or value not in chosen)])
-        for value in kept:
+        _warn([value for value in origins if value in reached and (value in roots or value not in chosen)])
+        for value in roots:
             quantized.promote(value)
         quantized.restore()
 
@@ -158,14 +158,15 @@ class Parameters(Pass):
         """Compute copies from their original weights, and return the weights."""
         weights = list(chosen)
         for group in ties.groups(chosen):
-            kept: list[ir.Value] = []
+            roots: list[ir.Value] = []
             # Weights with original names come first, and weights made from others last.
             for value in sorted(group, key=lambda x: (not _read(x).named, bool(_read(x).sources))):
                 weight, how = next(
-                    ((weight, how) for weight in kept if (how := self._how_tied(weight, value))), (None, None)
+                    ((weight, how) for weight in roots if (how := self._how_tied(weight, value))),
+                    (None, None),
                 )
                 if weight is None or how is None:
-                    kept.append(value)
+                    roots.append(value)
                     continue
                 origin = _read(weight)
                 certain = origin.certain and self._is_asked(weight, value)
@@ -236,13 +237,13 @@ def _origin(value: ir.Value) -> Origin:
     reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
     if reasons and reasons[0] is not None and all(reasons):
         return Origin(Kind.CONSTANT, reasons[0], certain=False)
-    if _is_open(value) and (found := evidence.written_out(value)):
-        return found
+    if _is_open(value) and (origin := evidence.written_out(value)):
+        return origin
     if written is None and evidence.is_literal(value):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
-    found = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
-    if found is not None:
-        return replace(found, named=written is not None and written.named)
+    origin = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
+    if origin is not None:
+        return replace(origin, named=written is not None and written.named)
     if written is None and name_of(value).startswith(exporters.FOLDED_BY_TF2ONNX):
         why = "folded by tf2onnx, of a variable or of numbers of the program"
         return Origin(Kind.PARAMETER, why, certain=False)

@@ -28,21 +28,21 @@ NEGLIGIBLE = 1e-3  # the share of all saved bytes below which a value stays save
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Recompute parts of the forward pass in the backward pass, so that fewer values are kept. Run it after Gradient.
+    """Recompute parts of the forward pass in the backward pass, so that fewer values are stored. Run it after Gradient.
 
-    The backward pass reads kept values, or segments recompute them from kept values (Chen, Xu, Zhang, Guestrin 2016,
+    The backward pass reads stored values or recomputes segments from them (Chen, Xu, Zhang, Guestrin 2016,
     https://arxiv.org/abs/1604.06174). The pass prefers values that cost least per byte to recompute, and limits the
-    size of segments. Among the sizes that meet the budget it chooses the one with the least work. The results stay the
+    size of segments. Among the sizes within the budget it chooses the one with the least work. The results stay the
     same. A segment starts with a Reshape whose shape depends on earlier gradients, so that no runtime can run it
     earlier or merge it with the forward pass.
 
     Args:
-        budget: the largest share of the bytes kept without this pass that may be alive at any time, kept or recomputed.
-            None minimizes them.
+        budget: the largest share of the bytes stored without this pass that stored and recomputed values may take at
+            any time. None minimizes them.
         batch: the size to assume for symbolic dimensions when bytes are counted.
 
     Raises:
-        GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget cannot be met.
+        GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget is too small for the model.
 
     >>> steps = {"loss": passes.CrossEntropy(), "recompute": passes.Recompute(budget=0.8)}
     >>> step = graphopt.compile(models.transformer((8,), 16, vocabulary=16), **steps)
@@ -106,11 +106,11 @@ class _Forward:
             inner, sources = self._closure(node, saved.keys() | outputs)
             self.total += size
             if not fixed & {node, *inner}:
-                cost = sum(_cost(sized[one]) for one in (node, *inner))
+                cost = sum(_cost(sized[member]) for member in (node, *inner))
                 self.saved[node] = _Saved(size, inner, sources, cost, start[node])
         near: dict[ir.Node, set[ir.Node]] = {node: set() for node in self.saved}
-        for node, one in self.saved.items():
-            for source in one.sources & near.keys():
+        for node, entry in self.saved.items():
+            for source in entry.sources & near.keys():
                 near[node].add(source)
                 near[source].add(node)
         self._near = near
@@ -133,7 +133,7 @@ class _Forward:
         return inner, sources
 
     def choose(self, budget: float | None) -> _Choice:
-        """Return the cheapest segments that meet a budget, or without a budget those that keep the fewest bytes."""
+        """Return the cheapest segments within a budget, or without a budget those that store the fewest bytes."""
         limit = 0.0 if budget is None else budget * self.total
         if self.total <= limit:
             return _Choice(self.total)
@@ -151,24 +151,24 @@ class _Forward:
         return min((choice for choice in choices if choice.peak <= limit), key=lambda choice: choice.cost)
 
     def _grow(self, limit: float, cap: float) -> _Choice:
-        """Grow segments by the values that cost least per byte until at most `limit` is kept. None exceeds `cap`."""
-        found = [node for node, one in self.saved.items() if one.size > NEGLIGIBLE * self.total]
-        found.sort(key=lambda node: self.saved[node].cost / self.saved[node].size)
+        """Grow segments by the values that cost least per byte until at most `limit` is stored. None exceeds `cap`."""
+        large = [node for node, saved in self.saved.items() if saved.size > NEGLIGIBLE * self.total]
+        large.sort(key=lambda node: self.saved[node].cost / self.saved[node].size)
         segment: dict[ir.Node, set[ir.Node]] = {}
-        kept, largest = self.total, 0
-        for node in found:
-            if kept + largest <= limit:
+        stored, largest = self.total, 0
+        for node in large:
+            if stored + largest <= limit:
                 break
             merged = {node}.union(*(segment[other] for other in self._near[node] if other in segment))
-            size = sum(self.saved[one].size for one in merged)
+            size = sum(self.saved[member].size for member in merged)
             if size <= cap:
-                kept -= self.saved[node].size
+                stored -= self.saved[node].size
                 largest = max(largest, size)
                 segment.update(dict.fromkeys(merged, merged))
-        segments = sorted({id(one): one for one in segment.values()}.values(), key=self.start)
-        cost = sum(self.saved[node].cost for one in segments[1:] for node in one)
+        segments = sorted({id(nodes): nodes for nodes in segment.values()}.values(), key=self.start)
+        cost = sum(self.saved[node].cost for nodes in segments[1:] for node in nodes)
         # The first segment would stay alive until it is read anyway.
-        return _Choice(kept + largest, cost, segments[1:])
+        return _Choice(stored + largest, cost, segments[1:])
 
     def start(self, segment: Iterable[ir.Node]) -> int:
         """Return the position of the first node of the backward pass that reads a segment."""
@@ -243,8 +243,8 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
     for node in nodes:
         inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
         if not any(x in copies for x in node.inputs if x is not None):
-            given = [(i, x) for i, x in enumerate(node.inputs) if x is not None]
-            i, x = next(((i, x) for i, x in given if constant_of(x) is None), given[0])
+            present = [(i, x) for i, x in enumerate(node.inputs) if x is not None]
+            i, x = next(((i, x) for i, x in present if constant_of(x) is None), present[0])
             if x not in tied:
                 tied[x] = _after(op, x, zero)
             inputs[i] = tied[x]

@@ -55,12 +55,12 @@ class Schedule(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        found = [v for v in roles.with_role(model, Role.HYPERPARAMETER) if v.name == LEARNING_RATE]
-        if not found:
+        rates = [v for v in roles.with_role(model, Role.HYPERPARAMETER) if v.name == LEARNING_RATE]
+        if not rates:
             raise GraphoptError(
                 "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
             )
-        base = found[0]
+        base = rates[0]
         users = list(base.uses())
         base.name = f"base_{LEARNING_RATE}"
         counter = state.counter(model)

@@ -130,7 +130,7 @@ def _plain(name: str, numbers: Any) -> Any:
     if numbers is None:
         return None
     if isinstance(numbers, Mapping):
-        return {str(key): _plain(name, one) for key, one in numbers.items()}
+        return {str(key): _plain(name, values) for key, values in numbers.items()}
     try:
         array = np.atleast_1d(np.asarray(numbers, np.float64))
     except (TypeError, ValueError):
@@ -169,13 +169,13 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
                 f"{len(numbers)}"
             )
     shape = [-1 if i == axis % rank else 1 for i in range(rank)] if rank > 1 else [-1]
-    held = [
+    constants = [
         _constant(model, x, name, numbers.reshape(shape) if rank else numbers.reshape(()))
         for name, numbers in (("mean", mean), ("scale", scale))
     ]
     _warn(x, mean, scale)
     with Emitter(model) as op:
-        standardized = op.Div(op.Sub(x, held[0]), held[1])
+        standardized = op.Div(op.Sub(x, constants[0]), constants[1])
     for node, index in uses:
         node.replace_input_with(index, standardized)
 
@@ -205,7 +205,7 @@ def _constant(model: ir.Model, x: ir.Value, name: str, numbers: np.ndarray) -> i
             f"{numbers.ravel()[int(np.argmax(~np.isfinite(plain) | (plain == 0)))]:g}: scale the data"
         )
     values = ir.convenience.create_value_mapping(model.graph)
-    full = next(one for i in itertools.count() if (one := f"{x.name}.{name}" + "_" * i) not in values)
+    full = next(new for i in itertools.count() if (new := f"{x.name}.{name}" + "_" * i) not in values)
     value = ir.val(full, const_value=ir.tensor(array, name=full))
     model.graph.register_initializer(value)
     FROZEN.set(value)

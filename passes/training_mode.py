@@ -100,8 +100,8 @@ class TrainingMode(Pass):
         names = [_names(node) for node in model.graph.all_nodes() if _kind(node)]
         patterns = [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []
         for pattern in patterns:
-            if not any(matches(name, pattern) for found in names for name in found):
-                known = ", ".join(dict.fromkeys(name for found in names for name in found)) or "none"
+            if not any(matches(name, pattern) for group in names for name in group):
+                known = ", ".join(dict.fromkeys(name for group in names for name in group)) or "none"
                 raise GraphoptError(
                     f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
                     f"{known}"
@@ -174,8 +174,8 @@ def _are_calls(nodes: Sequence[ir.Node]) -> bool:
     pair = nodes[0].inputs[3:5]
     if any(tensor is not None and np.ptp(tensor.numpy()) > 0 for tensor in map(state.initial, pair)):  # type: ignore[arg-type]
         return True
-    apart = all(x is not None and {index for _, index in x.uses()} == {3 + i} for i, x in enumerate(pair))
-    return apart and all(_are_equal(node.inputs[1:3], nodes[0].inputs[1:3]) for node in nodes)
+    separate = all(x is not None and {index for _, index in x.uses()} == {3 + i} for i, x in enumerate(pair))
+    return separate and all(_are_equal(node.inputs[1:3], nodes[0].inputs[1:3]) for node in nodes)
 
 
 def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | None]) -> bool:
@@ -269,10 +269,10 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     """Replace a Dropout by a product with a mask whose mean is 1."""
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    known = constant_of(given)
-    if given is not None and known is None:
-        raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {given.name!r}")
+    value = node.inputs[1] if len(node.inputs) > 1 else None
+    known = constant_of(value)
+    if value is not None and known is None:
+        raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {value.name!r}")
     ratio = 0.5 if known is None else float(known.item())
     if not 0 <= ratio < 1:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
@@ -282,10 +282,10 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
         else:
             drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
             drawn.shape = x.shape
-            kept = op.Not(op.Less(drawn, _int32(op, round((2 * ratio - 1) * _LARGEST))))
-            dropped = x * (op.Cast(kept, to=x.dtype) * (1 / (1 - ratio)))
+            unmasked = op.Not(op.Less(drawn, _int32(op, round((2 * ratio - 1) * _LARGEST))))
+            dropped = x * (op.Cast(unmasked, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:
-                ir.convenience.replace_all_uses_with(node.outputs[1], kept, replace_graph_outputs=True)
+                ir.convenience.replace_all_uses_with(node.outputs[1], unmasked, replace_graph_outputs=True)
     swap(y, like(dropped, y))
     model.graph.remove(node, safe=True)
     in_inference(dropped, same_as=0)
@@ -301,8 +301,8 @@ def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int
     Positions start from (c t + d) t + o, a permutation of the integers modulo 2^32, as c is even and d is odd
     (Rivest, Permutation polynomials modulo 2^w, 2001). For 2^22 numbers, chi-squared tests of 1024 bins, of pairs at
     ten distances and of pairs of steps, seeds and numbers, and the spectrum, distinguish it from random numbers no
-    better than they distinguish NumPy's. Masks of steps that are 2^25 apart, and parts of a mask as far apart,
-    resemble each other.
+    better than they distinguish NumPy's. Masks of two steps with a distance of 2^25, and parts of a
+    mask with this distance, resemble each other.
     """
     even, odd, offset = np.random.default_rng([seed, number]).integers(-(2**31), 2**31, (3, 1), np.int32)
     t = op.Cast(step, to=ir.DataType.INT32)

@@ -43,14 +43,14 @@ class UnrollLoops(Pass):
             return
         infer(model)
         fold_shapes(model)
-        while (found := _first_loop(model.graph, ())) is not None:
-            node, bodies = found
+        while (first := _first_loop(model.graph, ())) is not None:
+            node, bodies = first
             with Emitter(model) as op:
                 for body in bodies:
                     op = op.within(body)
                 _unroll(op, model, node)
             model.graph.sort()
-            if any(one.op_type == "Loop" for one in model.graph.all_nodes()):
+            if any(node.op_type == "Loop" for node in model.graph.all_nodes()):
                 fold_shapes(model)  # how many turns it has may follow from what was unrolled
         Simplify().rewrite(model)
 
@@ -61,9 +61,9 @@ def _first_loop(graph: ir.Graph, bodies: tuple[ir.Graph, ...]) -> tuple[ir.Node,
         if node.op_type in LOOPS and node.domain == "":
             return node, bodies
         for body in subgraphs(node):
-            found = _first_loop(body, (*bodies, body))
-            if found is not None:
-                return found
+            first = _first_loop(body, (*bodies, body))
+            if first is not None:
+                return first
     return None
 
 
@@ -171,19 +171,19 @@ def _inlined(
 ) -> list[ir.Value]:
     """Put a copy of the body's nodes before a loop, for one turn, and return what the body returns."""
     copy = body.clone(allow_outer_scope_values=True)
-    given = dict(zip(copy.inputs, inputs, strict=True))
-    given |= {x: op.constant(x.const_value.numpy()) for x in copy.initializers.values() if x.const_value}
-    results = [given.get(y, y) for y in copy.outputs]
-    for x, value in given.items():
+    values = dict(zip(copy.inputs, inputs, strict=True))
+    values |= {x: op.constant(x.const_value.numpy()) for x in copy.initializers.values() if x.const_value}
+    results = [values.get(y, y) for y in copy.outputs]
+    for x, value in values.items():
         assert value is not None
         ir.convenience.replace_all_uses_with(x, value)
     copy.outputs.clear()
     nodes = list(copy)
     copy.remove(nodes)
     prefix = next(y.name for y in node.outputs if y.name)
-    for one in nodes:
-        one.name = None
-        for y in one.outputs:
+    for inlined in nodes:
+        inlined.name = None
+        for y in inlined.outputs:
             y.name = f"{prefix}.{turn}.{y.name}" if y.name else y.name
     assert node.graph is not None
     node.graph.insert_before(node, nodes)

@@ -190,7 +190,11 @@ MUTANTS = [
     ),
     *of(
         "indexing.py",
-        ("ScatterElements ScatterND", 'share = dy / op.Max(scatter(kept, taken, "add"), 1.0)', "share = dy"),
+        (
+            "ScatterElements ScatterND",
+            'share = dy / op.Max(scatter(unchanged, taken, "add"), 1.0)',
+            "share = dy",
+        ),
         (
             "ScatterElements ScatterND",
             "[scatter(dy, zeros(op, updates)), None, gather(dy)]",
@@ -278,8 +282,8 @@ MUTANTS = [
     ),
     *of(
         "control_flow.py",
-        ("", "like(total + found[x], x)", "found[x]"),
-        ("", "turned = [1 - direction for direction in directions]", "turned = list(directions)"),
+        ("", "like(total + derivatives[x], x)", "derivatives[x]"),
+        ("", "reverse = [1 - direction for direction in directions]", "reverse = list(directions)"),
         ("", "(end_, dy_, axis, 1 - direction)", "(end_, dy_, axis, direction)"),
         ("", "at = inner.Sub(last, turn)", "at = turn"),
         tests="test_control_flow.py",

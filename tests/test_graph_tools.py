@@ -62,7 +62,7 @@ def test_bytes_without_weights_refer_to_them(monkeypatch: pytest.MonkeyPatch) ->
     tensors = {x.name: x for x in onnx.load_model_from_string(content).graph.initializer}
     assert [bool(x.external_data) for x in tensors.values()] == [name in weights for name in tensors]
     assert storage.message(loaded) == (storage.whole(loaded), {})
-    assert storage.digest(loaded) == hashlib.sha256(storage.whole(loaded)).hexdigest()
+    assert storage.model_digest(loaded) == hashlib.sha256(storage.whole(loaded)).hexdigest()
     monkeypatch.setattr(storage, "LIMIT", 1000)
     assert storage.message(loaded)[0] == content
 
@@ -71,11 +71,11 @@ def test_bytes_without_weights_refer_to_them(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_digest_tells_weights_apart(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LIMIT", limit)
     loaded: Any = graphopt.load(mlp((64, 64, 3)))
-    before = storage.digest(loaded)
-    assert storage.digest(loaded.clone()) == before
+    before = storage.model_digest(loaded)
+    assert storage.model_digest(loaded.clone()) == before
     weight = loaded.graph.initializers["fc0.weight"]
     weight.const_value = ir.tensor(weight.const_value.numpy() + np.float32(1), name=weight.name)
-    assert storage.digest(loaded) != before
+    assert storage.model_digest(loaded) != before
 
 
 def test_a_second_lowering_of_an_operator_is_refused() -> None:

@@ -234,20 +234,20 @@ def _artifacts(recipe: Recipe, folder: Path, _: Console) -> str:
 
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["executor"]
-    found = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
-    step, on_cuda = found.step, str(fields["device"]).startswith("cuda")
+    result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
+    step, on_cuda = result.step, str(fields["device"]).startswith("cuda")
     if step is not None and not on_cuda and fields.get("native") is not False:
-        found.step_time = saved_by_kernels(
+        result.step_time = saved_by_kernels(
             step,
             lambda native: recipe.executor(
                 step, native=native, in_place=native and fields.get("in_place", False)
             ),
-            found.batch or 1,
+            result.batch or 1,
         )
-    summary = found.summary() + (ON_CUDA if on_cuda else "")
-    write(folder / "report.txt", f"{summary}\n{found.listings()}")
+    summary = result.summary() + (ON_CUDA if on_cuda else "")
+    write(folder / "report.txt", f"{summary}\n{result.listings()}")
     console.print(summary, markup=False, highlight=False, soft_wrap=True, end="")
-    drawn = found.picture(folder / "graph.svg")
+    drawn = result.picture(folder / "graph.svg")
     picture = "; graph.svg, before the first pass and after the last" if drawn else ""
     return f"report.txt, with the graph after each pass{picture}"
 
@@ -311,8 +311,8 @@ def _version() -> str:
     runtimes = [
         name for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-training") if _installed(name)
     ]
-    found = ", ".join(f"{name} {_installed(name)}" for name in runtimes) or "no ONNX Runtime"
-    return f"graphopt {_installed('graphopt') or '(not installed)'}, {found}"
+    runtime = ", ".join(f"{name} {_installed(name)}" for name in runtimes) or "no ONNX Runtime"
+    return f"graphopt {_installed('graphopt') or '(not installed)'}, {runtime}"
 
 
 def _installed(package: str) -> str | None:

@@ -87,9 +87,7 @@ class Comparison:
         table = html.section("Last epoch of each run", html.table(self._header, self._rows()))
         write(
             path,
-            html.html_page(
-                str(self._folder), about, html.section("Curves", html.charts(self._charts())), table
-            ),
+            html.page(str(self._folder), about, html.section("Curves", html.charts(self._charts())), table),
         )
         return path
 

@@ -49,7 +49,7 @@ _OWN = {  # what the fields of a recipe that build nothing are for
 
 def described(target: Any) -> dict[str, str]:
     """Return the descriptions of arguments in the docstring of a function, or of a class and its bases."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     owners = inspect.getmro(target) if inspect.isclass(target) else (target,)
     if inspect.isclass(options := getattr(target, "Options", None)):
         owners += inspect.getmro(options)
@@ -60,12 +60,12 @@ def described(target: Any) -> dict[str, str]:
             entry = ENTRY.fullmatch(line)
             if entry:
                 names = entry[1].split(", ")
-                found.update(dict.fromkeys(names, entry[2]))
+                descriptions.update(dict.fromkeys(names, entry[2]))
             elif line.startswith("        "):
-                found.update({name: f"{found[name]} {line.strip()}" for name in names})
+                descriptions.update({name: f"{descriptions[name]} {line.strip()}" for name in names})
             else:
                 break
-    return {name: _followed(name, text) for name, text in found.items()}
+    return {name: _followed(name, text) for name, text in descriptions.items()}
 
 
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -136,7 +136,7 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_written(one)}' for name, one in value.items())}}}"
+        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

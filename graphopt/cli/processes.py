@@ -67,5 +67,5 @@ def _modules(folder: Path) -> Iterator[str]:
     for entry in sorted(folder.iterdir()):
         if entry.name.endswith(endings):
             yield entry.name
-        elif entry.is_dir() and any(one.name.endswith(endings) for one in entry.iterdir()):
+        elif entry.is_dir() and any(file.name.endswith(endings) for file in entry.iterdir()):
             yield f"{entry.name}/"

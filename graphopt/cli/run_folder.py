@@ -81,8 +81,8 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
         run = checkpoint.parents[1]
         return (run if (run / CONFIG).is_file() else folder), checkpoint
     wanted = _identity(config)
-    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
-    places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
+    candidates = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
+    places = [folder, *(Path(os.path.relpath(path.parent)) for path in candidates)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
     for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):
         if _identity_of(place) == wanted:
@@ -143,7 +143,7 @@ def check_new(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Keep other processes from running in a folder in a `with` block."""
     lock = FileLock(folder / ".lock", timeout=0)
     try:

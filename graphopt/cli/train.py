@@ -19,7 +19,7 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, Header, compilations, complain, counted, say
-from graphopt.cli.run_folder import RunFolder, check_new, held, result, resumed, write_hydra, write_result
+from graphopt.cli.run_folder import RunFolder, check_new, locked, result, resumed, write_hydra, write_result
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -33,9 +33,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.signals import deferred
 
-_PATIENCE = (
-    2.0  # seconds that other workers wait before they report an error, as the first worker may do, too
-)
+_PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first may do, too
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     hydra = HydraConfig.get()
     title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if _is_sweep() else None
     folder, resume = _open(recipe, folder)
-    with held(folder), compilations(console):
+    with locked(folder), compilations(console):
         if title and (value := result(folder, recipe.text())) is not None:
             say(console, "complete", f"{title}: {folder}")
             return value

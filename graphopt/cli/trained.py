@@ -57,16 +57,16 @@ class Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
         asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
         if asked:
-            place, found = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
-            if isinstance(found, bool):
+            place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
+            if isinstance(checkpoint, bool):
                 raise GraphoptError(
                     f"resume={asked}: expected a run of the same recipe with a checkpoint, found none"
                 )
             if place != folder:
                 with contextlib.suppress(OSError):  # Hydra has made it
                     folder.rmdir()
-            step = found.parents[1] / step.name
-            return cls(recipe, place, found, step if step.is_file() else None)
+            step = checkpoint.parents[1] / step.name
+            return cls(recipe, place, checkpoint, step if step.is_file() else None)
         if recipe.names_folder and model.is_file():
             return cls(recipe, folder, None, step if step.is_file() else None, model)
         if recipe.fields["model"] in recipe.fields["models"]:
@@ -117,17 +117,17 @@ class Trained:
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
     """Return the state of a training graph that an inference model has, under the names of the graph."""
-    found = {}
+    weights = {}
     for value in executor.model.graph.inputs:
         weight = trained.graph.initializers.get(original_name(value)) if role_of(value) in STATE else None
         numbers = None if weight is None else standing_for(weight)
         if numbers is not None and value.dtype is not None:
-            found[name_of(value)] = numbers.astype(value.dtype.numpy())
+            weights[name_of(value)] = numbers.astype(value.dtype.numpy())
         elif role_of(value) is Role.PARAMETER:
             raise GraphoptError(
                 f"{step}: expected the training graph of trained.onnx, which lacks the parameter {value.name!r}"
             )
-    return found
+    return weights
 
 
 def write_metrics(trained: Trained, console: Console) -> Path:

@@ -17,7 +17,7 @@ from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
 
 Rows = range | np.ndarray
-CHUNK = 4096
+_CHUNK = 4096
 HASHED_BYTES = 2**26  # of each array
 
 
@@ -49,7 +49,7 @@ class Batches:
         self._count, self._fixed = len(data), fixed_batch(inputs)
         for column in self._columns:
             if not column.lazy:
-                for rows in self.split(range(self._count), CHUNK):
+                for rows in self.split(range(self._count), _CHUNK):
                     column.check(rows, column.array[_index(rows)])
 
     def __len__(self) -> int:
@@ -67,15 +67,15 @@ class Batches:
 
     def digest(self) -> str:
         """Return the SHA-256 sum of the types, shapes and numbers; of large arrays, of some of their rows."""
-        found = hashlib.sha256()
+        checksum = hashlib.sha256()
         for column in self._columns:
             array = column.array
-            found.update(f"{column.name} {array.dtype} {array.shape}".encode())
+            checksum.update(f"{column.name} {array.dtype} {array.shape}".encode())
             rows = np.linspace(
                 0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1)
             )
-            found.update(np.ascontiguousarray(array[rows.astype(np.int64)]).tobytes())
-        return found.hexdigest()
+            checksum.update(np.ascontiguousarray(array[rows.astype(np.int64)]).tobytes())
+        return checksum.hexdigest()
 
     @staticmethod
     def split(rows: Rows, size: int) -> Iterator[Rows]:

@@ -67,7 +67,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
         archive,
         reading(path, "arrays of numbers", RuntimeError),
     ):  # which says that the archive is encrypted
-        check_expanded_size(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
+        check_ratio(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
         refuse_twice(path, "array", archive.files)
         arrays = {name: archive[name] for name in archive.files}
     for name, array in arrays.items():
@@ -181,7 +181,7 @@ def _parquet_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
     cells = _cells(pyarrow, path, schema)
-    check_expanded_size(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
+    check_ratio(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
     names = used(schema.names)
     texts = [name for name in names if _is_text(pyarrow, schema.field(name).type)]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # each text once
@@ -198,7 +198,7 @@ def _arrow_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[s
         cells, size = _cells(pyarrow, path, schema), 0
         for rows, buffers in expanded_sizes(pyarrow, file):
             size += max(NUMBER * rows * cells, buffers)
-            check_expanded_size(path, size, expansion)
+            check_ratio(path, size, expansion)
         fields = [schema.get_field_index(name) for name in used(schema.names)]
         file.seek(0)
         opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
@@ -248,12 +248,12 @@ def _is_text(pyarrow: Any, kind: Any) -> bool:
 
 def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None) -> Any:
     """Return batches as a table, unless they expand too far."""
-    found, size = [], 0
+    parts, size = [], 0
     for batch in batches:
         size += batch.nbytes
-        check_expanded_size(path, size, expansion)
-        found.append(batch)
-    return pyarrow.Table.from_batches(found, schema)
+        check_ratio(path, size, expansion)
+        parts.append(batch)
+    return pyarrow.Table.from_batches(parts, schema)
 
 
 def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
@@ -347,9 +347,7 @@ def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
         raise GraphoptError(f"{path}: expected {kind} of numbers, found another file") from error
 
 
-def check_expanded_size(
-    path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None
-) -> None:
+def check_ratio(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
     """Raise an error if a file expands to far more data than its size.
 
     Args:

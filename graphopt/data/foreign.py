@@ -1,4 +1,4 @@
-"""Convert data sets and tables of other libraries, which are told by their methods, not imported."""
+"""Convert data sets and tables of other libraries, which it recognizes by their methods, without importing them."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class _Column(LazyArray):
         super().__init__((len(rows.data), *first.shape[1:]), first.dtype)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        found = self._rows.read(rows).get(self._name)
+        column = self._rows.read(rows).get(self._name)
         try:
-            return np.stack([*map(np.asarray, found)]) if isinstance(found, list) else np.asarray(found)
+            return np.stack([*map(np.asarray, column)]) if isinstance(column, list) else np.asarray(column)
         except (ValueError, TypeError, RuntimeError) as error:
             raise GraphoptError(
                 f"data {self._name!r}: expected arrays of one shape: {line(error)}"

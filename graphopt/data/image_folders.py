@@ -15,7 +15,7 @@ import numpy as np
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import (
     EXPANSION,
-    check_expanded_size,
+    check_ratio,
     check_regular,
     imported,
     reading,
@@ -70,8 +70,8 @@ def images(
     >>> for name in ("cat", "dog"):
     ...     pathlib.Path("animals", name).mkdir(parents=True, exist_ok=True)
     ...     PIL.Image.new("RGB", (40, 30), "red").save(f"animals/{name}/1.png")
-    >>> found = graphopt.data.images("animals", size=[24, 32])
-    >>> found.arrays["x"].shape, found.labels
+    >>> animals = graphopt.data.images("animals", size=[24, 32])
+    >>> animals.arrays["x"].shape, animals.labels
     ((2, 3, 24, 32), ('cat', 'dog'))
     """
     pillow = imported("data=images", "PIL.Image", "Pillow")
@@ -87,14 +87,14 @@ def images(
         raise GraphoptError(
             f"{path}: expected a folder of images, found {'a file' if root.exists() else 'none'}"
         )
-    files, classes, names = _found(root, target is not None, labels)
+    files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(lambda file: _size(pillow, file), files))
     pixel = DECODED if size is not None else channels * (4 if scale else 1)
-    for file, one in zip(files, sizes, strict=True):
-        check_expanded_size(file, math.prod(one) * max(DECODED, pixel), expansion, unsuspicious=_UNSUSPICIOUS)
+    for file, dims in zip(files, sizes, strict=True):
+        check_ratio(file, math.prod(dims) * max(DECODED, pixel), expansion, unsuspicious=_UNSUSPICIOUS)
     if size is None:
-        other = next((i for i, one in enumerate(sizes) if one != sizes[0]), None)
+        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:
             raise GraphoptError(
                 f"{files[other]}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(sizes[other])}: "
@@ -119,11 +119,11 @@ class Images(LazyArray):
         self._resample = self._pillow.Resampling[resample.upper()]
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        decoded = np.empty((len(rows), *self.shape[1:]), np.uint8)
         with ThreadPoolExecutor() as threads:  # Pillow decodes without Python's lock
             for i, pixels in enumerate(threads.map(self._pixels, rows)):
-                found[i] = pixels
-        return found / np.float32(255) if self.dtype.kind == "f" else found
+                decoded[i] = pixels
+        return decoded / np.float32(255) if self.dtype.kind == "f" else decoded
 
     def _pixels(self, row: int) -> np.ndarray:
         file, (height, width) = self._files[row], self._size
@@ -142,7 +142,7 @@ class Images(LazyArray):
         return pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None]
 
 
-def _found(
+def _files_and_labels(
     root: Path, is_labelled: bool, labels: Sequence[str] | None
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
     """Return the files, the class of each, and the names of the classes."""
@@ -152,29 +152,29 @@ def _found(
             if not files:
                 raise GraphoptError(f"{root}: expected images, found an empty folder")
             return files, np.zeros(0, np.int64), ()
-        folders = sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
         if not folders:
             raise GraphoptError(
                 f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
             )
-        names = tuple(one.name for one in folders) if labels is None else tuple(map(str, labels))
+        names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
         if len(names) < 2:
             raise GraphoptError(
                 f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
             )
         refuse_twice(str(root), "label", names)
-        files_of = {one: list(_below(one)) for one in folders}
+        files_of = {folder: list(_below(folder)) for folder in folders}
     except OSError as error:
         raise GraphoptError(f"{error.filename}: {reason(error)}") from error
-    for folder, found in files_of.items():
+    for folder, paths in files_of.items():
         if folder.name not in names:
             raise GraphoptError(
                 f"{folder}: expected a folder of {', '.join(names)}: add it to data.labels, or remove it"
             )
-        if not found:
+        if not paths:
             raise GraphoptError(f"{folder}: expected images, found an empty folder")
-    classes = [names.index(folder.name) for folder, found in files_of.items() for _ in found]
-    return [file for found in files_of.values() for file in found], np.array(classes, np.int64), names
+    classes = [names.index(folder.name) for folder, files in files_of.items() for _ in files]
+    return [file for files in files_of.values() for file in files], np.array(classes, np.int64), names
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -63,9 +63,9 @@ def decoded(state: Any) -> Any:
         return state
     ((kind, value),) = state.items()
     if kind == "dict":
-        return {decoded(key): decoded(one) for key, one in value}
+        return {decoded(key): decoded(item) for key, item in value}
     if kind == "tuple":
-        return tuple(decoded(one) for one in value)
+        return tuple(decoded(item) for item in value)
     if kind == "bytes":
         return base64.b64decode(value)
     dtype, shape, text = value

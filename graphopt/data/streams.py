@@ -167,16 +167,16 @@ class Stream:
         if not self._keep_positions:
             return None
         position = {"batches": done, "passes": self.passes, "of": None, "state": None}
-        for of, one in (("iterator", self._pass), ("iterable", self._data)):
+        for of, source in (("iterator", self._pass), ("iterable", self._data)):
             for get, put in STATE_METHODS:
-                if callable(getattr(one, get, None)) and callable(getattr(one, put, None)):
-                    return {**position, "of": of, "state": encoded(getattr(one, get)())}
+                if callable(getattr(source, get, None)) and callable(getattr(source, put, None)):
+                    return {**position, "of": of, "state": encoded(getattr(source, get)())}
         return position
 
     @staticmethod
-    def _set(one: Any, state: Any) -> None:
-        put = next(put for _, put in STATE_METHODS if callable(getattr(one, put, None)))
-        getattr(one, put)(decoded(state))
+    def _set(source: Any, state: Any) -> None:
+        put = next(put for _, put in STATE_METHODS if callable(getattr(source, put, None)))
+        getattr(source, put)(decoded(state))
 
     def _checked(self, item: Any, where: str) -> Drawn:
         """Return a batch in the graph's types.

@@ -109,7 +109,7 @@ def _check_alike(step: StepHalves, model: ir.Model, options: DataParallelOptions
     alike = {"share_state": options.share_state, "in_place": options.in_place, "overlap": step.overlap}
     options.communicator.check_alike(
         {
-            "training graph": ", ".join(map(storage.digest, (*step.grad, step.apply))),
+            "training graph": ", ".join(map(storage.model_digest, (*step.grad, step.apply))),
             "state": digest(b"".join(array.tobytes() for array in values)),
             "options": ", ".join(f"{name} {value}" for name, value in alike.items()),
         }

@@ -47,9 +47,9 @@ def check_domains(model: ir.Model) -> None:
     wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for whole in wholes:
         nodes = (node for graph, _ in graphs_with_depth(whole) for node in graph)
-        found = next((node for node in nodes if node.domain == KERNELS), None)
-        if found is not None:
-            names = [found.name, *(y.name for y in found.outputs)]
+        compiled = next((node for node in nodes if node.domain == KERNELS), None)
+        if compiled is not None:
+            names = [compiled.name, *(y.name for y in compiled.outputs)]
             raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
         whole.opset_imports.pop(KERNELS, None)  # ONNX Runtime writes all domains that its process has used
     if any(function.domain == KERNELS for function in model.functions.values()):
@@ -83,25 +83,25 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
         if tensor.data_location != EXTERNAL:
             continue
         try:
-            found = external.ExternalDataInfo(tensor)
+            info = external.ExternalDataInfo(tensor)
         except ValueError as error:
             raise GraphoptError(f"tensor {tensor.name!r}: external data: {error}") from error
         try:
-            size = os.stat(folder / found.location).st_size
+            size = os.stat(folder / info.location).st_size
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise GraphoptError(
-                f"tensor {tensor.name!r}: external data {found.location!r}: {reason}"
+                f"tensor {tensor.name!r}: external data {info.location!r}: {reason}"
             ) from error
-        start = found.offset or 0
-        length = size - start if found.length is None else found.length
+        start = info.offset or 0
+        length = size - start if info.length is None else info.length
         if not 0 <= start <= start + length <= size:
             raise GraphoptError(
                 f"tensor {tensor.name!r}: external data: expected bytes {start:,} to {start + length:,} of "
-                f"{found.location!r}, found a file of {size:,} bytes"
+                f"{info.location!r}, found a file of {size:,} bytes"
             )
         asked += length
-        sizes[found.location] = size
+        sizes[info.location] = size
     if asked > sum(sizes.values()) + limits.constant_bytes:
         raise GraphoptError(
             f"external data: expected tensors of about {sum(sizes.values()):,} bytes, the size of the files, found "

@@ -45,12 +45,12 @@ def forget(model: ir.Model) -> None:
 
 def _clear(graph: ir.Graph) -> Declared:
     """Remove and return the declared shapes of values that ONNX may infer, also in bodies."""
-    found: Declared = {}
+    cleared: Declared = {}
     for value in _inferable(graph):
         if value.shape is not None:
-            found[value] = value.shape
+            cleared[value] = value.shape
             value.shape = None
-    return found
+    return cleared
 
 
 def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -75,9 +75,9 @@ def _infer(model: ir.Model, propagate: bool) -> None:
     """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
     more = True
     while more:
-        for value, found in _pairs(model.graph, _typed(without_weights(model), propagate)):
-            value.type = value.type or found.type
-            value.shape = value.shape if found.shape is None else found.shape
+        for value, inferred in _pairs(model.graph, _typed(without_weights(model), propagate)):
+            value.type = value.type or inferred.type
+            value.shape = value.shape if inferred.shape is None else inferred.shape
         more = shapes.shape_states(model.graph)
 
 
@@ -90,10 +90,10 @@ def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
 
 def _pairs(graph: ir.Graph, typed: ir.Graph) -> shapes.Pairs:
     """Yield each inferable value with that of the same name in a typed copy."""
-    for value, found in shapes.pairs(graph, typed):
+    for value, inferred in shapes.pairs(graph, typed):
         node = value.producer()
         if node is None or not _is_inferred_wrongly(node):
-            yield value, found
+            yield value, inferred
 
 
 def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> set[ir.Value]:
@@ -120,19 +120,19 @@ def _inputs_have_shapes(value: ir.Value) -> bool:
 
 def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propagate: bool) -> None:
     """Replace names that inference made up by sizes of the inputs and by numbers, if these are equal to them."""
-    given = _symbols_of(model.graph.inputs)
+    dynamic = _symbols_of(model.graph.inputs)
     values = [*_inferable(model.graph)]
-    made_up = _symbols_of(values) - given
+    made_up = _symbols_of(values) - dynamic
     if not made_up:
         return
-    found = _resolved(model, [x for x in values if x not in kept], sorted(given), propagate)
-    found = {name: size for name, size in found.items() if name in made_up}
-    if not given:  # nothing is dynamic but what depends on data
-        found |= _numbers_declared(model, declared, made_up - found.keys())
-    found |= _names_of_outputs(model, declared, made_up - found.keys(), _symbols(declared.values()) | given)
+    sizes = _resolved(model, [x for x in values if x not in kept], sorted(dynamic), propagate)
+    sizes = {name: size for name, size in sizes.items() if name in made_up}
+    if not dynamic:  # nothing is dynamic but what depends on data
+        sizes |= _numbers_declared(model, declared, made_up - sizes.keys())
+    sizes |= _names_of_outputs(model, declared, made_up - sizes.keys(), _symbols(declared.values()) | dynamic)
     for value in values:
         if value.shape is not None:
-            value.shape = ir.Shape([found.get(_name(dim), dim) for dim in value.shape])
+            value.shape = ir.Shape([sizes.get(_name(dim), dim) for dim in value.shape])
 
 
 def _symbols(shaped: Iterable[ir.Shape | None]) -> set[str]:
@@ -148,7 +148,7 @@ def _name(dim: Dim) -> str:
 
 
 def _resolved(
-    model: ir.Model, values: Sequence[ir.Value], given: Sequence[str], propagate: bool
+    model: ir.Model, values: Sequence[ir.Value], symbols: Sequence[str], propagate: bool
 ) -> dict[str, int | str]:
     """Return the sizes of inputs, or the numbers, that names stand for at all sizes that are tried."""
     shapes_now = {x: x.shape for x in values}
@@ -158,8 +158,8 @@ def _resolved(
     for value, shape in shapes_now.items():
         value.shape = shape
     seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
-    distinct = [{name: start + 6 * i + i * i for i, name in enumerate(given)} for start in TRIED]
-    for sizes in [*distinct, *(dict.fromkeys(given, size) for size in _FEW)] if given else ():
+    distinct = [{name: start + 6 * i + i * i for i, name in enumerate(symbols)} for start in TRIED]
+    for sizes in [*distinct, *(dict.fromkeys(symbols, size) for size in _FEW)] if symbols else ():
         once: dict[str, int] = {}
         typed = _typed(_with_sizes(proto, sizes), propagate)
         known = set(_known(typed))
@@ -171,12 +171,12 @@ def _resolved(
                     once.setdefault(_name(dim), size)
         for name, size in once.items():
             seen.setdefault(name, []).append((size, sizes))
-    found: dict[str, int | str] = {}
+    result: dict[str, int | str] = {}
     for name, tries in seen.items():
-        told_apart = sum(sizes in distinct for _, sizes in tries)
-        if told_apart > 1 and (meaning := _meaning(tries)) is not None:
-            found[name] = meaning
-    return found
+        distinguished = sum(sizes in distinct for _, sizes in tries)
+        if distinguished > 1 and (meaning := _meaning(tries)) is not None:
+            result[name] = meaning
+    return result
 
 
 def _known(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -234,20 +234,20 @@ def _names_of_outputs(
     model: ir.Model, declared: Declared, names: set[str], taken: set[str]
 ) -> dict[str, str]:
     """Return the declared names of sizes of outputs for names made up, if nothing else has these names."""
-    found: dict[str, str] = {}
-    given = _symbols_of(model.graph.inputs)
+    result: dict[str, str] = {}
+    dynamic = _symbols_of(model.graph.inputs)
     for y in model.graph.outputs:
         for dim, own in zip(y.shape or (), declared.get(y, ()), strict=False):
             made, name = _name(dim), _name(own)
-            if made in names and name and name not in given and name not in found.values():
-                found.setdefault(made, name)
-    return found
+            if made in names and name and name not in dynamic and name not in result.values():
+                result.setdefault(made, name)
+    return result
 
 
 def _note_wrong(model: ir.Model, declared: Declared) -> None:
-    given = _symbols_of(model.graph.inputs)
+    dynamic = _symbols_of(model.graph.inputs)
     pairs = ((x, shape, x.shape) for x, shape in declared.items())
-    wrong = {x: a for x, a, b in pairs if b is not None and _differs(a, b, given)}
+    wrong = {x: a for x, a, b in pairs if b is not None and _differs(a, b, dynamic)}
     if wrong:
         before = Misdeclared.read(model) or Misdeclared(0, "")
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
@@ -255,11 +255,11 @@ def _note_wrong(model: ir.Model, declared: Declared) -> None:
         Misdeclared(before.count + len(wrong), before.example or example).write(model)
 
 
-def _differs(declared: ir.Shape, found: ir.Shape, given: set[str]) -> bool:
+def _differs(declared: ir.Shape, inferred: ir.Shape, dynamic: set[str]) -> bool:
     """Return whether a declared shape is wrong: not only less exact."""
 
     def is_sure(dim: Dim) -> bool:
-        return isinstance(dim, int) or _name(dim) in given
+        return isinstance(dim, int) or _name(dim) in dynamic
 
-    dims = zip(declared, found, strict=False)
-    return len(declared) != len(found) or any(a != b and is_sure(a) and is_sure(b) for a, b in dims)
+    dims = zip(declared, inferred, strict=False)
+    return len(declared) != len(inferred) or any(a != b and is_sure(a) and is_sure(b) for a, b in dims)

@@ -156,9 +156,9 @@ class Emitter(TapeBuilder):
             )
         values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            inputs, kept = [values.get(x) for x in node.inputs], dict(node.attributes)
+            inputs, attributes = [values.get(x) for x in node.inputs], dict(node.attributes)
             count = len(node.outputs)
-            emitted = self.call_op(node.op_type, inputs, kept, domain=node.domain, outputs=count)
+            emitted = self.call_op(node.op_type, inputs, attributes, domain=node.domain, outputs=count)
             made = [emitted] if isinstance(emitted, ir.Value) else emitted
             values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]

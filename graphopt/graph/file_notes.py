@@ -46,23 +46,23 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     notes = Notes.read(model)
     if notes is None:
         return
-    found = notes.unpacked()
+    unpacked = notes.unpacked()
     graph = proto.graph
-    _write(graph.metadata_props, _texts(found.get("graph")))
+    _write(graph.metadata_props, _texts(unpacked.get("graph")))
     taken = {x.name for x in [*graph.initializer, *graph.input]}.union(*(node.output for node in graph.node))
-    graph.initializer.extend(x for name, x in found.get("unread", {}).items() if name not in taken)
-    order = {name: i for i, name in enumerate(found.get("weights", ()))}
+    graph.initializer.extend(x for name, x in unpacked.get("unread", {}).items() if name not in taken)
+    order = {name: i for i, name in enumerate(unpacked.get("weights", ()))}
     weights = sorted(graph.initializer, key=lambda x: order.get(x.name, len(order)))
     del graph.initializer[:]
     graph.initializer.extend(weights)
-    docs = _texts(found.get("docs"))
+    docs = _texts(unpacked.get("docs"))
     for weight in graph.initializer:
         if weight.name in docs:
             weight.doc_string = docs[weight.name]
-    denotations = found.get("denotations", {})
+    denotations = unpacked.get("denotations", {})
     for value in [*graph.input, *graph.output]:
         _denote(value, *denotations.get(value.name, ("", ())))
-    nodes = found.get("nodes", {})
+    nodes = unpacked.get("nodes", {})
     for node in graph.node:
         op_type, doc, props = nodes.get(node.output[0] if node.output else "", ("", "", {}))
         if op_type == node.op_type:
@@ -98,8 +98,8 @@ def _own(texts: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if not key.startswith(PREFIX)}
 
 
-def _texts(found: Any) -> dict[str, str]:
-    return {str(key): str(text) for key, text in (found or {}).items()}
+def _texts(value: Any) -> dict[str, str]:
+    return {str(key): str(text) for key, text in (value or {}).items()}
 
 
 def _write(entries: Any, texts: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from graphopt.graph import metadata
 from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
-from graphopt.graph.postprocessing import parts_aside, restore
+from graphopt.graph.postprocessing import detached_parts, restore
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.storage import declare_inputs
@@ -172,7 +172,7 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     """
     opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
-    parts = parts_aside(model)
+    parts = detached_parts(model)
     opsets = [{entry.domain: entry.version for entry in part.opset_import} for part in parts]
     later = {i: part for i, part in enumerate(parts) if opsets[i].get("") == now != opset}
     rewritten = {i: ir.from_proto(part) for i, part in later.items()}
@@ -207,12 +207,12 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
 def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
     """Replace the weights of a model by the weights of the same names in a trained one."""
     weights = {x.name: x for x in trained.graph.initializer}
-    found = [x for x in model.graph.initializer if x.name in weights]
-    if not found:
+    initializers = [x for x in model.graph.initializer if x.name in weights]
+    if not initializers:
         raise GraphoptError(
             f"get_trained_onnx: expected a model with the trained weights {', '.join(weights)}, found none of them"
         )
-    for x in found:
+    for x in initializers:
         weight = weights[x.name]
         if (x.data_type, x.dims) != (weight.data_type, weight.dims):
             raise GraphoptError(

@@ -83,7 +83,7 @@ def _measure_function(model: ir.Model, function: ir.Function, known: _Measured, 
         if not unknown:
             known[current.identifier()] = _measure(model, current, known)
             path.pop()
-        elif any(name == one.identifier() for name in unknown for one in path):
+        elif any(name == key.identifier() for name in unknown for key in path):
             name = current.identifier()
             raise GraphoptError(
                 f"function {name[0]}::{name[1]}: expected no recursion, found a function that calls itself"
@@ -115,8 +115,8 @@ def graphs_with_depth(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph 
 
 def check_constants(model: ir.Model) -> None:
     """Raise an error if values of known shape that nodes compute from constants are too large."""
-    given = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
-    allowed = limits_of(model).constant_bytes + PER_BYTE * given
+    stored = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
+    allowed = limits_of(model).constant_bytes + PER_BYTE * stored
     constant: set[ir.Value] = set()
     sizes = {y: _bytes(y) for y in _computed(model.graph, constant)}
     total = sum(sizes.values())

@@ -16,7 +16,7 @@ from graphopt.graph import metadata_checks
 from graphopt.graph.checking import check_domains, check_proto, nodes_of
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.postprocessing import set_aside
+from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.schemas import formal_of, schema_of
 from graphopt.graph.sparse import dense
 from graphopt.graph.storage import checkable, read_external, read_proto
@@ -141,7 +141,7 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     model = ir.from_proto(untyped)
     metadata_checks.check_detached(model)
     values = [y for y in model.graph.outputs if y.name in outputs]
-    set_aside(model, values, _is_tensor, types=outputs)
+    detach_outputs(model, values, _is_tensor, types=outputs)
     return model
 
 

@@ -1,4 +1,4 @@
-"""State facts about ONNX's operators, true whoever asks; what a pass does with an operator stands in the pass.
+"""List facts about ONNX's operators. Code that handles an operator is in the pass that does so.
 
 A set promises something of the operators that it names, and nothing of others.
 """
@@ -70,7 +70,7 @@ MATRIX_PRODUCTS = frozenset({"Gemm", "MatMul"})
 # Convolutions: of the first input with the filters in the second, which are floating; the third is an optional bias.
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
-# Products: sums of products of the elements of the first two inputs. Most of a network's time goes to them.
+# Products: sums of products of the elements of the first two inputs. They take most of a network's time.
 PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS
 
 # --- Linearity, of floating numbers ---
@@ -94,7 +94,7 @@ RECURRENT = frozenset(INITIAL_STATES)
 
 # --- Further kinds ---
 
-# Literals: the numbers stand in an attribute.
+# Literals: the numbers are in an attribute.
 LITERALS = frozenset({"Constant", "ConstantOfShape"})
 
 # Operators that read the shape of their input and none of its elements.

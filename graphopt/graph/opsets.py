@@ -152,11 +152,11 @@ def _as_attributes(
     old: onnx.defs.OpSchema,
 ) -> _Form | None:
     """Turn constant inputs into the attributes that they were in an older opset."""
-    kept = len(inputs)
+    count = len(inputs)
     for i, formal in list(enumerate(new.inputs))[len(old.inputs) :]:
         if formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
             continue
-        kept = min(kept, i)
+        count = min(count, i)
         if i >= len(inputs) or inputs[i] is None:
             continue
         name, array = RENAMED.get((node.op_type, formal.name), formal.name), constant_of(inputs[i])
@@ -168,7 +168,7 @@ def _as_attributes(
             attributes[name] = array.ravel().tolist() if whole else array.item()
         elif not _does_nothing(node.op_type, formal.name, array):
             return None
-    return attributes, inputs[:kept]
+    return attributes, inputs[:count]
 
 
 def _does_nothing(op_type: str, name: str, array: Any) -> bool:
@@ -208,8 +208,8 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
 
 def _made_positive(attributes: dict[str, Any], rank: int | None) -> bool:
     for name in ("axis", "axes"):
-        given = attributes.get(name, [])
-        axes = list(given) if isinstance(given, list | tuple) else [given]
+        value = attributes.get(name, [])
+        axes = list(value) if isinstance(value, list | tuple) else [value]
         if any(axis < 0 for axis in axes):
             if rank is None:
                 return False

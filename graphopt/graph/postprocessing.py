@@ -15,7 +15,7 @@ from graphopt.graph.traversal import captured, extracted_between
 from graphopt.graph.values import name_of
 
 
-def set_aside(
+def detach_outputs(
     model: ir.Model,
     outputs: Sequence[ir.Value],
     is_source: Callable[[ir.Value], bool],
@@ -46,7 +46,7 @@ def set_aside(
     RemoveUnusedNodesPass()(model)
 
 
-def parts_aside(model: ir.Model) -> list[onnx.ModelProto]:
+def detached_parts(model: ir.Model) -> list[onnx.ModelProto]:
     """Return the detached parts of a model, the last one first."""
     return (Detached.read(model) or Detached([], [])).models()[::-1]
 
@@ -55,7 +55,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
     """Restore the detached outputs, in their original order, in the inference model of training graph `model`.
 
     Args:
-        parts: the result of `parts_aside`, in the opset of `proto`.
+        parts: the result of `detached_parts`, in the opset of `proto`.
     """
     detached = Detached.read(model)
     if detached is None:
@@ -77,7 +77,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
     """Return the values at which the detached part of `outputs` starts; constants belong to the part."""
-    found = dict.fromkeys(output for output in outputs if output.producer() is None)
+    sources = dict.fromkeys(output for output in outputs if output.producer() is None)
     front, seen = list(outputs), set(outputs)
     while front:
         node = front.pop().producer()
@@ -86,7 +86,7 @@ def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool])
                 continue
             seen.add(x)
             if x.is_graph_input() or (is_source(x) and ir.convenience.get_const_tensor(x) is None):
-                found[x] = None
+                sources[x] = None
             else:
                 front.append(x)
-    return list(found)
+    return list(sources)

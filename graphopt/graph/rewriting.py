@@ -100,10 +100,10 @@ class Pass(ir.passes.InPlacePass):
         Raises:
             GraphoptError: there are none. The message ends with the advice.
         """
-        found = with_role(model, role)
-        if not found:
+        values = with_role(model, role)
+        if not values:
             raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
-        return found
+        return values
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ Pattern = str | tuple[str, ...] | list[str] | None
 def matches(name: str | None, pattern: Pattern) -> bool:
     """Return whether `name` matches at least one shell-style pattern; None matches nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
-    return any(fnmatchcase(name or "", one) for one in patterns)
+    return any(fnmatchcase(name or "", pattern) for pattern in patterns)
 
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:

@@ -81,15 +81,15 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
 
 def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     """Return the only value with `role`; errors name the pass that needs it."""
-    found = with_role(model, role)
-    if role is Role.LOSS and not found:
+    values = with_role(model, role)
+    if role is Role.LOSS and not values:
         raise GraphoptError(
             f"{needed_by} needs a loss, found none: set loss=passes.MeanSquaredError() or another loss, or "
             f"loss=passes.OwnLoss(OUTPUT) if the model computes its own"
         )
-    if len(found) != 1:
+    if len(values) != 1:
         raise GraphoptError(
-            f"{needed_by} needs one value with role {role.value!r}, found {len(found)}: "
+            f"{needed_by} needs one value with role {role.value!r}, found {len(values)}: "
             f"run the pass that makes it first"
         )
-    return found[0]
+    return values[0]

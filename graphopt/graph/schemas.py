@@ -62,7 +62,7 @@ def _type_name(dtype: ir.DataType) -> str:
     return f"tensor({dtype.name.lower()})"
 
 
-def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
+def full_attributes(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
     """Return the values of a node's attributes, including the schema's defaults."""
-    given = {name: attribute.value for name, attribute in node.attributes.items()}
-    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | given
+    present = {name: attribute.value for name, attribute in node.attributes.items()}
+    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | present

@@ -218,15 +218,15 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
 def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
     """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
     typed = ir.from_proto(onnx.shape_inference.infer_shapes(without_weights(model)))
-    found = ir.convenience.create_value_mapping(typed.graph).get(name_of(x))
-    return None if found is None else found.shape
+    inferred = ir.convenience.create_value_mapping(typed.graph).get(name_of(x))
+    return None if inferred is None else inferred.shape
 
 
 def _take_types(graph: ir.Graph, typed: onnx.ModelProto) -> None:
     """Copy types and shapes to a graph and its bodies from the values of the same names in a typed copy."""
-    for value, found in pairs(graph, ir.from_proto(typed).graph):
-        if found.type is not None:
-            value.type, value.shape = found.type, value.shape if found.shape is None else found.shape
+    for value, inferred in pairs(graph, ir.from_proto(typed).graph):
+        if inferred.type is not None:
+            value.type, value.shape = inferred.type, value.shape if inferred.shape is None else inferred.shape
 
 
 def pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
@@ -268,16 +268,16 @@ def _shape_state(
         return True
     if after.shape is None or len(after.shape) != len(before.shape):
         return False
-    kept = ir.Shape([d if d == e else None for d, e in zip(before.shape, after.shape, strict=True)])
-    fixed = sum(isinstance(dim, int) for dim in kept)
+    common = ir.Shape([d if d == e else None for d, e in zip(before.shape, after.shape, strict=True)])
+    fixed = sum(isinstance(dim, int) for dim in common)
     if fixed < sum(isinstance(dim, int) for dim in before.shape):
-        before.shape = kept
+        before.shape = common
         for node in body.all_nodes():
             for output in node.outputs:
                 output.shape = None
         return True
     if last.shape is None:
-        last.shape = kept
+        last.shape = common
         return True
     return False
 

@@ -34,7 +34,7 @@ from graphopt.graph.values import constant_number, is_floating
 
 
 class ReciprocalOf(RewriteRuleClassBase):
-    """Keep 1 / x apart: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently."""
+    """Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently."""
 
     def pattern(self, op: Any, one: Any, x: Any) -> Any:
         return op.Div(one, x)
@@ -95,10 +95,10 @@ def _one_output(model: ir.Model) -> Iterator[None]:
     try:
         yield
     finally:
-        kept = [reader for x in whole.inputs if x is not None and (reader := x.producer()) is not None]
-        outputs[:] = [output for reader in kept if (output := reader.inputs[0]) is not None]
-        model.graph.remove({whole, *kept})
-        for reader in kept:
+        remaining = [reader for x in whole.inputs if x is not None and (reader := x.producer()) is not None]
+        outputs[:] = [output for reader in remaining if (output := reader.inputs[0]) is not None]
+        model.graph.remove({whole, *remaining})
+        for reader in remaining:
             reader.replace_input_with(0, None)
 
 

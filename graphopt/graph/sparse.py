@@ -17,7 +17,7 @@ def dense(proto: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
     sparse = [message for message in messages(proto) if isinstance(message, onnx.SparseTensorProto)]
     if not sparse:
         return proto
-    total = sum(8 * math.prod(map(int, one.dims)) for one in sparse)
+    total = sum(8 * math.prod(map(int, tensor.dims)) for tensor in sparse)
     if total > limits.constant_bytes:
         raise GraphoptError(
             f"sparse tensors: expected at most {limits.constant_bytes:,} bytes once they are dense, found up to "

@@ -24,7 +24,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.files import replacing
 from graphopt.graph.checking import check_external
 from graphopt.graph.limits import Limits
-from graphopt.graph.values import name_of, tensor_bytes
+from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
@@ -65,7 +65,7 @@ def whole(model: ir.Model) -> bytes:
     return ir.to_proto(model).SerializeToString(deterministic=True)
 
 
-def digest(model: ir.Model) -> str:
+def model_digest(model: ir.Model) -> str:
     """Return the SHA-256 sum of a model with its weights."""
     content, weights = message(model)
     sums = hashlib.sha256(content)
@@ -158,9 +158,7 @@ def read_external(model: ir.Model) -> None:
 @contextlib.contextmanager
 def _external(model: ir.Model) -> Iterator[Weights]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
-    values = {
-        name_of(x): x for x in model.graph.initializers.values() if tensor_bytes(x.const_value) > _SMALL
-    }
+    values = {k: x for k, x in model.graph.initializers.items() if tensor_bytes(x.const_value) > _SMALL}
     weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(

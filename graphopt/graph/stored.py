@@ -42,7 +42,7 @@ def standing_for(x: ir.Value) -> np.ndarray | None:
         return None
     if is_floating(x) and not any(node.op_type == DEQUANTIZE for node in x.consumers()):
         return x.const_value.numpy()
-    return next((found for node in x.consumers() if (found := dequantized(node)) is not None), None)
+    return next((result for node in x.consumers() if (result := dequantized(node)) is not None), None)
 
 
 DEQUANTIZE = "DequantizeLinear"
@@ -86,5 +86,5 @@ def _computed(model: ir.Model, weight: ir.Value, y: ir.Value) -> ir.TensorProtoc
     proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
     if weight.const_value is None:
         raise GraphoptError(f"weight {weight.name!r}: expected its numbers, found none")
-    (found,) = ReferenceEvaluator(proto).run(None, {name_of(weight): weight.const_value.numpy()})
-    return ir.tensor(found, dtype=y.dtype, name=name_of(weight))
+    (array,) = ReferenceEvaluator(proto).run(None, {name_of(weight): weight.const_value.numpy()})
+    return ir.tensor(array, dtype=y.dtype, name=name_of(weight))

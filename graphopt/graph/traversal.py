@@ -49,14 +49,14 @@ def values_read(node: ir.Node) -> list[ir.Value]:
 
 def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> set[ir.Node]:
     """Return the nodes that compute `values`; stop at nodes in `known`."""
-    found: set[ir.Node] = set()
+    result: set[ir.Node] = set()
     waiting = list(values)
     while waiting:
         node = waiting.pop().producer()
-        if node is not None and node not in found and node not in known:
-            found.add(node)
+        if node is not None and node not in result and node not in known:
+            result.add(node)
             waiting.extend(values_read(node))
-    return found
+    return result
 
 
 def forward_nodes(model: ir.Model) -> set[ir.Node]:
@@ -84,20 +84,20 @@ def execution_order(graph: ir.Graph) -> list[ir.Node]:
             seen.add(node)
             waiting.append((node, True))
             before = {x.producer() for x in values_read(node)}
-            inner = [one for one in before if one in position and one not in seen]
-            waiting.extend((one, False) for one in sorted(inner, key=lambda one: position[one]))
+            inner = [node for node in before if node in position and node not in seen]
+            waiting.extend((node, False) for node in sorted(inner, key=position.__getitem__))
     return order
 
 
 def dependencies(nodes: Iterable[ir.Node]) -> dict[ir.Node | None, int]:
     """Return, for each of some sorted nodes, a bit mask of the node and its dependencies."""
-    found: dict[ir.Node | None, int] = {}
+    counts: dict[ir.Node | None, int] = {}
     for i, node in enumerate(nodes):
         mask = 1 << i
         for x in values_read(node):
-            mask |= found.get(x.producer(), 0)
-        found[node] = mask
-    return found
+            mask |= counts.get(x.producer(), 0)
+        counts[node] = mask
+    return counts
 
 
 def results_when_ready(graph: ir.Graph) -> None:

@@ -103,10 +103,10 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
     >>> tensor_type("target", "int64[N,3]")
     (DataType.INT64, Shape([SymbolicDim(N), 3]))
     """
-    found = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
-    sizes = [size.strip() for size in found[2].split(",")] if found and found[2].strip() else []
-    if found is None or found[1] not in _TYPES or not all(map(_SIZE.fullmatch, sizes)):
+    match = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
+    sizes = [size.strip() for size in match[2].split(",")] if match and match[2].strip() else []
+    if match is None or match[1] not in _TYPES or not all(map(_SIZE.fullmatch, sizes)):
         raise GraphoptError(
             f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(_TYPES)}"
         )
-    return _TYPES[found[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])
+    return _TYPES[match[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])

@@ -46,7 +46,7 @@ def line_chart(
     """Return a chart of lines as SVG.
 
     Args:
-        x: the positions, which are equally far apart.
+        x: the positions, which are equally spaced.
         lines: the heights of each line by its name; None or a number that is not finite leaves a gap.
         logarithmic: draw heights on a logarithmic scale, if all are positive.
     """
@@ -65,7 +65,7 @@ def line_chart(
         **_OPTIONS,
     )
     every = max(1, math.ceil(len(x) / _MOST_LABELS))
-    chart.x_labels = [f"{one:g}" for one in x]
+    chart.x_labels = [f"{position:g}" for position in x]
     chart.x_labels_major = chart.x_labels[::every]
     if logarithmic:
         chart.y_labels = _ticks(min(drawn), max(drawn))

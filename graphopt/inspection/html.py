@@ -17,7 +17,7 @@ pre { background: #f8f9fa; padding: 1em; overflow-x: auto; font-size: 12.5px; li
 """
 
 
-def html_page(title: str, about: str, *sections: str) -> str:
+def page(title: str, about: str, *sections: str) -> str:
     """Return a page with a title, a line about it, and sections."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -31,14 +31,14 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n{''.join(parts)}</section>\n"
 
 
-def charts(found: Iterable[str]) -> str:
-    """Return charts beside each other."""
-    return f'<div class="charts">{"".join(f"<figure>{one}</figure>" for one in found)}</div>\n'
+def charts(figures: Iterable[str]) -> str:
+    """Return charts side by side."""
+    return f'<div class="charts">{"".join(f"<figure>{figure}</figure>" for figure in figures)}</div>\n'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
     """Return a table whose first column is text, all others numbers; with `words`, the last one is text, too."""
-    head = "".join(f"<th>{escape(one)}</th>" for one in header)
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in row) + "</tr>\n" for row in rows)
     kind = ' class="words"' if words else ""
     return f'<div class="wide"><table{kind}><tr>{head}</tr>\n{body}</table></div>\n'
@@ -46,7 +46,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, words: boo
 
 def shaded(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
     """Return a square table of counts, each cell as dark as its share of its row."""
-    head = "".join(f"<th>{escape(one)}</th>" for one in (corner, *names))
+    head = "".join(f"<th>{escape(name)}</th>" for name in (corner, *names))
     rows = []
     for name, row in zip(names, counts, strict=True):
         total = max(sum(row), 1)
@@ -59,11 +59,11 @@ def shaded(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -
     return f'<div class="wide"><table><tr>{head}</tr>\n{"".join(rows)}</table></div>\n'
 
 
-def text_section(title: str, lines: str) -> str:
-    """Return text as it stands, behind a title that opens it."""
+def details(title: str, lines: str) -> str:
+    """Return preformatted text, which a click on its title shows."""
     return folded(title, f"<pre>{escape(lines)}</pre>\n")
 
 
 def folded(title: str, part: str) -> str:
-    """Return a part of a page behind a title that opens it."""
+    """Return a part of a page, which a click on its title shows."""
     return f"<details><summary>{escape(title)}</summary>{part}</details>\n"

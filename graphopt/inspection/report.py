@@ -88,17 +88,17 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
         GraphoptError: the model cannot be read.
     """
     model = load(source)
-    found = Report(model.clone(), batch=batch)
+    result = Report(model.clone(), batch=batch)
     for name, steps in pipeline.items():
         for step in steps:
             start = time.perf_counter()
             try:
                 step(model)
             except GraphoptError as error:
-                found.blocked = name, error
-                return found
-            found.stages.append((name, repr(step), model.clone(), time.perf_counter() - start))
-    return found
+                result.blocked = name, error
+                return result
+            result.stages.append((name, repr(step), model.clone(), time.perf_counter() - start))
+    return result
 
 
 def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch: int) -> str:
@@ -126,18 +126,18 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
     return f"  a step     {times}: {plain / native:.2f} times as fast, at batch size {batch}"
 
 
-def _summary(found: Report) -> Iterator[str]:
-    weights, final = list(found.model.graph.initializers.values()), found.final
-    opset = found.model.opset_imports.get("", 0)
-    yield f"model      opset {opset}, {size(found.model)} nodes, {_counted([*map(_elements, weights)])}"
-    yield f"operators  {_operators(found.model)}"
-    decided = [model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER)]
+def _summary(result: Report) -> Iterator[str]:
+    weights, final = list(result.model.graph.initializers.values()), result.final
+    opset = result.model.opset_imports.get("", 0)
+    yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([*map(_elements, weights)])}"
+    yield f"operators  {_operators(result.model)}"
+    decided = [model for _, _, model, _ in result.stages if with_role(model, Role.PARAMETER)]
     reached = [model for model in decided if with_role(model, Role.GRADIENT)]
     yield from _weights((reached or decided or [final])[0])
     if wrong := Misdeclared.read(final):
         yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
-    if found.blocked:
-        yield from _blocked(*found.blocked)
+    if result.blocked:
+        yield from _blocked(*result.blocked)
     else:
         state = [value for value in final.graph.inputs if role_of(value) in STATE]
         yield "blocked    by nothing"
@@ -145,27 +145,27 @@ def _summary(found: Report) -> Iterator[str]:
             yield f"needs      {runtime}"
         yield f"step       {size(final)} nodes, state {_counted([*map(_elements, state)])}"
         yield f"operators  {_operators(final)}"
-        if found.step is not None:
+        if result.step is not None:
             yield from _native(final)
-        if found.step_time is not None:
-            yield found.step_time
-        if found.batch is not None and found.step is not None:
-            yield from _memory(estimate(final, found.batch), found.batch)
+        if result.step_time is not None:
+            yield result.step_time
+        if result.batch is not None and result.step is not None:
+            yield from _memory(estimate(final, result.batch), result.batch)
     stages = [
-        (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in found.stages
+        (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages
     ]
     yield from _table([("passes", "nodes", "seconds", ""), *stages])
 
 
 def _native(model: ir.Model) -> Iterator[str]:
     """Say what becomes of the nodes of a step that is lowered to the machine."""
-    found = plan(model)
-    if not found.calls:
+    kernels = plan(model)
+    if not kernels.calls:
         yield "native     nothing to lower"
         return
-    yield f"native     {size(model)} nodes become {size(found.model)}, on a CPU with a C compiler"
-    nodes = [kernel.nodes for kernel in found.kernels]
-    functions = len({kernel.name for kernel in found.kernels})
+    yield f"native     {size(model)} nodes become {size(kernels.model)}, on a CPU with a C compiler"
+    nodes = [kernel.nodes for kernel in kernels.kernels]
+    functions = len({kernel.name for kernel in kernels.kernels})
     rows = {
         "kernels": f"in place of {sum(nodes)} nodes, the largest of {max(nodes)}",
         "products": "with the transposes around them",
@@ -173,7 +173,7 @@ def _native(model: ir.Model) -> Iterator[str]:
         "scans": "each with the kernels of its body",
         "functions": "to compile: kernels with equal code are one function",
     }
-    counts = {**found.counts, "functions": functions}
+    counts = {**kernels.counts, "functions": functions}
     yield from _table([(f"  {name}", str(counts.get(name, 0)), text) for name, text in rows.items()])
 
 
@@ -208,10 +208,10 @@ def _weights(model: ir.Model) -> Iterator[str]:
             rows["frozen" if origin.trains else origin.kind.value].append(row)
         if not origin.certain:
             rows["unsure"].append(row)
-    for what, found in rows.items():
-        if found or what == "trains":
-            yield f"{what:10} {_counted([count for _, _, count, _ in found]) if found else 'nothing'}"
-            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
+    for what, group in rows.items():
+        if group or what == "trains":
+            yield f"{what:10} {_counted([count for _, _, count, _ in group]) if group else 'nothing'}"
+            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in group])
     if missing := LeftOut.read(model):
         yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
     if model.producer_name == "pytorch":

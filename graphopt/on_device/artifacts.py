@@ -230,8 +230,8 @@ def _written(
         builder.StartVector(4, len(offsets), 4)
         for offset in reversed(offsets):
             builder.PrependUOffsetTRelative(offset)
-        found: int = builder.EndVector()
-        return found
+        end: int = builder.EndVector()
+        return end
 
     tensors = [
         vector([_tensor(builder, fbs.Tensor, name, array) for name, array in arrays.items()])

@@ -88,15 +88,15 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
             "on-device artifacts: expected an inference model, found a training graph: "
             "pass the model that it was compiled from, and the pipeline"
         )
-    steps = [one for step in pipeline.values() for one in step]
-    optimizers = [one for one in steps if isinstance(one, Optimizer)]
+    steps = [item for step in pipeline.values() for item in step]
+    optimizers = [item for item in steps if isinstance(item, Optimizer)]
     if len(optimizers) != 1:
         raise GraphoptError(f"pipeline: expected one optimizer, found {len(optimizers)}: name one")
     _refuse(steps)
     (optimizer,) = optimizers
-    update = update_model(optimizer, [one for one in steps if isinstance(one, Clip)])
+    update = update_model(optimizer, [item for item in steps if isinstance(item, Clip)])
     rest = {
-        name: [one for one in step if not isinstance(one, Optimizer | Clip)]
+        name: [item for item in step if not isinstance(item, Optimizer | Clip)]
         for name, step in pipeline.items()
     }
     model = Pipeline(**rest)(model)

@@ -83,9 +83,9 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
 def _adamw(adam: Adam) -> str:
     """Return the kernel with its attributes; the gradients already include a decay that is not decoupled."""
     decay = float(adam.weight_decay) if adam.decoupled else 0.0
-    found = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
-    assert found is not None
-    op_type, attributes = found
+    spec = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
+    assert spec is not None
+    op_type, attributes = spec
     typed = [f"{name}: {type(value).__name__} = {value!r}" for name, value in attributes.items()]
     return f"{op_type}<{', '.join(typed)}>"
 

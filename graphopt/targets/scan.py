@@ -16,7 +16,7 @@ from graphopt.graph.values import like
 
 
 @dataclass(eq=False)
-class State:
+class _State:
     """Store a state of a Scan: outside the loop, and before and after a step."""
 
     start: ir.Value
@@ -44,7 +44,7 @@ class ScanParts:
         starts = [x for x in node.inputs if x is not None]
         n = len(starts) - node.attributes.get_int("num_scan_inputs", 0)
         ends = zip(starts[:n], self.body.inputs[:n], self.body.outputs[:n], node.outputs[:n], strict=True)
-        self.states = [State(*end) for end in ends]
+        self.states = [_State(*end) for end in ends]
         self.inputs = self._rows("input", self.body.inputs[n:], starts[n:])
         self.outputs = self._rows("output", self.body.outputs[n:], node.outputs[n:])
 
@@ -108,14 +108,14 @@ def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[
     """Turn a rewriting of one Scan into a rewriting of all Scans of a model's graph."""
 
     def rewritten(model: ir.Model) -> bool:
-        found = False
+        changed = False
         with Emitter(model) as op:
             for node in [node for node in model.graph if node.op_type == "Scan" and node.domain == ""]:
                 steps = ScanParts(op, node)
                 if rewrite(op, steps):
                     steps.replace_scan(model.graph)
-                    found = True
-        return found
+                    changed = True
+        return changed
 
     return rewritten
 
@@ -144,7 +144,7 @@ def hoist_weight_gradients(op: Emitter, steps: ScanParts) -> bool:
     return bool(products)
 
 
-def _accumulated_product(body: ir.Graph, state: State) -> ir.Node | None:
+def _accumulated_product(body: ir.Graph, state: _State) -> ir.Node | None:
     """Return the product a' b that the step only adds to a state, or None."""
     add = _skip_identities(state.after).producer()
     if add is None or add.op_type != "Add" or [user for user, _ in state.before.uses()] != [add]:
@@ -200,11 +200,11 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
             steps.inputs.append(_Rows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
         for user, i in users:
             user.replace_input_with(i, steps.inputs[-1].row)
-    for given in [given for given in steps.outputs if given.row in rows]:
+    for part in [part for part in steps.outputs if part.row in rows]:
         ir.convenience.replace_all_uses_with(
-            given.sequence, rows[given.row].sequence, replace_graph_outputs=True
+            part.sequence, rows[part.row].sequence, replace_graph_outputs=True
         )
-        steps.outputs.remove(given)
+        steps.outputs.remove(part)
     return len(rows) > taken
 
 
@@ -217,7 +217,7 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Row
     )
     outputs = set(node.outputs)
     bound = not outputs.isdisjoint(state.after for state in steps.states) or any(
-        given.row in outputs and (given.axis or given.direction not in directions) for given in steps.outputs
+        part.row in outputs and (part.axis or part.direction not in directions) for part in steps.outputs
     )
     return None if waits or bound or len(directions) != 1 else directions.pop()
 
@@ -261,7 +261,7 @@ def _vectorized(
     attributes: dict[str, Any] = dict(node.attributes)
     if node.op_type in ELEMENTWISE_OPERATORS:
         n = len(shapes[-1] or ())
-        if any(rank > n or (rank < n and one) for rank, one in zip(ranks, stacked, strict=True)):
+        if any(rank > n or (rank < n and flag) for rank, flag in zip(ranks, stacked, strict=True)):
             return None
     elif node.op_type == "Split" or (node.op_type == "Concat" and all(stacked)):
         axis = node.attributes.get_int("axis", 0)

@@ -32,8 +32,8 @@ class Target:
     Args:
         name: what messages call the target.
         pipeline: the passes.
-        version: what the passes' results depend on, besides the graph: a graph is lowered once for each version, and
-            then kept in the user's cache folder. Without a version, nothing is kept.
+        version: what the passes' results depend on, in addition to the graph. The lowered graph of each version is
+            stored in the user's cache folder. Without a version, nothing is cached.
 
     >>> target = graphopt.Target("fewer nodes", graphopt.Pipeline(fuse=passes.Fuse(leave_out=["join_small_vectors"])))
     >>> from graphopt import models

@@ -134,7 +134,7 @@ def prove(
         by = "runtime in float32"
     seeds = random_seeds(outputs)
     differentiated = gradient_model(model)
-    found = computed(differentiated, point | seeds)
+    actual = computed(differentiated, point | seeds)
     expected, oracle_name = _asked(oracle, model, point, seeds, outputs)
     largest = sum(float(np.vdot(np.abs(finite(outputs[output_of(name)])), x)) for name, x in seeds.items())
     rounding = np.finfo(dtype.numpy()).eps * largest / step if expected is None else 0.0
@@ -144,7 +144,7 @@ def prove(
     for name, x in point.items():
         if name in fixed_inputs or not is_floating_array(x):
             continue
-        gradient = gradients[name] = found.get(gradient_of(name), np.zeros_like(x))
+        gradient = gradients[name] = actual.get(gradient_of(name), np.zeros_like(x))
         count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
         at = chosen(x, count if expected is None else None, outputs.values())
         slopes = (
@@ -174,9 +174,9 @@ def forward_of(model: ir.Model, point: NamedArrays) -> tuple[Any, NamedArrays, s
     Raises:
         OtherForward: the outputs of the reference evaluator differ from those of ONNX Runtime in float32.
     """
-    found = by_runtime(model, point)
-    if found is not None:
-        return found[0], found[1], "runtime"
+    result = by_runtime(model, point)
+    if result is not None:
+        return result[0], result[1], "runtime"
     reference = evaluator(model)
     outputs = evaluate_reference(model, point)
     single = in_precision(model, ir.DataType.FLOAT)
@@ -189,11 +189,11 @@ def forward_of(model: ir.Model, point: NamedArrays) -> tuple[Any, NamedArrays, s
     return reference, outputs, "reference, as the runtime"
 
 
-def _is_same(found: Any, expected: Any) -> bool:
+def _is_same(actual: Any, expected: Any) -> bool:
     """Return whether two outputs agree within float32's rounding; integers are not compared."""
     if not is_floating_array(expected):
         return True
-    return distance(finite(np.asarray(found)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
+    return distance(finite(np.asarray(actual)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
 
 
 class _Copying:
@@ -233,8 +233,8 @@ def computed(model: ir.Model, feeds: NamedArrays) -> NamedArrays:
     """Run a model in ONNX Runtime, or in the reference evaluator if ONNX Runtime has no kernels for it."""
     if not model.graph.outputs:
         return {}
-    found = by_runtime(model, feeds)
-    return evaluate_reference(model, feeds) if found is None else found[1]
+    result = by_runtime(model, feeds)
+    return evaluate_reference(model, feeds) if result is None else result[1]
 
 
 def _asked(
@@ -406,12 +406,12 @@ def differences(
     return slopes
 
 
-def distance(found: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
+def distance(actual: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
     """Return the error relative to the larger of the largest expected number and `least`."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
     scale = float(np.max(np.abs(expected), initial=least)) or 1.0
-    return float(np.max(np.abs(found.astype(np.float64) - expected), initial=0.0)) / scale
+    return float(np.max(np.abs(actual.astype(np.float64) - expected), initial=0.0)) / scale
 
 
 def evaluate_reference(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> NamedArrays:

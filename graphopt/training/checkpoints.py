@@ -48,11 +48,11 @@ def larger_is_better(measure: str) -> bool:
 
 def seconds(text: str) -> float | None:
     """Return the seconds in a time such as `90 s`, `10 min` or `1.5 h`; None if it is not a time above 0."""
-    found = _TIME.fullmatch(text)
-    if not found:
+    match = _TIME.fullmatch(text)
+    if not match:
         return None
-    unit = 1 if found[2] else 60 if found[3] else 3600
-    return float(found[1]) * unit or None
+    unit = 1 if match[2] else 60 if match[3] else 3600
+    return float(match[1]) * unit or None
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Checkpoints:
     """Say when `fit` writes checkpoints, where, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
-    run in progress.json, and a manifest of their SHA-256 sums. It is written beside, flushed to disk, and renamed, by
-    a thread while steps run. A checkpoint that is due by the number of steps or by time is left out while another is
-    being written, and until the thread has used no more than 5 % of the time since that one began. The files `newest`
-    and `best` name the newest checkpoint and the best one.
+    run in progress.json, and a manifest of their SHA-256 sums. A thread writes it under a temporary name, flushes it to
+    disk and renames it, while steps run. A checkpoint that is due by the number of steps or by time is left out while
+    another is being written, and until the thread has used no more than 5 % of the time since that one began. The files
+    `newest` and `best` name the newest checkpoint and the best one.
 
     Args:
         folder: the folder of all checkpoints of one run.
@@ -185,7 +185,7 @@ class Checkpoints:
         """Start to write a checkpoint; the one before is complete.
 
         Args:
-            position: the number of steps, with what else tells two positions of a run apart.
+            position: the number of steps, with what else distinguishes two positions of a run.
             state, arrays: copies that nobody changes.
             best: the value of the measure, if this checkpoint is among the best.
         """
@@ -252,26 +252,26 @@ class Checkpoints:
         """Write a checkpoint and remove those that need not stay; this runs in the thread."""
         start = time.thread_time()
         target = self._folder / name
-        beside = self._folder / f".{name}-{uuid.uuid4().hex}"
-        ranked = sorted(values, key=lambda one: values[one], reverse=self._larger)[: self.keep_best]
-        values = {one: values[one] for one in ranked}
+        temporary = self._folder / f".{name}-{uuid.uuid4().hex}"
+        ranked = sorted(values, key=lambda saved: values[saved], reverse=self._larger)[: self.keep_best]
+        values = {saved: values[saved] for saved in ranked}
         contents = {
             _STATE: state_bytes(state),
             _PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
         }
         if arrays:
             contents[_CALLBACKS] = state_bytes(arrays)
-        sums = {one: hashlib.sha256(content).hexdigest() for one, content in contents.items()}
+        sums = {file_name: hashlib.sha256(content).hexdigest() for file_name, content in contents.items()}
         contents[_MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
         try:
-            beside.mkdir(parents=True)
-            for one, content in contents.items():
-                with open(beside / one, "wb") as file:
+            temporary.mkdir(parents=True)
+            for file_name, content in contents.items():
+                with open(temporary / file_name, "wb") as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
-            _flush(beside)
-            _rename(beside, target)
+            _flush(temporary)
+            _rename(temporary, target)
             _flush(self._folder)
             _point(self._folder / NEWEST, name)
             if ranked:
@@ -279,7 +279,7 @@ class Checkpoints:
             self._values = values
             self._prune(name)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             self._cost = time.thread_time() - start
         return target
 
@@ -323,13 +323,13 @@ def find(path: str | os.PathLike[str]) -> Path:
         GraphoptError: there is none.
     """
     folder = Path(path)
-    for one in (folder, folder / "checkpoints"):
-        if (one / _MANIFEST).is_file():
-            return one
-        if one.is_dir() and any(one.glob("step-*")):
-            found = Checkpoints(one).newest()
-            if found is not None:
-                return found.path
+    for place in (folder, folder / "checkpoints"):
+        if (place / _MANIFEST).is_file():
+            return place
+        if place.is_dir() and any(place.glob("step-*")):
+            newest = Checkpoints(place).newest()
+            if newest is not None:
+                return newest.path
     raise GraphoptError(
         f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none"
     )
@@ -348,7 +348,7 @@ def _point(path: Path, name: str) -> None:
 
 
 def _rename(written: Path, target: Path) -> None:
-    """Rename a folder; one that is in its place goes only once the new one is there."""
+    """Rename a folder; an existing target is removed only once the new folder is in place."""
     old = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     has_old = target.exists()
     if has_old:

@@ -27,7 +27,7 @@ from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.fit import fit
 from graphopt.training.metrics import weighted_accuracy, weighted_r2
-from graphopt.training.structure import PREDICTED_ROWS, Estimator, Structure
+from graphopt.training.structure import CHUNK, Estimator, Structure
 
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
@@ -343,5 +343,5 @@ def _batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield all rows in order, as `inputs` take them."""
     batches = Batches(Dataset(data, features=FEATURES), inputs)
-    for rows in Batches.split(range(len(batches)), batches.fixed_size or PREDICTED_ROWS):
+    for rows in Batches.split(range(len(batches)), batches.fixed_size or CHUNK):
         yield batches.take(rows)

@@ -449,7 +449,7 @@ class Metrics:
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
         self._spec = spec
         self._empty = True
-        chosen = [named(one) for one in (DEFAULTS[spec.task] if wanted is None else wanted)]
+        chosen = [named(metric) for metric in (DEFAULTS[spec.task] if wanted is None else wanted)]
         for name, _ in chosen:
             if [other for other, _ in chosen].count(name) > 1:
                 raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
@@ -473,13 +473,13 @@ class Metrics:
             return ScoredBatch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
-        kept = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
+        valid = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
         return ScoredBatch(
-            expected[kept],
-            predicted.reshape(-1)[kept],
-            _by_class(prediction, spec.axis)[kept],
+            expected[valid],
+            predicted.reshape(-1)[valid],
+            _by_class(prediction, spec.axis)[valid],
             spec,
-            None if probabilities is None else probabilities[kept],
+            None if probabilities is None else probabilities[valid],
         )
 
     def add(self, prediction: np.ndarray, target: np.ndarray) -> None:

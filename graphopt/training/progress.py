@@ -37,7 +37,7 @@ class Progress:
     callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
 
     def to_json(self) -> dict[str, Any]:
-        """Return the progress as JSON; the items of `identity` stand at the top."""
+        """Return the progress as JSON; the items of `identity` are at the top level."""
         fields = {name: value for name, value in vars(self).items() if name != "identity"}
         rates = {
             name: value.tolist() if isinstance(value, np.ndarray) else value
@@ -100,4 +100,4 @@ def environment_of(executor: Executor) -> dict[str, Any]:
 
 def graph_digest(executor: Executor) -> str:
     """Return the SHA-256 sum of an executor's training graph, without the initial state."""
-    return storage.digest(executor.model)
+    return storage.model_digest(executor.model)

@@ -38,14 +38,14 @@ def _handled(handler: Handler, chosen: Callable[[signal.Signals, Any], bool]) ->
     """Handle signals in a `with` block: those whose number and handler so far are chosen. Only the main thread can."""
     before = {}
     if _is_main_thread():
-        before = {one: signal.getsignal(one) for one in ENDING if chosen(one, signal.getsignal(one))}
+        before = {sig: signal.getsignal(sig) for sig in ENDING if chosen(sig, signal.getsignal(sig))}
     try:
-        for one in before:
-            signal.signal(one, handler)
+        for sig in before:
+            signal.signal(sig, handler)
         yield
     finally:
-        for one, previous in before.items():
-            signal.signal(one, previous)
+        for sig, previous in before.items():
+            signal.signal(sig, previous)
 
 
 def _is_main_thread() -> bool:
@@ -56,10 +56,10 @@ def _is_main_thread() -> bool:
 def ending() -> Iterator[None]:
     """Let SIGTERM, SIGHUP and SIGUSR1 raise SystemExit with the usual exit code in a `with` block."""
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    def end(sig: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + sig)
 
-    with _handled(end, lambda one, before: one != signal.SIGINT and before is signal.SIG_DFL):
+    with _handled(end, lambda sig, before: sig != signal.SIGINT and before is signal.SIG_DFL):
         yield
 
 

@@ -19,8 +19,8 @@ from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import reported
 from graphopt.training.metrics import Metrics, metrics
 
-PREDICTED_ROWS = 1024  # how many are predicted at a time
-_SHARED = 2**22  # bytes of a model up to which its training graph is kept for other estimators
+CHUNK = 1024  # how many are predicted at a time
+_SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Estimator:
     _transient: ClassVar[Sequence[str]] = ("_executor",)  # what pickling leaves out
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name not in self._transient}
+        state = {name: value for name, value in vars(self).items() if name not in self._transient}
         if isinstance(self.model, ir.Model):
-            kept["model"] = ir.to_proto(self.model)
-        return kept if self._executor is None else {**kept, "_kept": self._executor.state}
+            state["model"] = ir.to_proto(self.model)
+        return state if self._executor is None else {**state, "_kept": self._executor.state}
 
     def _use(self, structure: Structure, executor: Executor, state: Mapping[str, np.ndarray]) -> Executor:
         """Train with an executor from now on; continue from a state as far as its graph has one of the same name."""

@@ -45,11 +45,11 @@ def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Che
     if communicator.leads or about is None:
         return checkpoint
     arrays = safetensors.numpy.load(content)
-    state, kept = (
+    state, callbacks = (
         {name.removeprefix(start): x for name, x in arrays.items() if name.startswith(start)}
         for start in (_STATE, _ARRAYS)
     )
-    return Checkpoint(Path(about[0]), state, kept, about[1])
+    return Checkpoint(Path(about[0]), state, callbacks, about[1])
 
 
 def summed(communicator: Communicator, rows: int, sums: Mapping[str, float]) -> tuple[int, dict[str, float]]:

@@ -30,7 +30,7 @@ from passes.gradients.walk import backward, dead_ends, lost
 class GradientSource(Pass):
     """Differentiate the loss with respect to every parameter: add an output `NAME.grad` for each.
 
-    Parameters of outputs on which the loss does not depend are kept as they are, with a warning. This is the base class
+    Parameters of outputs on which the loss does not depend stay unchanged, with a warning. This is the base class
     of `Gradient` and `OrtGradient`.
 
     Args:

@@ -88,9 +88,9 @@ def stacked_output(
         if y.name == name:
             return y
     if x.producer() is None or x in body.outputs:
-        kept = ir.node("Identity", [x], outputs=[Value(name=f"{name}/kept", type=x.type, shape=x.shape)])
-        body.append(kept)
-        x = kept.outputs[0]
+        identity = ir.node("Identity", [x], outputs=[Value(name=f"{name}/kept", type=x.type, shape=x.shape)])
+        body.append(identity)
+        x = identity.outputs[0]
     body.outputs.append(x)
     node.resize_outputs(len(node.outputs) + 1)
     stack = node.outputs[-1]

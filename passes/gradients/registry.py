@@ -100,8 +100,8 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
 def _scripted(function: OnnxFunction[..., Any]) -> Rule:
     def traced(op: Emitter, dy: Value, *inputs: Value, dys: Sequence[Value]) -> Gradients:
-        found = op.trace(function, *dys, *inputs, outputs=None)
-        return [found] if isinstance(found, Value) else found
+        gradients = op.trace(function, *dys, *inputs, outputs=None)
+        return [gradients] if isinstance(gradients, Value) else gradients
 
     return traced
 

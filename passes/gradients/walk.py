@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT
-from graphopt.graph.schemas import attributes_of
+from graphopt.graph.schemas import full_attributes
 from graphopt.graph.traversal import ancestors, captured
 from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
 from passes.gradients.registry import (
@@ -90,7 +90,7 @@ def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
 def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, with the arguments that the rule requests."""
     rule = RULES[node.domain, node.op_type]
-    named = attributes_of(node, op.versions) | {"y": node.outputs[0], "node": node, "active": active}
+    named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
     if names(rule, "dys"):
         pairs = zip(dys, node.outputs, strict=True)
         named["dys"] = dys = [

@@ -183,9 +183,9 @@ def report_loss(model: ir.Model, op: Emitter, loss: ir.Value) -> None:
 
 def _sample_weight(model: ir.Model, prediction: ir.Value, row_axis: int) -> ir.Value:
     """Return the input `sample_weight`, with one weight per row, which all losses share."""
-    found = with_role(model, Role.SAMPLE_WEIGHT)
-    if found:
-        return found[0]
+    weights = with_role(model, Role.SAMPLE_WEIGHT)
+    if weights:
+        return weights[0]
     assert prediction.shape is not None
     state.check_free(model, "sample_weight")
     value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[row_axis]]))

@@ -55,14 +55,14 @@ class OwnLoss(Pass):
 
     def _loss(self, model: ir.Model) -> ir.Value:
         own = [y for y in model.graph.outputs if role_of(y) in (None, Role.PREDICTION)]
-        found = [y for y in own if (_is_number(y) if self.output is None else y.name == self.output)]
-        if len(found) != 1:
+        losses = [y for y in own if (_is_number(y) if self.output is None else y.name == self.output)]
+        if len(losses) != 1:
             names = ", ".join(f"{y.name!r} of shape {y.shape}" for y in own)
             raise GraphoptError(
                 f"OwnLoss(output={self.output!r}): expected the name of one output that is a number, the model has "
                 f"{names}"
             )
-        (loss,) = found
+        (loss,) = losses
         if not _is_number(loss):
             raise GraphoptError(
                 f"OwnLoss(output={self.output!r}): expected a floating number, found {loss.type} of shape "

@@ -120,12 +120,12 @@ class CTC(Loss):
     def _forward(self, op: Emitter, states: Value, sequences: list[Value]) -> Value:
         """Emit the logarithm of the probability of all paths that end in each state after the last step."""
         like = sequences[0]
-        one = op.Concat(op.Shape(states, end=1), [1], axis=0)
-        blank = op.Expand(op.constant([[self.blank]]), one)
+        column = op.Concat(op.Shape(states, end=1), [1], axis=0)
+        blank = op.Expand(op.constant([[self.blank]]), column)
         earlier = _moved(op, _moved(op, states, blank), blank)
         barred = op.Or(op.Equal(states, self.blank), op.Equal(states, earlier))
         barred = _barred(op, barred, like)  # a path skips the blank between different labels
-        wall = op.Expand(op.constant([[IMPOSSIBLE]], like=like), one)
+        wall = op.Expand(op.constant([[IMPOSSIBLE]], like=like), column)
 
         def step(op: Emitter, carried: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
             alpha, (emitted, *running) = carried[0], slices

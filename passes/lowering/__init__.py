@@ -55,8 +55,8 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
         raise GraphoptError(f"cannot lower {operator}: {line(error)}") from error
     used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
     prefix = (used or node.outputs)[0].name
-    emitted = list(itertools.takewhile(lambda one: one is not last, reversed(graph)))
-    for value in (output for one in emitted for output in one.outputs):
+    emitted = list(itertools.takewhile(lambda node: node is not last, reversed(graph)))
+    for value in (output for node in emitted for output in node.outputs):
         value.name = f"{prefix}/{value.name}"
     for output in used:
         index = node.outputs.index(output)
@@ -76,7 +76,7 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
     """Call a lowering with the inputs and attributes of a node, and refuse those that it has no parameter for."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    values = {name: attribute.value for name, attribute in node.attributes.items()}
     for i, x in enumerate(node.inputs):
         if x is not None and i >= len(inputs):
             raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
@@ -86,17 +86,17 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
             )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in named and not takes_all:
             raise GraphoptError(f"its attribute {name}={value!r} is not covered")
     present = dict(zip(inputs, node.inputs, strict=False))
     missing = [
         p.name
         for p in parameters
-        if p.kind is not p.VAR_KEYWORD and p.default is p.empty and p.name not in {*present, *given, "node"}
+        if p.kind is not p.VAR_KEYWORD and p.default is p.empty and p.name not in {*present, *values, "node"}
     ]
     if missing:
         raise GraphoptError(f"expected attributes or inputs {', '.join(missing)}, found none")
     more = {"node": node} if "node" in named else {}
-    result = function(op, **present, **given, **more)
+    result = function(op, **present, **values, **more)
     return [result] if isinstance(result, ir.Value) else list(result)

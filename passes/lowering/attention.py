@@ -149,7 +149,7 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
     of the keys that count, then for each row their start.
     """
     if rank(mask) in (2, 3):
-        kept = op.Unsqueeze(op.Greater(mask, 0), [1, 2] if rank(mask) == 2 else [1])
+        unmasked = op.Unsqueeze(op.Greater(mask, 0), [1, 2] if rank(mask) == 2 else [1])
     elif rank(mask) == 1:
         rows = op.Shape(q, start=0, end=1)
         zeros = op.Expand(op.CastLike(0, mask), rows)
@@ -157,12 +157,12 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
         bounds = op.Reshape(bounds, op.Concat([2], rows, [1, 1, 1], axis=0))
         positions = op.CastLike(op.Range(0, _length(op, k), 1), mask)
         end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
-        kept = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
+        unmasked = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
     else:
         raise GraphoptError(
             f"its mask {mask.name!r} of {rank(mask)} axes is not covered: expected 1 to 3 axes"
         )
-    return op.Where(kept, op.CastLike(0.0, q), op.constant(masked, like=q))
+    return op.Where(unmasked, op.CastLike(0.0, q), op.constant(masked, like=q))
 
 
 def _length(op: Emitter, x: Value) -> Value:
@@ -201,11 +201,11 @@ def rotary_embedding(
     off(is_packed_batching=is_packed_batching)
     if scale != 1:
         raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
-    turned = 2 * _size(cosines, 1)
+    rotary_dim = 2 * _size(cosines, 1)
     if rank(x) == 4:
         heads_first = x
     else:
-        head = _size(x, -1) // num_heads if num_heads else turned
+        head = _size(x, -1) // num_heads if num_heads else rotary_dim
         heads_first = _split_heads(op, x, _size(x, -1) // head, _size(x, -1))
     if rank(position_ids) == 1:
         position_ids = position_ids + op.CastLike(op.Range(0, _length(op, heads_first), 1), position_ids)
@@ -217,15 +217,15 @@ def rotary_embedding(
     def rotated(a: Value, b: Value) -> tuple[Value, Value]:
         return a * cosine - b * sine, b * cosine + a * sine
 
-    rest = _size(heads_first, -1) - turned
+    rest = _size(heads_first, -1) - rotary_dim
     part = heads_first
     if rest:
-        part, tail = op.Split(heads_first, [turned, rest], axis=-1, _outputs=2)
+        part, tail = op.Split(heads_first, [rotary_dim, rest], axis=-1, _outputs=2)
     if interleaved:
-        pairs = op.Reshape(part, [0, 0, 0, turned // 2, 2])
+        pairs = op.Reshape(part, [0, 0, 0, rotary_dim // 2, 2])
         a, b = (op.Gather(pairs, i, axis=4) for i in range(2))
         turn = op.Concat(*(op.Unsqueeze(x, [4]) for x in rotated(a, b)), axis=4)
-        turn = op.Reshape(turn, [0, 0, 0, turned])
+        turn = op.Reshape(turn, [0, 0, 0, rotary_dim])
     else:
         a, b = op.Split(part, num_outputs=2, axis=-1, _outputs=2)
         turn = op.Concat(*rotated(a, b), axis=-1)

@@ -84,13 +84,13 @@ def freeze_preprocessing(model: ir.Model) -> None:
 
 def _after(node: ir.Node) -> set[ir.Node]:
     """Return the nodes that depend on a node."""
-    found: set[ir.Node] = set()
+    result: set[ir.Node] = set()
     front = [node]
     while front:
-        users = {user for output in front.pop().outputs for user in output.consumers()} - found
-        found |= users
+        users = {user for output in front.pop().outputs for user in output.consumers()} - result
+        result |= users
         front.extend(users)
-    return found
+    return result
 
 
 @lowers("SVMClassifier", "SVMRegressor", domain=_DOMAIN)

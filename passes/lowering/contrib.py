@@ -52,8 +52,8 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
     if schema is None:
         raise GraphoptError(f"its activation {activation!r} is not covered")
     attributes: dict[str, Any] = dict(zip(sorted(schema.attributes), numbers, strict=False))
-    given = {name: value for name, value in attributes.items() if value is not None}
-    result = op.call_op(activation, [x], given)
+    present = {name: value for name, value in attributes.items() if value is not None}
+    result = op.call_op(activation, [x], present)
     assert isinstance(result, Value)
     return result
 

@@ -30,8 +30,8 @@ def pads_for_output_shapes(model: ir.Model) -> None:
             continue
         strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
         more = node.attributes.get_ints("output_padding", [0] * n)
-        given = node.attributes.get_ints("output_shape")
-        totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - given[-n:]
+        total = node.attributes.get_ints("output_shape")
+        totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - total[-n:]
         if (totals < 0).any():
             continue
         less, rest = (totals // 2).tolist(), (totals - totals // 2).tolist()

@@ -112,10 +112,10 @@ def _content(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> C
 
 def _place(node: ir.Node, index: int, places: int) -> int | None:
     """Return a known position in a sequence, by default the last, or None."""
-    given = node.inputs[index] if index < len(node.inputs) else None
-    if given is None:
+    position = node.inputs[index] if index < len(node.inputs) else None
+    if position is None:
         return places - 1
-    place = constant_number(given)
+    place = constant_number(position)
     return int(place) % places if place is not None and -places <= place < places else None
 
 
@@ -241,8 +241,8 @@ def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: 
         return
     states = len(node.inputs) - 2
     left = [i for i in range(states) if i not in replaced]
-    kept = [node.outputs[i] for i in [*left, *range(states, len(node.outputs))]]
-    outputs = [ir.Value(type=y.type, shape=y.shape) for y in kept]
+    remaining = [node.outputs[i] for i in [*left, *range(states, len(node.outputs))]]
+    outputs = [ir.Value(type=y.type, shape=y.shape) for y in remaining]
     with op.within(body) as inner:
         for rows, _ in replaced.values():
             if rows:
@@ -256,9 +256,9 @@ def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: 
     inputs = [*node.inputs[:2], *(node.inputs[i + 2] for i in left)]
     body = body.clone(allow_outer_scope_values=True)
     op.call_op("Loop", inputs, {"body": body}, outputs=outputs, name=node.name)
-    for y, new in zip(kept, outputs, strict=False):
+    for y, new in zip(remaining, outputs, strict=False):
         _replace(op, y, new)
-    stacks = iter(outputs[len(kept) :])
+    stacks = iter(outputs[len(remaining) :])
     for i, (rows, first) in replaced.items():
         y, whole = node.outputs[i], first
         if rows:

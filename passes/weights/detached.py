@@ -30,7 +30,7 @@ _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
 _INNER = re.compile(r"val_\d+")  # a value inside of a call
 _PADDING = re.compile(r"target=torch\.ops\.aten\.embedding\.\w+\]\(args = \(%\w+, %\w+, (\d{1,9})[,)]")
-_APART = 'File "<eval_with_key>'  # the first line of the trace of code that the exporter traced apart
+_TRACED = 'File "<eval_with_key>'  # begins the stack trace of code that the exporter traced separately
 
 DETACHING = {"detach", "detach_"}
 
@@ -58,8 +58,8 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> Call | None:
-    found = re.match(r"%(\w+) .*?\[target=([^\]]*)\](.*)", text, re.DOTALL)
-    return found and Call(found[1], found[2], tuple(re.findall(r"%(\w+)", found[3])))
+    match = re.match(r"%(\w+) .*?\[target=([^\]]*)\](.*)", text, re.DOTALL)
+    return match and Call(match[1], match[2], tuple(re.findall(r"%(\w+)", match[3])))
 
 
 def stop(model: ir.Model) -> list[str]:
@@ -169,16 +169,16 @@ class _Names:
 
     def lost_lines(self, stopped: Sequence[ir.Value]) -> list[str]:
         """Return the lines of the program that detach a value and from which no gradient is stopped."""
-        found = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
-        found += [producer for node in found for x in node.inputs if x and (producer := x.producer())]
-        covered = {line for node in found for line in _lines(node)}
+        nodes = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
+        nodes += [maker for node in nodes for x in node.inputs if x and (maker := x.producer())]
+        covered = {line for node in nodes for line in _lines(node)}
         lines = (line for node in self.model.graph.all_nodes() for line in _lines(node))
         return [line for line in dict.fromkeys(lines) if line not in covered]
 
-    def traced_apart(self) -> list[str]:
+    def traced_separately(self) -> list[str]:
         """Return the values that code in `torch.no_grad()` or `torch.autocast` may have computed from weights."""
         traces = {node: note_of(node, _STACK_TRACE) or "" for node in self.model.graph}
-        inside = {node for node, trace in traces.items() if trace.startswith(_APART)}
+        inside = {node for node, trace in traces.items() if trace.startswith(_TRACED)}
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
         outside = {node for node in self.model.graph.all_nodes() if node not in inside and Call.of(node)}
@@ -212,11 +212,11 @@ class _Names:
             producer = Call.of(x.producer())
             if producer and name not in self.present and call_of(name) == call_of(producer.name):
                 merged[name] = x
-        found = [edge for name, edge in pairs if self._is_gone(name)]
+        lost = [edge for name, edge in pairs if self._is_gone(name)]
         gone = [name for name in call.arguments if self._is_gone(name)]
-        if gone and not found and len({x for _, _, x in edges}) < len(edges):
+        if gone and not lost and len({x for _, _, x in edges}) < len(edges):
             raise _lost(f"{gone[0]!r}, which {call.name!r} reads")
-        return [edge for edge in found if _may_carry(edge[2])]
+        return [edge for edge in lost if _may_carry(edge[2])]
 
     def is_detached_output(self, index: int, output: ir.Value) -> bool:
         """Return whether the program detaches an output."""
@@ -282,7 +282,7 @@ def _lost(what: str) -> GraphoptError:
 def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir.Value]) -> None:
     """Refuse or report values whose `detach` the exporter may have dropped or merged with others."""
     stops = {node for x in stopped if (node := x.producer()) is not None and names.depends_on_weights(x)}
-    mentioned = {int(found[1] or 0) for text in names.texts() for found in re.finditer(_MENTIONED, text)}
+    mentioned = {int(match[1] or 0) for text in names.texts() for match in re.finditer(_MENTIONED, text)}
     missing = sorted(set(range(max(mentioned, default=0))) - mentioned)
     dropped = [f"detach_{number}" if number else "detach" for number in missing]
     lines = names.lost_lines(stopped)
@@ -296,10 +296,10 @@ def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir
             f"of detach_(), or name the value in StopGradient",
             stacklevel=2,
         )
-    if apart := names.traced_apart():
+    if unclear := names.traced_separately():
         warnings.warn(
-            f"the file does not say whether gradients stop at {', '.join(map(repr, apart[:4]))}: PyTorch's exporter "
+            f"the file does not say whether gradients stop at {', '.join(map(repr, unclear[:4]))}: PyTorch's exporter "
             f"marks code in torch.no_grad() and in torch.autocast alike. A gradient flows there: for torch.no_grad(), "
-            f"set gradient=[passes.StopGradient({apart[:4]}), passes.Gradient()]",
+            f"set gradient=[passes.StopGradient({unclear[:4]}), passes.Gradient()]",
             stacklevel=2,
         )

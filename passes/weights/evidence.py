@@ -31,19 +31,19 @@ _MASKING = -10.0  # a number of at most this size, added to scores, masks them i
 
 def reached(graph: ir.Graph) -> set[ir.Value]:
     """Return all values from which a gradient flows to an output of a graph, including values in bodies."""
-    found = {output for output in graph.outputs if is_floating(output)}
-    _reach(graph, found)
-    return found
+    result = {output for output in graph.outputs if is_floating(output)}
+    _reach(graph, result)
+    return result
 
 
-def _reach(graph: ir.Graph, found: set[ir.Value]) -> None:
+def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
     for node in reversed(graph):
-        if passes_gradient(node) and any(output in found for output in node.outputs):
+        if passes_gradient(node) and any(output in reached for output in node.outputs):
             inputs = (x for i, x in enumerate(node.inputs) if carries(node, i))
-            found.update(x for x in inputs if x is not None and carries_gradient(x))
+            reached.update(x for x in inputs if x is not None and carries_gradient(x))
             for body in subgraphs(node):
-                found.update(output for output in body.outputs if is_floating(output))
-                _reach(body, found)
+                reached.update(output for output in body.outputs if is_floating(output))
+                _reach(body, reached)
 
 
 def constant_use(node: ir.Node, index: int) -> str | None:
@@ -104,8 +104,8 @@ def written_out(x: ir.Value) -> Origin | None:
 def _then(node: ir.Node, op_type: str) -> ir.Node | None:
     """Return the only reader of a node, if it is an `op_type` whose second input is an initializer per channel."""
     users = node.outputs[0].consumers()
-    found = [user for user in users if user.op_type == op_type and _is_channelwise(user.inputs[1])]
-    return found[0] if len(found) == len(users) == 1 else None
+    channelwise = [user for user in users if user.op_type == op_type and _is_channelwise(user.inputs[1])]
+    return channelwise[0] if len(channelwise) == len(users) == 1 else None
 
 
 def _is_channelwise(x: ir.Value | None) -> bool:
@@ -135,7 +135,7 @@ def is_literal(x: ir.Value) -> bool:
     if any(user.op_type in ("Sub", "Div") and user.inputs[0] is x for user in x.consumers()):
         return True  # as in 1 - p, or 1 / p
     results = [user.outputs[0].shape for user in x.consumers() if user.op_type in _BROADCASTING]
-    return any(found is not None and (all(dim == 1 for dim in found) or found[-1] != 1) for found in results)
+    return any(shape is not None and (all(dim == 1 for dim in shape) or shape[-1] != 1) for shape in results)
 
 
 def is_short(x: ir.Value) -> bool:

@@ -21,14 +21,7 @@ from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from graphopt.graph.values import name_of
 from passes.weights import folds, gathers, initializers, ties
 from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE, call_of
-from passes.weights.initializers import (
-    array,
-    duplicate,
-    fill_value,
-    floating_initializers,
-    is_weight,
-    register,
-)
+from passes.weights.initializers import array, duplicate, fill_value, is_weight, register, weights_in
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
@@ -74,10 +67,10 @@ _Use = tuple[ir.Value, ir.Node, int]
 def signature(model: ir.Model) -> dict[str, Spec]:
     """Return the parameters and buffers of the exported program by their placeholders."""
     text = note_of(model.graph, SIGNATURE) or ""
-    found = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
-    specs = {name: Spec(_KINDS[kind], target) for name, kind, target in found if kind in _KINDS}
+    records = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
+    specs = {name: Spec(_KINDS[kind], target) for name, kind, target in records if kind in _KINDS}
     targets = {spec.target for spec in specs.values()}
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         kind = note_of(value, _KIND)
         if kind in _KINDS and value.name not in targets:
             placeholder = note_of(value, _PLACEHOLDER) or name_of(value)
@@ -96,17 +89,17 @@ def is_stripped(model: ir.Model) -> bool:
 
 def restore_records(model: ir.Model, specs: _Signature) -> None:
     """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
-    if any(note_of(value, FOLDED_FROM) for value in floating_initializers(model)):
+    if any(note_of(value, FOLDED_FROM) for value in weights_in(model)):
         return
     parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
     targets = {spec.target for spec in specs.values()}
-    folded = [x for x in floating_initializers(model) if name_of(x) not in targets and fill_value(x) is None]
+    folded = [x for x in weights_in(model) if name_of(x) not in targets and fill_value(x) is None]
     sources: dict[ir.Value, set[str]] = {}
     for x in folded:
         calls = [note_of(user, EXPORTED_CALL) or "" for user in x.consumers()]
-        found = {parameters[name] for call in calls for name in _arguments(call) if name in parameters}
+        named = {parameters[name] for call in calls for name in _arguments(call) if name in parameters}
         own = {y.name for user in x.consumers() for y in user.inputs if y is not None}
-        sources[x] = (found - own) or found
+        sources[x] = (named - own) or named
     known = set(model.graph.initializers).union(*sources.values())
     missing = [name for name in parameters.values() if name not in known]
     for x in folded:
@@ -126,7 +119,7 @@ def program_origins(model: ir.Model, specs: _Signature) -> Iterator[tuple[str, O
         for node in model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
                 yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         name = name_of(value)
         sources = tuple(source for source in _sources(value) if source in kinds)
         if leaves_open and (name in kinds or (sources and call_of(name) in _MOVING)):
@@ -195,7 +188,7 @@ def invert(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     parameters = {spec.target for spec in specs.values() if spec.kind is Kind.PARAMETER}
     inverted: dict[str, Origin] = {}
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         sources = _sources(value)
         paths = [source for source in sources if source in parameters]
         calls = [call_of(name) for name in (*sources, name_of(value)) if name not in paths]
@@ -222,7 +215,7 @@ def restore_gathers(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     """Recompute gathers that the exporter folded from one parameter, and return the kinds of these parameters."""
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         paths = [source for source in _sources(value) if kinds.get(source) is Kind.PARAMETER]
         calls = _calls_of(value, kinds) - {"val"}
         if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
@@ -240,7 +233,7 @@ def recompute(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
     standing = _standing(model, kinds)
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         sources = [source for source in _sources(value) if source in kinds]
         present = {name: standing[name] for name in sources if standing.get(name, value) is not value}
         parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
@@ -264,15 +257,15 @@ def recompute(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
 
 def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]:
     """Return the initializer for each parameter or buffer: its own, or one with its numbers in another layout."""
-    found: dict[str, ir.Value] = {}
-    for value in floating_initializers(model):
+    result: dict[str, ir.Value] = {}
+    for value in weights_in(model):
         sources = [source for source in _sources(value) if source in kinds]
         calls = _calls_of(value, kinds)
         repeats = calls & _REPEATING and gathers.repeats(array(value))
         if len(sources) == 1 and calls <= _LAYOUT | {"val"} and not repeats:
-            found.setdefault(sources[0], value)
-    own = {name_of(x): x for x in floating_initializers(model) if name_of(x) in kinds}
-    return found | own
+            result.setdefault(sources[0], value)
+    own = {name_of(x): x for x in weights_in(model) if name_of(x) in kinds}
+    return result | own
 
 
 def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
@@ -322,7 +315,7 @@ def parameters_left_out(model: ir.Model, specs: _Signature) -> list[str]:
 
 def _names_present(model: ir.Model) -> set[str]:
     """Return the names of the values in the file, and of those from which the exporter computed its values."""
-    return {name for value in floating_initializers(model) for name in (name_of(value), *_sources(value))}
+    return {name for value in weights_in(model) for name in (name_of(value), *_sources(value))}
 
 
 def _calls(model: ir.Model) -> dict[str, list[_Use]]:

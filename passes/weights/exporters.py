@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
-from passes.weights.initializers import floating_initializers
+from passes.weights.initializers import weights_in
 
 FOLDED_BY_TF2ONNX = "const_fold_opt__"  # with a number: the names of constants that tf2onnx computes
 
@@ -51,7 +51,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
         model.graph.sort()
         return dict(torchscript.torchscript_origins(model)) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
-        variables = [name for x in floating_initializers(model) if "ReadVariableOp" in (name := name_of(x))]
+        variables = [name for x in weights_in(model) if "ReadVariableOp" in (name := name_of(x))]
         origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
         return dict.fromkeys(variables, origin)
     return {}

@@ -191,10 +191,10 @@ def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:
         "add": [b - a], "sub": [a - b, b + a], "rsub": [b + a], "mul": [b / a if a else 0.0],
         "div": [a / b if b else 0.0, a * b], "pow": [2.0, 3.0, 0.5, -1.0, -0.5],
     }[call]  # fmt: skip
-    found = [float(f"{guess:.{digits}g}") for guess in guesses if np.isfinite(guess) for digits in (2, 4, 7)]
+    tries = [float(f"{guess:.{digits}g}") for guess in guesses if np.isfinite(guess) for digits in (2, 4, 7)]
     if len(np.unique(x)) < 3:  # too few to prove a number that is not common
-        found = [number for number in found if number in _COMMON]
+        tries = [number for number in tries if number in _COMMON]
     masks = []
     if call == "mul" and np.isin(wanted[x != 0] / x[x != 0], (0, 1)).all():
         masks = [np.where(x != 0, wanted / np.where(x == 0, 1, x), 1.0)]
-    return [np.array(number) for number in dict.fromkeys(found)] + masks
+    return [np.array(number) for number in dict.fromkeys(tries)] + masks

@@ -42,13 +42,13 @@ def _axis(numbers: np.ndarray) -> int | None:
     """Return the axis along which distinct rows have the fewest numbers, or None."""
     if numbers.ndim < 2 or numbers.size == 0 or np.all(numbers == numbers.flat[0]):
         return None
-    found = []
+    candidates = []
     for axis in range(numbers.ndim):
         rows = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
         distinct = _distinct(rows)
         if len(distinct) < len(rows):
-            found.append((distinct.size, -numbers.shape[axis], axis))
-    return min(found)[2] if found else None
+            candidates.append((distinct.size, -numbers.shape[axis], axis))
+    return min(candidates)[2] if candidates else None
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.graph.values import constant_of, name_of
 
 
-def floating_initializers(model: ir.Model) -> list[ir.Value]:
+def weights_in(model: ir.Model) -> list[ir.Value]:
     """Return the floating-point initializers of a model, including its bodies."""
     return [value for graph in model.graphs() for value in graph.initializers.values() if is_weight(value)]
 

@@ -1,8 +1,8 @@
 """Train weights that a file stores in few bits by their *masters*: float32 state, which the graph rounds.
 
-Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740: an update that is small beside a weight of 16 bits would be
-rounded away. Jacob et al. 2018, https://arxiv.org/abs/1712.05877: the forward pass computes with what the integers of a
-quantized weight stand for, and the gradient passes to the master.
+Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740: an update that is much smaller than a 16-bit weight would be
+rounded away. Jacob et al. 2018, https://arxiv.org/abs/1712.05877: the forward pass computes with the dequantized
+weights, and the gradient passes to the master.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 hol
 
 
 def is_narrow(value: ir.Value) -> bool:
-    """Return whether a value has floating-point numbers of fewer bits than float32."""
+    """Return whether a value has a floating-point type of fewer bits than float32."""
     return is_floating(value) and dtype_of(value).itemsize < 4
 
 
@@ -126,12 +126,12 @@ def _detach(node: ir.Node) -> None:
 
 def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
     """Return the integer initializers that DequantizeLinear nodes read in one way, with these nodes."""
-    found: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
     for node in graph:
         x = node.inputs[0] if node.op_type == DEQUANTIZE and node.domain == "" else None
         if x is not None and x.is_initializer() and not x.is_graph_input() and not x.is_graph_output():
-            found[x].append(node)
-    return {x: nodes for x, nodes in found.items() if _is_weight(x, nodes)}
+            readers[x].append(node)
+    return {x: nodes for x, nodes in readers.items() if _is_weight(x, nodes)}
 
 
 def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
@@ -174,8 +174,8 @@ def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) 
     scale = node.inputs[1]
     assert scale is not None
     zero = node.inputs[2] if len(node.inputs) > 2 else None
-    given = {} if zero is not None else {"output_dtype": dtype}
-    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **given, **_layout(node))
+    extra = {} if zero is not None else {"output_dtype": dtype}
+    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **extra, **_layout(node))
     quantized.shape = master.shape
     return quantized
 

@@ -25,10 +25,10 @@ _HOW = {
 
 def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
     """Group weights with the same numbers, in any order of their axes. Each other weight is a separate group."""
-    found: dict[object, list[ir.Value]] = defaultdict(list)
+    result: dict[object, list[ir.Value]] = defaultdict(list)
     for weight in weights:
-        found[_fingerprint(array(weight))].append(weight)
-    return [group for group in found.values() if len(group) > 1]
+        result[_fingerprint(array(weight))].append(weight)
+    return [group for group in result.values() if len(group) > 1]
 
 
 def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> tuple[str, list[int]] | None:

@@ -16,7 +16,7 @@ from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, floating_initializers, is_weight, prepend, register
+from passes.weights.initializers import array, duplicate, is_weight, prepend, register, weights_in
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
@@ -31,13 +31,13 @@ _BUFFERS = {
 _PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_", "gaussian_", "posterior_", "sqrt_")
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
-_BESIDE_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
+_READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 
 
 def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         if _is_power_vector(value, model):
             why = "a singular vector, which spectral normalization estimates"
             yield name_of(value), Origin(Kind.BUFFER, why, certain=False, named=True)
@@ -50,9 +50,7 @@ def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
-    return (
-        (name_of(x), _origin_of(x, model)) for x in floating_initializers(model) if _is_buffer(name_of(x))
-    )
+    return ((name_of(x), _origin_of(x, model)) for x in weights_in(model) if _is_buffer(name_of(x)))
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -82,7 +80,7 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
 def restore_rows(model: ir.Model) -> dict[str, Origin]:
     """Recompute gathers and sums that the exporter folded, as for biases of relative positions; return the kinds."""
     restored: dict[str, Origin] = {}
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
@@ -96,7 +94,7 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
 def restore_masks(model: ir.Model) -> dict[str, Origin]:
     """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
-    for value in floating_initializers(model):
+    for value in weights_in(model):
         name, uses = name_of(value), list(value.uses())
         folded = _is_folded(name) and bool(uses)
         if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
@@ -133,8 +131,8 @@ def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Colle
 def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str]) -> Origin:
     """Return the kind of a value that the exporter computed."""
     of = next(map(_of, readers), "")
-    beside_literals = all(reader.op_type in _BESIDE_LITERALS for reader in readers)
-    if array(value).size == 1 and beside_literals and not _is_bias(value, readers):
+    reads_literals = all(reader.op_type in _READERS_OF_LITERALS for reader in readers)
+    if array(value).size == 1 and reads_literals and not _is_bias(value, readers):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
     if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.is_table(array(value)):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)

@@ -66,18 +66,18 @@ class _Measure:
 
     def _references(self, path: _Path, text: str) -> Iterator[_Path]:
         """Yield the paths that a text refers to, from the innermost reference to the outermost."""
-        while found := REFERENCE.search(text):
-            name, arguments = found.groups()
+        while reference := REFERENCE.search(text):
+            name, arguments = reference.groups()
             fields = [name] if arguments is None else arguments[1:].split(",")
             targets = [
                 target for field in fields if (target := self._target(path, field.strip())) is not None
             ]
             yield from targets
             plain = self._at(targets[0]) if arguments is None and targets else None
-            is_part = "${" in text[: found.start()]  # this reference is part of the name in another one
+            is_part = "${" in text[: reference.start()]  # this reference is part of the name in another one
             if is_part and (isinstance(plain, dict | list | None) or "${" in str(plain)):
                 break
-            text = f"{text[: found.start()]}{plain if is_part else ''}{text[found.end() :]}"
+            text = f"{text[: reference.start()]}{plain if is_part else ''}{text[reference.end() :]}"
         if "${" in text:
             raise _wrong(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
 

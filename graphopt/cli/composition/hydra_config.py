@@ -66,12 +66,12 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [one.value() for one in parsed(overrides) if one.key_or_group == SEARCH_PATH]
+        added = [override.value() for override in parsed(overrides) if override.key_or_group == SEARCH_PATH]
         named = [folder] if folder else []
-        named += [str(one) for value in added for one in (value if isinstance(value, list) else [value])]
+        named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
             tuple(overrides),
-            tuple(one if "://" in one else f"file://{os.path.abspath(one)}" for one in named),
+            tuple(folder if "://" in folder else f"file://{os.path.abspath(folder)}" for folder in named),
             (*overrides, *(["--config-dir", folder] if folder else [])),
         )
 
@@ -98,7 +98,7 @@ class CommandLine:
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, alone or in a mapping.
 
-        A mapping sets the fields that it has; a recipe may add others beside them. A choice of a group sets none.
+        A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
         for override in parsed(self.overrides):
             if override.is_delete() or override.package is not None:
@@ -125,7 +125,7 @@ class _Repository(ConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is not None and any(one.provider == UNTRUSTED for one in self.sources):
+        if source is not None and any(entry.provider == UNTRUSTED for entry in self.sources):
             if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
             if source.provider == UNTRUSTED:
@@ -141,15 +141,15 @@ class _Reader(CachingConfigRepository):
         self._left = MOST_READ
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        found = super().load_config(config_path)
-        if found is not None and found.provider == UNTRUSTED:
-            self._left -= 1 + _count(found.config)
+        result = super().load_config(config_path)
+        if result is not None and result.provider == UNTRUSTED:
+            self._left -= 1 + _count(result.config)
             if self._left < 0:
                 raise GraphoptError(
                     f"{config_path}: expected recipes of at most {MOST_READ:,} fields with the recipes that they "
                     "name, found more"
                 )
-        return found
+        return result
 
 
 def _file(source: ConfigSource, config_path: str) -> Any:
@@ -213,7 +213,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(one.input_line) for one in parsed(overrides) if one.key_or_group != SEARCH_PATH]
+        overrides = [str(item.input_line) for item in parsed(overrides) if item.key_or_group != SEARCH_PATH]
         how = (run_mode, from_shell, validate_sweep_overrides)
         try:
             config = super().load_configuration(config_name, overrides, *how)
@@ -240,9 +240,9 @@ class RecipeLoader(ConfigLoaderImpl):
         lines: dict[bool, list[str]] = {True: [], False: []}
         for override in parsed(overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
-        kept = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]  # added below
-        kept += [line for line in lines[False] if line in said and _HOST.match(line)]
-        expected = self._own.load_configuration(config_name, kept, *how)
+        allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
+        allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
+        expected = self._own.load_configuration(config_name, allowed, *how)
         ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
         theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
@@ -256,7 +256,7 @@ class RecipeLoader(ConfigLoaderImpl):
         self._check_runs(values or {})
         ours, theirs = dict(flattened(ours)), dict(flattened(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
-            populated = any(field == one or field.startswith(f"{one}.") for one in SET_BY_HYDRA)
+            populated = any(field == prefix or field.startswith(f"{prefix}.") for prefix in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise on_the_command_line(f"hydra.{field}")
         if config_name is not None:

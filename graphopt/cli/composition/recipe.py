@@ -18,14 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.composition.hydra_config import CommandLine, flattened
 from graphopt.cli.composition.recipe_checks import OF_COMMAND, check_new_logs, check_recipe
-from graphopt.cli.composition.validation import (
-    MISSING,
-    TARGET_KEY,
-    expanded,
-    instantiate,
-    metrics_of,
-    resolve,
-)
+from graphopt.cli.composition.validation import MISSING, TARGET_KEY, create, expanded, metrics_of, resolve
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
@@ -84,7 +77,7 @@ class Recipe:
     @property
     def names_folder(self) -> bool:
         """Return whether the command line names the folder of the run."""
-        return any(one.startswith(("folder=", "hydra.run.dir=")) for one in self._command_line.overrides)
+        return any(item.startswith(("folder=", "hydra.run.dir=")) for item in self._command_line.overrides)
 
     @functools.cached_property
     def data(self) -> Dataset:
@@ -172,14 +165,14 @@ class Recipe:
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
         kind = resolve(node[TARGET_KEY], key, self._command_line.trust)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
-            given["path"] = folder / node["path"]
+            arguments["path"] = folder / node["path"]
         if kind is MedianStopping:
-            given["folder"] = folder.parent
+            arguments["folder"] = folder.parent
         if inspect.isclass(kind) and issubclass(kind, Tracker | MLflow) and node.get("config") is None:
-            given["config"] = self.fields
-        callback = self._build(key, **given)
+            arguments["config"] = self.fields
+        callback = self._build(key, **arguments)
         if not isinstance(callback, Callback):
             raise GraphoptError(f"{key}: expected a graphopt.Callback, found {type(callback).__name__}")
         return callback
@@ -302,11 +295,11 @@ class Recipe:
         self.fields: dict[str, Any] = fields
         return bool(referred)
 
-    def _build(self, key: str, **given: Any) -> Any:
-        """Build a node of the recipe; `given` adds arguments."""
+    def _build(self, key: str, **arguments: Any) -> Any:
+        """Build a node of the recipe; `arguments` are added to those of the recipe."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
-        node = {name: value for name, value in node.items() if name not in given}
+        node = {name: value for name, value in node.items() if name not in arguments}
         for field, value in flattened(node, key):
             if value == MISSING:
                 raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
-        return instantiate(node, key, self._command_line.trust, **given)
+        return create(node, key, self._command_line.trust, **arguments)

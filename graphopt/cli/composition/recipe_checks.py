@@ -116,8 +116,8 @@ def _check_model(node: Mapping[str, Any], key: str, command_line: CommandLine) -
 
 def _check_files(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if the recipe names a file outside the working directory and the recipes' folders."""
-    allowed = [os.getcwd(), *(one.removeprefix("file://") for one in command_line.folders)]
-    allowed = [os.path.realpath(one) for one in allowed]
+    allowed = [os.getcwd(), *(folder.removeprefix("file://") for folder in command_line.folders)]
+    allowed = [os.path.realpath(folder) for folder in allowed]
     for field, file in _files(fields):
         if command_line.names(field):
             continue

@@ -75,7 +75,7 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     """
     if not isinstance(callbacks, Mapping | None):
         raise GraphoptError(f"callbacks: expected a mapping of callbacks, found {callbacks!r}")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in (callbacks or {}).items():
         if value is None or value is False:
             continue
@@ -87,45 +87,39 @@ def expanded(callbacks: Any) -> dict[str, Any]:
         if not isinstance(fields, Mapping):
             first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
             fields = {first: value}
-        found[name] = fields if TARGET_KEY in fields else {TARGET_KEY: CALLBACKS[name], **fields}
-    return found
+        result[name] = fields if TARGET_KEY in fields else {TARGET_KEY: CALLBACKS[name], **fields}
+    return result
 
 
-def instantiate(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> Any:
+def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
     Strings stay as they are: nothing is interpolated.
 
     Args:
-        given: further arguments of the node's target.
+        arguments: further arguments of the node's target.
     """
     if isinstance(node, list):
-        return [instantiate(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
+        return [create(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
     if not isinstance(node, Mapping):
         return node
-    built = {
-        name: instantiate(value, f"{path}.{name}", trust)
-        for name, value in node.items()
-        if name != TARGET_KEY
-    }
+    built = {key: create(x, f"{path}.{key}", trust) for key, x in node.items() if key != TARGET_KEY}
     if TARGET_KEY not in node:
         return built
     target = resolve(node[TARGET_KEY], path, trust)
     for name, hint in _hints(target).items():
         if isinstance(built.get(name), str) and _is_code(hint):
             built[name] = _trusted(built[name], f"{path}.{name}", trust)
-    return target(**built, **given)
+    return target(**built, **arguments)
 
 
 def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package."""
     if wanted is None:
         return None
-    chosen = [
-        _trusted(one, "fit.metrics", trust) if isinstance(one, str) and "." in one else one for one in wanted
-    ]
-    for one in chosen:
-        named(one)
+    chosen = [_trusted(x, "fit.metrics", trust) if isinstance(x, str) and "." in x else x for x in wanted]
+    for metric in chosen:
+        named(metric)
     return chosen
 
 
@@ -147,7 +141,7 @@ def check_fields(
             continue
         if name not in parameters or name in given:
             raise GraphoptError(
-                f"{path}: {unknown('field', name, [one for one in parameters if one not in given])}"
+                f"{path}: {unknown('field', name, [x for x in parameters if x not in given])}"
             )
         hint = hints.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
@@ -197,19 +191,19 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
     if not _within(dotted, trust) or any(part.startswith("__") for part in dotted.split(".")):
         raise _untrusted(name, path)
     try:
-        found = pkgutil.resolve_name(name)
+        member = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise GraphoptError(f"{path}: cannot find {name!r}: {error}") from error
-    if not callable(found):
+    if not callable(member):
         raise GraphoptError(f"{path}: expected a class or a function, found {name!r}")
-    if inspect.isroutine(found) or inspect.isclass(found):
-        home = str(found.__module__)
+    if inspect.isroutine(member) or inspect.isclass(member):
+        home = str(member.__module__)
     else:  # an object such as an onnxscript function belongs to the module that contains it
         holder = pkgutil.resolve_name(name.rpartition(":" if ":" in name else ".")[0])
         home = getattr(holder, "__name__", "")
     if not _within(home, trust):
         raise _untrusted(name, path, f" of {home!r}", home)
-    return found
+    return member
 
 
 def _untrusted(name: Any, path: str, of: str = "", home: str = "") -> GraphoptError:
@@ -248,7 +242,7 @@ def _hints(target: Any) -> dict[str, Any]:
 def _named(parameter: inspect.Parameter) -> str:
     """Return what a parameter expects: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
-    values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), text)
+    values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda match: match[1].replace(", ", " or "), text)
     return values.replace(" | ", " or ")
 
 
@@ -278,9 +272,9 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     if hint in (bool, str):
         return isinstance(value, hint)
     if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(one, parts[1], trust) for one in value.values())
+        return isinstance(value, Mapping) and all(_fits(item, parts[1], trust) for item in value.values())
     if inspect.isclass(origin) and issubclass(origin, Sequence):
-        return isinstance(value, list) and all(_fits(one, parts[0], trust) for one in value)
+        return isinstance(value, list) and all(_fits(item, parts[0], trust) for item in value)
     if origin is Callable:
         return False  # a text names it, which `_is_code` tells
     if inspect.isclass(origin):

@@ -88,8 +88,8 @@ class Drawing:
 
     def kinds(self) -> list[BoxKind]:
         """Return the kinds of boxes in the drawing, for the legend."""
-        found = {box.kind for box in self.boxes()}
-        return [kind for kind in KINDS if kind in found]
+        present = {box.kind for box in self.boxes()}
+        return [kind for kind in KINDS if kind in present]
 
     def _frame(
         self, id: str, title: str, graph: ir.Graph, kinds: Mapping[ir.Node, BoxKind], owner: Box | None = None

@@ -26,7 +26,7 @@ def attributes_of(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any] 
     """Return the values of a node's attributes, including defaults; None for an operator that its opset lacks."""
     if node.domain != "" or _schema(node.op_type, versions.get("", 1)) is None:
         return None
-    return schemas.attributes_of(node, versions)
+    return schemas.full_attributes(node, versions)
 
 
 def is_well_formed(model: ir.Model) -> bool:

@@ -33,10 +33,10 @@ def _is_over_columns(node: ir.Node) -> bool:
     if len(node.inputs) < 2 or node.attributes.get_int("keepdims", 1) != 0:
         return False
     x, axes = node.inputs
-    found = None if axes is None else ir.convenience.get_const_tensor(axes)
-    if x is None or x.shape is None or found is None:
+    constant = None if axes is None else ir.convenience.get_const_tensor(axes)
+    if x is None or x.shape is None or constant is None:
         return False
-    over_rows = len(x.shape) == 2 and found.numpy().tolist() in ([0], [-2])
+    over_rows = len(x.shape) == 2 and constant.numpy().tolist() in ([0], [-2])
     floating = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
     return over_rows and floating and isinstance(x.shape[1], int) and x.shape[1] >= _WIDE
 

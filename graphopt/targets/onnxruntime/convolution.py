@@ -81,8 +81,8 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= _WIDE:
         return None
     backwards = op.constant(np.eye(math.prod(taps))[::-1], like=w)
-    turned = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
-    kernel = op.Reshape(op.Transpose(turned, perm=[1, 0, 2]), [channels, filters, *taps])
+    flipped = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
+    kernel = op.Reshape(op.Transpose(flipped, perm=[1, 0, 2]), [channels, filters, *taps])
     y: ir.Value = op.Conv(x, kernel, *node.inputs[2:], dilations=dilations, pads=rest)
     return y
 

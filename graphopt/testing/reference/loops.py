@@ -94,15 +94,15 @@ class _Recurrent(OpRun):
     step: Any
 
     def _run(self, x, w, r, b=None, lengths=None, h=None, c=None, p=None, **attributes):  # type: ignore[no-untyped-def]
-        given = {name: value for name, value in attributes.items() if value is not None}
+        present = {name: value for name, value in attributes.items() if value is not None}
         count, hidden = len(w), r.shape[-1]
-        if given.get("layout"):
+        if present.get("layout"):
             x, h, c = (None if v is None else np.swapaxes(v, 0, 1) for v in (x, h, c))
         steps, rows = x.shape[:2]
-        names = given.get("activations") or self.default * count
+        names = present.get("activations") or self.default * count
         names = names[: len(self.default) * count]
-        alphas, betas = ([*given.get(f"activation_{name}", []), *names] for name in ("alpha", "beta"))
-        clip = given.get("clip") or np.inf
+        alphas, betas = ([*present.get(f"activation_{name}", []), *names] for name in ("alpha", "beta"))
+        clip = present.get("clip") or np.inf
         b = np.zeros((count, 2 * w.shape[1]), x.dtype) if b is None else b
         h, c = (np.zeros((count, rows, hidden), x.dtype) if v is None else v.copy() for v in (h, c))
         p = np.zeros((count, 3 * hidden), x.dtype) if p is None else p
@@ -112,16 +112,16 @@ class _Recurrent(OpRun):
             places = range(first, first + len(self.default))
             clips = [clip, clip, np.inf]
             functions = [activation(names[i], alphas[i], betas[i], clips[i - first]) for i in places]
-            backwards = given["direction"] == "reverse" or d == 1
+            backwards = present["direction"] == "reverse" or d == 1
             for row in range(rows):
                 order = range(steps if lengths is None else lengths[row])
                 for t in reversed(order) if backwards else order:
                     wx, wb, rb = w[d] @ x[t, row], *np.split(b[d], 2)
                     h[d, row], c[d, row] = self.step(
-                        h[d, row], c[d, row], wx + wb, r[d], rb, np.split(p[d], 3), functions, given
+                        h[d, row], c[d, row], wx + wb, r[d], rb, np.split(p[d], 3), functions, present
                     )
                     y[t, d, row] = h[d, row]
-        if given.get("layout"):
+        if present.get("layout"):
             y, h, c = y.transpose(2, 0, 1, 3), np.swapaxes(h, 0, 1), np.swapaxes(c, 0, 1)
         return (y, h, c)[: len(self.onnx_node.output)]
 

@@ -43,8 +43,8 @@ class ConvTranspose(OpRun):
                 for first, size, stride in zip(np.multiply(tap, dilations), sizes, strides, strict=True)
             )
             y[(..., *at)] += part.reshape(*y.shape[:2], *sizes)
-        kept: Any = tuple(slice(first, first + size) for first, size in zip(begin, out, strict=True))
-        y = y[(..., *kept)]
+        crop: Any = tuple(slice(first, first + size) for first, size in zip(begin, out, strict=True))
+        y = y[(..., *crop)]
         return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 

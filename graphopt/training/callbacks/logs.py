@@ -39,7 +39,7 @@ class Log(Callback, ABC):
 
     def on_step_end(self, run: Run, record: Record) -> None:
         if self.log_steps:
-            self.log({name: one for name, one in record.items() if isinstance(one, int | float)})
+            self.log({name: value for name, value in record.items() if isinstance(value, int | float)})
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         self.log(record)
@@ -80,10 +80,10 @@ class FileLog(Log):
             raise GraphoptError(f"{self._path}: expected a file to write to, found something else")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            found = self._read() if run.resumed is not None else []
+            records = self._read() if run.resumed is not None else []
         except OSError as error:
             raise GraphoptError(f"{self._path}: expected a file to write to: {error.strerror}") from error
-        self._write([record for record in found if _is_done(record, run)])
+        self._write([record for record in records if _is_done(record, run)])
 
     def log(self, record: Record) -> None:
         try:
@@ -131,17 +131,16 @@ class JSONL(FileLog):
 
     def text(self, records: Sequence[Record]) -> str:
         return "".join(
-            json.dumps({name: json_value(value) for name, value in record.items()}) + "\n"
-            for record in records
+            json.dumps({name: json_value(x) for name, x in record.items()}) + "\n" for record in records
         )
 
     def records(self, text: str) -> list[Record]:
-        found = []
+        records = []
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                found += [record] if isinstance(record, dict) else []
-        return found
+                records += [record] if isinstance(record, dict) else []
+        return records
 
 
 @dataclass

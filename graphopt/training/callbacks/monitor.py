@@ -75,7 +75,7 @@ class Monitor(Callback, ABC):
         """
         value: float | None = record.get(self.monitor)
         if value is None and ("validation_loss" in record or run.validation_rows == 0):
-            numbers = [name for name, one in record.items() if isinstance(one, float)]
+            numbers = [name for name, value in record.items() if isinstance(value, float)]
             raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
         return value
 

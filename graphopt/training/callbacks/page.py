@@ -82,7 +82,7 @@ class Page(Callback):
         epochs = html.table(shown, rows)
         step = run.executor.model
         report = Report(self._model, [("pipeline", "", step, 0.0)], batch=self._batch_size)
-        return html.html_page(
+        return html.page(
             self._title,
             about,
             html.section("Curves", html.charts(self._charts(run))),
@@ -93,10 +93,10 @@ class Page(Callback):
             html.section(
                 "Training graph",
                 _graph(step),
-                html.text_section("Weights, operators and memory", report.summary()),
+                html.details("Weights, operators and memory", report.summary()),
             ),
             html.section("Machine", html.table(("", ""), _machine(run.executor), words=True)),
-            html.section("Recipe", html.text_section("config.yaml", self._recipe)),
+            html.section("Recipe", html.details("config.yaml", self._recipe)),
         )
 
     def _charts(self, run: Run) -> Iterator[str]:
@@ -152,17 +152,17 @@ def _graph(step: ir.Model) -> str:
         role = role_of(value)
         if role is not None:
             values.setdefault(role, []).append(value)
-    names = {role: ", ".join(name_of(one) for one in found[:3]) for role, found in values.items()}
+    names = {role: ", ".join(name_of(x) for x in members[:3]) for role, members in values.items()}
     rows = [
-        (role.value, len(found), names[role] + (", ..." if len(found) > 3 else ""))
-        for role, found in values.items()
+        (role.value, len(members), names[role] + (", ..." if len(members) > 3 else ""))
+        for role, members in values.items()
     ]
     nodes: dict[str, Counter[str]] = {}
     for node, kind in kinds_of_nodes(step.graph).items():
         nodes.setdefault(kind.name, Counter())[node.op_type] += 1
     purposes = [
-        (name, sum(found.values()), ", ".join(f"{operator} {n}" for operator, n in found.most_common(8)))
-        for name, found in nodes.items()
+        (name, sum(count.values()), ", ".join(f"{operator} {n}" for operator, n in count.most_common(8)))
+        for name, count in nodes.items()
     ]
     return html.table(("nodes of", "number", "operators"), purposes, words=True) + html.table(
         ("inputs and outputs", "number", "names"), rows, words=True

@@ -21,7 +21,7 @@ WINDOW = 50  # the number of last steps whose losses are averaged
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 12  # of the sparkline
 _WIDE = 110  # columns of a terminal that has room for long bars
-SHOWN_BESIDE = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
+SHOWN_SEPARATELY = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
 
 
 class ProgressBar(Callback):
@@ -150,7 +150,7 @@ class _Left(TimeRemainingColumn):
 
 def measures(record: Mapping[str, Any]) -> str:
     """Return a record's validation loss and metrics as text."""
-    numbers = {k: v for k, v in record.items() if k not in SHOWN_BESIDE and isinstance(v, float)}
+    numbers = {k: v for k, v in record.items() if k not in SHOWN_SEPARATELY and isinstance(v, float)}
     return "  ".join(f"{_label(name)} {_number(value)}" for name, value in numbers.items())
 
 

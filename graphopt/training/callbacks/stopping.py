@@ -75,9 +75,7 @@ class EarlyStopping(Monitor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._weights = {
-            key.removeprefix(_WEIGHTS): x for key, x in state.items() if key.startswith(_WEIGHTS)
-        }
+        self._weights = {k.removeprefix(_WEIGHTS): x for k, x in state.items() if k.startswith(_WEIGHTS)}
 
 
 @dataclass
@@ -110,7 +108,7 @@ class MedianStopping(Monitor):
         if value is None:
             return
         self.best = max(self.best, value) if self._larger else min(self.best, value)
-        others = [one for one in self._others(run.epoch) if one is not None]
+        others = [loss for loss in self._others(run.epoch) if loss is not None]
         if run.epoch <= self.warmup or len(others) < self.at_least:
             return
         median = statistics.median(others)
@@ -148,12 +146,12 @@ class TimeLimit(Callback):
     reads_state = False
 
     def __post_init__(self) -> None:
-        found = seconds(self.limit) if isinstance(self.limit, str) else None
-        if found is None:
+        duration = seconds(self.limit) if isinstance(self.limit, str) else None
+        if duration is None:
             raise GraphoptError(
                 f"TimeLimit: expected a time such as '90 s', '10 min' or '2 h', found {self.limit!r}"
             )
-        self._seconds, self._before, self._start = found, 0.0, time.monotonic()
+        self._seconds, self._before, self._start = duration, 0.0, time.monotonic()
 
     def on_fit_begin(self, run: Run) -> None:
         self._start = time.monotonic()

@@ -144,14 +144,14 @@ class MLflow(Log):
         self._is_running = self._failed = False
 
     def on_fit_begin(self, run: Run) -> None:
-        kept = self.id if run.resumed is not None else None
+        run_id = self.id if run.resumed is not None else None
         try:
             if self.tracking_uri is not None:
                 self._mlflow.set_tracking_uri(self.tracking_uri)
             self._mlflow.set_experiment(self.experiment)
-            self.id = self._mlflow.start_run(run_id=kept, run_name=self.name).info.run_id
+            self.id = self._mlflow.start_run(run_id=run_id, run_name=self.name).info.run_id
             self._is_running = True
-            if kept is None and self.config:
+            if run_id is None and self.config:
                 self._mlflow.log_params(dict(_leaves(self.config)))
         except self._mlflow.MlflowException as error:
             raise GraphoptError(f"MLflow: {line(error)}") from error
@@ -173,8 +173,8 @@ class MLflow(Log):
 def _numbers(record: Record) -> dict[str, float]:
     """Return the numbers of a record, whose names start with `epoch/` or `step/`."""
     kind = "epoch" if "seconds" in record else "step"
-    numbers = {name: one for name, one in record.items() if isinstance(one, int | float)}
-    return {f"{kind}/{name}": float(one) for name, one in numbers.items() if name not in POSITION}
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in POSITION}
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

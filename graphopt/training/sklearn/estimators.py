@@ -86,10 +86,10 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._features(X))
         assert self._structure is not None
-        found = dict(self._structure.steps)["loss"].probabilities(output).reshape(len(output), -1)
+        result = dict(self._structure.steps)["loss"].probabilities(output).reshape(len(output), -1)
         if len(self.classes_) == 1:
-            return np.ones_like(found[:, :1])
-        return found if found.shape[1] > 1 else np.concatenate([1 - found, found], axis=1)
+            return np.ones_like(result[:, :1])
+        return result if result.shape[1] > 1 else np.concatenate([1 - result, result], axis=1)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -119,16 +119,16 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         )
         count = len(self.classes_)
         self.n_outputs_ = count if self._multilabel or count > 2 else 1
-        given = self._interface
-        if given is None:
+        interface = self._interface
+        if interface is None:
             self.out_activation_ = "logistic" if self._multilabel or count < 3 else "softmax"
-        elif given.outputs is not None:
-            if given.outputs != count and (given.outputs, self.n_outputs_) != (1, 1):
+        elif interface.outputs is not None:
+            if interface.outputs != count and (interface.outputs, self.n_outputs_) != (1, 1):
                 raise GraphoptError(
-                    f"model: expected an output for each of {count} labels, found {given.outputs} outputs: change the "
-                    f"model's last layer"
+                    f"model: expected an output for each of {count} labels, found {interface.outputs} outputs: change "
+                    f"the model's last layer"
                 )
-            self.n_outputs_ = given.outputs
+            self.n_outputs_ = interface.outputs
 
     def _encoded(self, y: np.ndarray) -> np.ndarray:
         if self._multilabel:

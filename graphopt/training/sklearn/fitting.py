@@ -30,7 +30,7 @@ from graphopt.training.callbacks.callback import copied_weights
 from graphopt.training.sklearn import network, objective
 from graphopt.training.sklearn.interface import Interface, interface, serialized
 from graphopt.training.sklearn.options import EstimatorOptions
-from graphopt.training.structure import PREDICTED_ROWS, Estimator, Structure
+from graphopt.training.structure import CHUNK, Estimator, Structure
 
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 
@@ -330,9 +330,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
         ((name, array),) = self._data(self._running(), X).items()
-        return self._predictions(
-            {name: array[at : at + PREDICTED_ROWS]} for at in range(0, len(array), PREDICTED_ROWS)
-        )
+        return self._predictions({name: array[at : at + CHUNK]} for at in range(0, len(array), CHUNK))
 
     def _set_rate(self, executor: Executor) -> None:
         names = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
@@ -340,10 +338,10 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
-        given = self._interface
+        interface = self._interface
         kind: Any = self._dtype
-        if reset and given is not None:
-            kind = given.dtype
+        if reset and interface is not None:
+            kind = interface.dtype
         elif reset:
             kind = [np.float64, np.float32] if self.dtype == "auto" else self.dtype
         return validate_data(
@@ -352,7 +350,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             *y,
             reset=reset,
             dtype=kind,
-            allow_nd=given is not None and len(given.row) != 1,
+            allow_nd=interface is not None and len(interface.row) != 1,
             **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
         )
 

@@ -50,10 +50,10 @@ def interface(model: bytes) -> Interface:
     passes.Normalize()(loaded)
     inputs = [x for x in loaded.graph.inputs if x.name not in loaded.graph.initializers]
     outputs = [y for y in loaded.graph.outputs if y.name in predictions]
-    for kind, found in (("input", inputs), ("floating-point output", outputs)):
-        if len(found) != 1 or found[0].shape is None or found[0].dtype is None:
+    for kind, values in (("input", inputs), ("floating-point output", outputs)):
+        if len(values) != 1 or values[0].shape is None or values[0].dtype is None:
             raise GraphoptError(
-                f"model: expected one {kind} of known type and shape, found {[x.name for x in found]}: use "
+                f"model: expected one {kind} of known type and shape, found {[x.name for x in values]}: use "
                 f"graphopt.Trainer, or graphopt.fit"
             )
     (x,), (y,) = inputs, outputs

@@ -54,8 +54,8 @@ def if_(
             ends = [(y, like(inner.Identity(dy), y)) for y, dy in zip(branch.outputs, dys, strict=True) if dy]
             gradients = backward(inner, branch, added(inner, ends), wrt)
             finish(inner, branch, [gradients.get(x) or zeros(inner, x) for x in wrt])
-    found = dict(zip(wrt, emit(op, "If", [condition], wrt, **branches), strict=True))
-    return [None, *(found.get(x) for x in outer)]
+    results = dict(zip(wrt, emit(op, "If", [condition], wrt, **branches), strict=True))
+    return [None, *(results.get(x) for x in outer)]
 
 
 @rule("OptionalGetElement")
@@ -108,30 +108,30 @@ class Back:
             ]
             ends = [(y, dy) for y, dy in zip(results, self.ends, strict=True) if dy is not None]
             inputs = with_gradients([*self.states, *self.slices])
-            found = backward(inner, self.graph, added(inner, ends), [*inputs, *self.outer])
+            derivatives = backward(inner, self.graph, added(inner, ends), [*inputs, *self.outer])
             totals = [inner.value_like(x) for x in self.outer]
             self.graph.inputs.clear()
             self.graph.inputs.extend([*(dy for dy in self.ends[:states] if dy is not None), *totals])
-            gradients = [found.get(x) or zeros(inner, x) for x in inputs]
+            gradients = [derivatives.get(x) or zeros(inner, x) for x in inputs]
             carried = len(with_gradients(self.states))
             sums = [
-                like(total + found[x], x) if x in found else total
+                like(total + derivatives[x], x) if x in derivatives else total
                 for total, x in zip(totals, self.outer, strict=True)
             ]
             finish(inner, self.graph, [*gradients[:carried], *sums, *gradients[carried:]])
 
-    def kept(self) -> list[tuple[Value, Value]]:
+    def saved_inputs(self) -> list[tuple[Value, Value]]:
         """Turn the values of the forward step that the backward step reads into body inputs; return both lists."""
-        found = []
+        read = []
         for node, original in self.forward.items():
             for x, y in zip(node.outputs, original.outputs, strict=True) if node.inputs else ():
                 users = [(user, i) for user, i in x.uses() if user not in self.forward]
                 if users:
-                    found.append((self.inner.value_like(x), y))
+                    read.append((self.inner.value_like(x), y))
                 for user, i in users:
-                    user.replace_input_with(i, found[-1][0])
+                    user.replace_input_with(i, read[-1][0])
         remove_unused_nodes(self.graph)
-        return found
+        return read
 
 
 @rule("Scan")
@@ -151,18 +151,20 @@ def scan(
     dys = [dy, *further]
     back = Back(op, node, (x for x in inputs[end:] if x in active), dys, 0, n)
     directions = numbers_of(node, "scan_input_directions", end - n)
-    turned = [1 - direction for direction in directions]
+    reverse = [1 - direction for direction in directions]
     length = dims_of(inputs[n])[axes[0]]
     slices = list(zip(back.body.inputs[n:], inputs[n:end], axes, directions, strict=True))
     stacks = recomputed(op, node, back.body, slices)
-    kept = back.kept() if SAVING in node.meta else []
-    kept += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
-    stacks_of = [(x, stacked_output(node, back.body, y, length, directions[0])) for x, y in kept]
-    sequences: Sequences = [(x, stack, 0, turned[0]) for x, stack in stacks_of]
-    sequences += [(x, stacks[i], 0, turned[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks]
+    saved = back.saved_inputs() if SAVING in node.meta else []
+    saved += [(x, back.body.inputs[i]) for i, x in enumerate(back.states) if x.uses() and i not in stacks]
+    stacks_of = [(x, stacked_output(node, back.body, y, length, directions[0])) for x, y in saved]
+    sequences: Sequences = [(x, stack, 0, reverse[0]) for x, stack in stacks_of]
+    sequences += [
+        (x, stacks[i], 0, reverse[0]) for i, x in enumerate(back.states) if x.uses() and i in stacks
+    ]
     sequences += [
         (x, sequence, axis, direction)
-        for x, sequence, axis, direction in zip(back.slices, inputs[n:end], axes, turned, strict=True)
+        for x, sequence, axis, direction in zip(back.slices, inputs[n:end], axes, reverse, strict=True)
         if x.uses()
     ]
     stacked, ends = (numbers_of(node, f"scan_output_{name}", len(dys)) for name in ("axes", "directions"))
@@ -172,19 +174,19 @@ def scan(
         if end_ is not None and dy_ is not None and end_.uses()
     ]
     if not sequences:  # one is needed to determine the number of steps
-        sequences = [(back.slices[0], inputs[n], axes[0], turned[0])]
+        sequences = [(back.slices[0], inputs[n], axes[0], reverse[0])]
     sliced = [i for i, x in enumerate(back.slices) if is_floating(x)]
     states = [i for i, x in enumerate(back.states) if is_floating(x)]
-    found = emit_scan(
+    gradients = emit_scan(
         op,
         back.graph,
         [*(dys[i] or zeros(op, inputs[i]) for i in states), *(zeros(op, x) for x in back.outer)],
         sequences,
         [*(inputs[i] for i in states), *back.outer, *(inputs[n + i] for i in sliced)],
         scan_output_axes=[axes[i] for i in sliced],
-        scan_output_directions=[turned[i] for i in sliced],
+        scan_output_directions=[reverse[i] for i in sliced],
     )
-    places = dict(zip([*states, *back.outer, *(n + i for i in sliced)], found, strict=True))
+    places = dict(zip([*states, *back.outer, *(n + i for i in sliced)], gradients, strict=True))
     return [places.get(i) for i in range(end)] + [places.get(x) for x in inputs[end:]]
 
 
@@ -207,31 +209,31 @@ def loop(
     numbers = stacked_output(node, back.body, back.body.inputs[0], None)
     count = op.Squeeze(op.Shape(numbers), [0])
     last = op.Sub(count, 1)
-    kept = [
+    saved = [
         (x, stacked_output(node, back.body, back.body.inputs[2 + i], None))
         for i, x in enumerate(back.states)
         if x.uses()
     ]
     ends = zip(back.ends[n:], dys[n:], strict=False)
-    kept += [(x, dy) for x, dy in ends if x is not None and dy and x.uses()]
+    saved += [(x, dy) for x, dy in ends if x is not None and dy and x.uses()]
     states = [i for i, x in enumerate(back.states) if is_floating(x)]
     with op.within(back.graph) as inner:
         turn, on = inner.value_like(number), inner.value_like(going)
         at = inner.Sub(last, turn)
-        for x, stacked in [(number, numbers), *kept]:
+        for x, stacked in [(number, numbers), *saved]:
             ir.convenience.replace_all_uses_with(x, like(inner.Gather(stacked, at, axis=0), x))
         ir.convenience.replace_all_uses_with(going, on)
         back.graph.inputs[:0] = [turn, on]
         back.graph.outputs.insert(0, inner.Identity(on))
         back.graph.sort()
-    found = emit(
+    gradients = emit(
         op,
         "Loop",
         [count, None, *(dys[i] or zeros(op, inputs[i]) for i in states), *(zeros(op, x) for x in back.outer)],
         [*(inputs[i] for i in states), *back.outer],
         body=back.graph,
     )
-    places = dict(zip([*states, *back.outer], found, strict=True))
+    places = dict(zip([*states, *back.outer], gradients, strict=True))
     return [None, None, *(places.get(i) for i in range(n)), *(places.get(x) for x in inputs[n:])]
 
 
@@ -251,7 +253,7 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
     length = dims_of(sequence)[axis]
     stacked = [Value(type=rows[i].type, shape=ir.Shape([length, *dims_of(rows[i])])) for i in others]
     starts = [x for i in others if (x := node.inputs[i]) is not None]
-    found = emit_scan(
+    stacks = emit_scan(
         op,
         body,
         starts,
@@ -261,4 +263,4 @@ def recomputed(op: Emitter, node: Node, body: Graph, slices: Sequences) -> dict[
         scan_output_axes=[0] * len(others),
         scan_output_directions=[direction] * len(others),
     )
-    return known | dict(zip(others, found[len(others) :], strict=True))
+    return known | dict(zip(others, stacks[len(others) :], strict=True))

@@ -200,13 +200,13 @@ def conv_transpose(
 def _cut(window: Window, x: Value, y: Value, more: list[int]) -> list[int]:
     """Return how many elements a ConvTranspose with a given output size crops from both ends of each axis."""
     cuts = []
-    for i, (size, given) in enumerate(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True)):
-        if not isinstance(size, int) or not isinstance(given, int):
+    for i, (size, existing) in enumerate(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(existing, int):
             raise GraphoptError(
                 f"the pads of a ConvTranspose need known spatial sizes, found {x.name!r} of shape {x.shape}: "
                 f"declare its shape"
             )
-        cuts.append(max((size - 1) * window.strides[i] + more[i] + window.extent[i] - given, 0))
+        cuts.append(max((size - 1) * window.strides[i] + more[i] + window.extent[i] - existing, 0))
     return cuts
 
 

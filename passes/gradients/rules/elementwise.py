@@ -177,10 +177,10 @@ def dropout(
     known = constant_of(training)
     if training is None or (known is not None and not known.item()):
         return [dy]
-    kept = further_output(node, 1, ir.DataType.BOOL, x.shape)
+    unmasked = further_output(node, 1, ir.DataType.BOOL, x.shape)
     share = 0.5 if ratio is None else op.Cast(1 - ratio, to=x.dtype)
     return [
         dy
-        * mask(op, kept, x)
+        * mask(op, unmasked, x)
         / (share if known is not None else op.Where(training, share, op.CastLike(1.0, x)))
     ]

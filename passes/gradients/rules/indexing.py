@@ -153,9 +153,9 @@ def scattered(
         count, product = scatter(zero, nil, "add"), dy * scatter(x + zero, updates + nil, "mul")
         dx = product / (x + zero) * op.CastLike(op.Equal(count, zero), x)
         return [dx, None, gather(product) / (updates + nil) * op.CastLike(op.Equal(gather(count), nil), x)]
-    kept, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
-    share = dy / op.Max(scatter(kept, taken, "add"), 1.0)
-    return [share * kept, None, gather(share) * taken]
+    unchanged, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
+    share = dy / op.Max(scatter(unchanged, taken, "add"), 1.0)
+    return [share * unchanged, None, gather(share) * taken]
 
 
 @rule("Unique")

@@ -183,8 +183,8 @@ def _run(
         following = cell(op, *states, slices[0])
         if lengths is None:
             return following, following[:1]
-        kept = [state + slices[1] * (y - state) for state, y in zip(states, following, strict=True)]
-        return kept, [slices[1] * following[0]]
+        masked = [state + slices[1] * (y - state) for state, y in zip(states, following, strict=True)]
+        return masked, [slices[1] * following[0]]
 
     if lengths is None:
         return scanned(op, step, states, [gates], known, reverse)
@@ -230,7 +230,7 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
     default = ["tanh"] if count == 1 else ["sigmoid", "tanh", "tanh"][:count]
     names = [name.lower() for name in node.attributes.get_strings("activations", ())] or default
     names = names if len(names) == count * directions else names[:count] * directions
-    found: list[Activation] = []
+    result: list[Activation] = []
     for i, name in enumerate(names):
         if name not in _ACTIVATIONS:
             raise GraphoptError(
@@ -238,10 +238,10 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
             )
         defaults, function = _ACTIVATIONS[name]
         pairs = zip(defaults, numbers, strict=False)
-        given = [rest.pop(0) if rest else default for default, rest in pairs]
-        found.append(functools.partial(_activated, function, given, None if i % count == 2 else clip))
-    for i in range(0, len(found), count):
-        yield found[i : i + count]
+        parameters = [rest.pop(0) if rest else default for default, rest in pairs]
+        result.append(functools.partial(_activated, function, parameters, None if i % count == 2 else clip))
+    for i in range(0, len(result), count):
+        yield result[i : i + count]
 
 
 def _activated(

@@ -40,7 +40,7 @@ class Along:
         axes = known.tolist() or ([] if self.noop else range(rank(self.x)))
         return self.op.count(self.x, axes)
 
-    def kept(self, value: Value, keepdims: int) -> Value:
+    def restore_axes(self, value: Value, keepdims: int) -> Value:
         """Restore the reduced axes of a value in the shape of the reduction."""
         whole = keepdims or self.axes is None or is_uniform(value)
         return value if whole else self.op.Unsqueeze(value, self.axes)
@@ -66,8 +66,8 @@ def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     is_zero = op.Equal(x, 0.0)
     zero = mask(op, is_zero, x)
     others = along.sum(zero) - zero
-    one = x * zero
-    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(one) - one)
+    only = x * zero
+    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(only) - only)
     factors = op.Where(is_zero, op.constant(1.0, like=x), x)
     return dy * (along.product(factors) / factors * zeros)
 
@@ -100,7 +100,7 @@ def reduction(gradient: Callable[..., Value]) -> Rule:
         noop_with_empty_axes: int,
     ) -> Gradients:
         along = Along(op, x, axes, noop_with_empty_axes)
-        dx = gradient(op, x, along.kept(y, keepdims), along.kept(dy, keepdims), along)
+        dx = gradient(op, x, along.restore_axes(y, keepdims), along.restore_axes(dy, keepdims), along)
         return [dx if is_uniform(dx) else spread(op, dx, x)]
 
     return reduced

@@ -32,12 +32,12 @@ def resize(
     """Differentiate y = A x B' along every two axes: dx = A' dy B."""
     left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
-    roi, scales, axes = _given(roi), _given(scales), list(axes or range(rank(x)))
+    roi, scales, axes = _present(roi), _present(scales), list(axes or range(rank(x)))
     known = constant_of(scales)
     in_proportion = keep_aspect_ratio_policy != "stretch"
     cropped = "coordinate_transformation_mode" in attributes and roi is not None
     for i, axis in enumerate(axes):
-        if not cropped and not in_proportion and _is_kept(x, scales, sizes, i, axis):
+        if not cropped and not in_proportion and _is_unchanged(x, scales, sizes, i, axis):
             continue
         square = identity(op, x, axis)
         if in_proportion and sizes is not None:
@@ -53,12 +53,12 @@ def resize(
     return [like(dy, x)]
 
 
-def _given(x: Input) -> Value | None:
+def _present(x: Input) -> Value | None:
     """Return an optional input, or None if it is an empty tensor."""
     return None if x is None or (x.shape is not None and x.shape == (0,)) else x
 
 
-def _is_kept(x: Value, scales: Input, sizes: Input, i: int, axis: int) -> bool:
+def _is_unchanged(x: Value, scales: Input, sizes: Input, i: int, axis: int) -> bool:
     """Return whether an axis is known to keep its size."""
     known = constant_of(sizes if scales is None else scales)
     return known is not None and bool(known[i] == (dims_of(x)[axis % rank(x)] if scales is None else 1))

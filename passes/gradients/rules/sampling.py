@@ -151,12 +151,12 @@ def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corn
     """Differentiate y = (p 1) theta' for each grid position p, which AffineGrid returns for the identity."""
     count = rank(dy) - 2
     identity = op.constant(np.eye(count, count + 1)[None], like=theta)
-    one = op.Concat([1], op.Slice(size, [1], [2 + count]), axis=0)
-    grid = op.Reshape(op.AffineGrid(identity, one, align_corners=align_corners), [-1, count])
+    single = op.Concat([1], op.Slice(size, [1], [2 + count]), axis=0)
+    grid = op.Reshape(op.AffineGrid(identity, single, align_corners=align_corners), [-1, count])
     rows = op.Reshape(dy, op.Concat(op.shape_of(dy, 0, 1), [-1, count], axis=0))
     shift = op.Unsqueeze(op.ReduceSum(rows, [1], keepdims=0), [2])
-    turned = op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), grid)
-    return [like(op.Concat(turned, shift, axis=2), theta)]
+    linear = op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), grid)
+    return [like(op.Concat(linear, shift, axis=2), theta)]
 
 
 @expansion("RoiAlign")
