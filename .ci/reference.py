@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import shutil
 import sys
 import typing
@@ -47,6 +48,13 @@ def resolve_inherited_fields() -> None:
                     init.__annotations__ |= {
                         name: hint for name, hint in hints.items() if name in init.__annotations__
                     }
+            elif isinstance(member, type) and isinstance(vars(member).get("Options"), type):
+                hints = typing.get_type_hints(member.Options)
+                shown = inspect.signature(member.__init__)
+                typed = [
+                    x.replace(annotation=hints.get(x.name, x.annotation)) for x in shown.parameters.values()
+                ]
+                member.__init__.__signature__ = shown.replace(parameters=typed)
 
 
 if __name__ == "__main__":

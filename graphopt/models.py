@@ -25,14 +25,25 @@ MOST_LAYERS = 1_000
 
 
 def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
-    """Return a linear model: one affine map of the flattened features."""
+    """Return a linear model: one affine map of the flattened features.
+
+    Args:
+        features: the shape of a row.
+        outputs: the number of outputs.
+        seed: the seed of the initial weights.
+    """
     return mlp(features, outputs, hidden=(), seed=seed)
 
 
 def mlp(
     features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
 ) -> ir.Model:
-    """Return a multilayer perceptron of the flattened features, with ReLU between its layers."""
+    """Return a multilayer perceptron of the flattened features, with ReLU between its layers.
+
+    Args:
+        features, outputs, seed: as in `graphopt.models.linear`.
+        hidden: the units of each hidden layer.
+    """
     random = _random(seed, outputs=outputs, hidden=hidden)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
@@ -51,6 +62,11 @@ def cnn(
     seed: int = 0,
 ) -> ir.Model:
     """Return a convolutional network for images: 3x3 convolution, ReLU and 2x2 max pooling for each of `channels`.
+
+    Args:
+        features, outputs, seed: as in `graphopt.models.linear`.
+        channels: the channels of each convolution.
+        hidden: the units of the hidden layer.
 
     Raises:
         GraphoptError: the features are not images (channels, height, width).
@@ -87,7 +103,11 @@ def transformer(
     """Return a transformer over sequences of int64 tokens, with `outputs` numbers for each position.
 
     Args:
+        features, outputs, seed: as in `graphopt.models.linear`.
         vocabulary: the number of different tokens; `outputs` by default.
+        width: the size of a token's vector.
+        heads: the heads of each attention.
+        layers: the number of layers, each an attention and a feed-forward part.
         causal: let each position attend to itself and earlier positions only.
 
     Raises:

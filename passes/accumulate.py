@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.names import next_of, slot_of
+from graphopt.graph.names import next_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
@@ -65,7 +65,7 @@ class Accumulate(Pass):
             for gradient, name in gradients.items():
                 assert gradient.shape is not None and gradient.dtype is not None
                 zeros = np.zeros(gradient.shape.numpy(), gradient.dtype.numpy())
-                slot = state.declare(model, slot_of(name, state.ACCUMULATED), zeros, Role.SLOT)
+                slot = state.declare_slot(model, name, state.ACCUMULATED, zeros)
                 uses = list(gradient.uses())
                 total = slot + gradient
                 mean = total / op.Cast(done, to=total.dtype) if self.mean else total

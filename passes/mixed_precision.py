@@ -17,7 +17,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.names import next_of, slot_of
+from graphopt.graph.names import next_of
 from graphopt.graph.operators import LAYOUT, PRODUCTS
 from graphopt.graph.rewriting import Pass, Pattern, matches, retire
 from graphopt.graph.roles import STATE, Role, clear_role, role_of, set_role, with_role
@@ -194,7 +194,7 @@ class DynamicLossScale(Pass):
                 model.graph.outputs.remove(y)
                 retire(model, y)
                 state.set_next(model, x, like(op.Where(finite, y, x), x))
-            steps = state.declare(model, slot_of(LOSS_SCALE, "steps"), np.array(0, np.int64), Role.SLOT)
+            steps = state.declare_slot(model, LOSS_SCALE, "steps", np.array(0, np.int64))
             done = op.Add(steps, 1)
             grows = op.GreaterOrEqual(done, self.interval)
             grown = op.Where(grows, self.growth * scale, scale)

@@ -163,3 +163,43 @@ def test_what_is_wrong_is_said():
         graphopt.GraphoptError, match="expected a graph that accumulates gradients, found none"
     ):
         executor.reset_gradients()
+
+
+class Summing(passes.Optimizer):
+    """Descend along the sum of all gradients."""
+
+    def slots(self):
+        return {"accumulated": 0.0}
+
+    def update(self, op, w, g, rate, t, total):
+        return w - rate * (total + g), total + g
+
+
+def test_a_slot_of_ones_own_may_be_called_as_those_of_accumulate():
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=Summing(0.01))
+    for source in (step, without_owners(step)):
+        executor = graphopt.Executor(source)
+        executor.step(x=X, target=T)
+        with pytest.raises(graphopt.GraphoptError, match="expected a graph that accumulates gradients"):
+            executor.reset_gradients()
+        assert any(array.any() for name, array in executor.state.items() if name.endswith(".accumulated"))
+
+
+def test_a_graph_without_the_owners_of_slots_accumulates_as_before():
+    step = graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4))
+    executor = graphopt.Executor(without_owners(step))
+    executor.step(quarters()[0])
+    executor.reset_gradients()
+    assert not any(
+        array.any() for name, array in executor.state.items() if name.rpartition(".")[2] == "accumulated"
+    )
+
+
+def without_owners(step):
+    """Return a training graph as it was saved before slots had owners."""
+    proto = ir.to_proto(step)
+    for value in proto.graph.input:
+        kept = [x for x in value.metadata_props if x.key not in ("graphopt.owner", "graphopt.kind")]
+        del value.metadata_props[:]
+        value.metadata_props.extend(kept)
+    return proto

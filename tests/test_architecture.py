@@ -29,7 +29,7 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # Where names of modules are data: a recipe's `_target_` is checked against these.
-LISTS_NAMES = {"graphopt/cli/validation.py"}
+LISTS_NAMES = {"graphopt/cli/composition/validation.py"}
 
 COMMAND = {str(path.relative_to(ROOT)) for path in SOURCES if "cli" in path.parts}
 

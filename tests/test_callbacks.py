@@ -26,8 +26,8 @@ import passes
 import recipes
 from graphopt import callbacks, cli
 from graphopt.callbacks import Record, Run
-from graphopt.cli.help import commented, described
-from graphopt.cli.validation import CALLBACKS
+from graphopt.cli.composition.validation import CALLBACKS
+from graphopt.cli.help import DESCRIBED, described
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((203, 3)).astype(np.float32)
@@ -708,9 +708,8 @@ def test_recipes_name_all_callbacks() -> None:
     assert set(CALLBACKS.values()) == kinds - bases
     folder = Path(recipes.__file__).parent
     assert set(yaml.safe_load((folder / "graphopt.yaml").read_text())["callbacks"]) == set(CALLBACKS)
-    comments = commented(folder / "graphopt.yaml")
     for name, kind in CALLBACKS.items():
-        listed = comments[f"callbacks.{name}"].split(": ")[-1].partition(";")[0].split(", ")
+        listed = DESCRIBED["callbacks"][name].rpartition(": ")[2].split(", ")
         fields = set(described(getattr(callbacks, kind.rpartition(".")[2])))
         assert set(listed) == fields - {"folder"}, name  # which is that of the sweep
 

@@ -330,7 +330,7 @@ def test_too_little_memory_is_one_line(
     def full(*_: Any, **__: Any) -> None:
         np.empty(2**46)
 
-    monkeypatch.setattr("graphopt.cli.command.fit", full)
+    monkeypatch.setattr("graphopt.cli.train.fit", full)
     assert cli.main(MINE) == 1
     assert capfd.readouterr().err.startswith("graphopt: error: out of memory: Unable to allocate")
 
@@ -347,7 +347,7 @@ def test_help_names_the_groups_and_what_each_field_is_for(capsys: pytest.Capture
     assert cli.main(["--help", "optimizer=sgd"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer: adagrad, adam, adamw" in said
-    assert "optimizer.momentum=0.0 the decay of the velocity; 0: no velocity" in said
+    assert "optimizer.momentum=0.0 the decay of the velocity. 0 turns it off." in said
     assert "--config-dir FOLDER" in said
 
 

@@ -180,7 +180,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert np.isnan(found.arrays["x"][1, 0])
     assert found.arrays["target"].tolist() == [0, 1]
     (tmp_path / "u.parquet").write_text("no parquet at all")
-    with pytest.raises(graphopt.GraphoptError, match="expected a Parquet file"):
+    with pytest.raises(graphopt.GraphoptError, match="expected a Parquet file or an Arrow file"):
         data.parquet(str(tmp_path / "u.parquet"))
 
 
@@ -223,7 +223,7 @@ def test_feather(tmp_path: Path) -> None:
     assert np.isnan(found.arrays["x"][1, 0])
     assert found.arrays["target"].tolist() == [0, 1]
     (tmp_path / "old.feather").write_bytes(b"FEA1" + bytes(40) + b"FEA1")
-    with pytest.raises(GraphoptError, match=r"old\.feather: expected an Arrow file"):
+    with pytest.raises(GraphoptError, match=r"old\.feather: expected a Parquet file or an Arrow file"):
         data.arrow(str(tmp_path / "old.feather"))
 
 

@@ -18,8 +18,8 @@ import pytest
 import graphopt
 import graphopt.models
 import passes
+from graphopt.cli.composition.validation import CALLBACKS
 from graphopt.cli.help import described
-from graphopt.cli.validation import CALLBACKS
 from passes.gradients import registry
 
 ROOT = Path(__file__).parents[1]

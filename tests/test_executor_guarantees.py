@@ -33,7 +33,7 @@ OPTIMIZERS = [
     passes.SGD(0.1),
     passes.SGD(0.1, momentum=0.9),
     passes.AdamW(0.1),
-    passes.Adam(0.1, flat=False),
+    passes.Adam(0.1),
     passes.RMSprop(0.1),
     passes.Adagrad(0.1),
     passes.Lion(0.1),
@@ -126,7 +126,7 @@ def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
         executor = graphopt.Executor(compiled(mlp(), passes.AdamW(0.1)), threads=1)
         executor.update_state({"fc1.bias": np.array([1, wrong, 2], np.float32)})
         buffers = executor._buffers
-        on_cpu = buffers._totals[0]
+        (on_cpu,) = buffers._totals[0]
         graph, values = _summed(buffers.sets[0])
         on_device = Total(executor._device, {}, [])
         on_device._values, on_device._session = values, Session(executor._device, graph)

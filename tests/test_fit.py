@@ -24,9 +24,10 @@ TARGET = (X @ RNG.standard_normal((3, 2)) + 1).astype(np.float32)
 DATA = {"x": X, "target": TARGET}
 
 
-def executor(model: Any = None, **steps: Any) -> graphopt.Executor:
+def executor(model: Any = None, steps_per_call: int | None = None, **steps: Any) -> graphopt.Executor:
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **steps}
-    return graphopt.Executor(graphopt.compile(model or linear(), **steps), threads=1)
+    step = graphopt.compile(model or linear(), **steps)
+    return graphopt.Executor(step, threads=1, steps_per_call=steps_per_call)
 
 
 class Seen(graphopt.Callback):
@@ -148,8 +149,7 @@ def test_a_callback_sees_the_state_of_its_step(tmp_path: Path, reads_state: bool
             runner.save(tmp_path / f"{record['step']}")
             ahead.append(runner.steps - record["step"])
 
-    runner, twin, ahead = executor(), executor(), []
-    runner.steps_per_call = 4
+    runner, twin, ahead = executor(steps_per_call=4), executor(), []
     callback = Checkpoints()
     if reads_state is not None:
         callback.reads_state = reads_state

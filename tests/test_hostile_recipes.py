@@ -83,7 +83,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     ),
     "our resolver of names": (
         experiment(
-            "loss: {_target_: graphopt.cli.validation.resolve, name: os.system, path: x, trust: [os]}"
+            "loss: {_target_: graphopt.cli.composition.validation.resolve, name: os.system, path: x, trust: [os]}"
         ),
         NAMED,
         "loss._target_",

@@ -12,8 +12,8 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt import models
+from graphopt.distributed.shared_update import part_of_update
 from graphopt.graph.listing import size
-from graphopt.runtime.shared_update import part_of_update
 
 FOLDER = Path(__file__).parent / "listings"
 

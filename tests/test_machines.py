@@ -55,9 +55,8 @@ def validation(out: str) -> list[str]:
     return re.findall(r"validation \S+  accuracy \S+", out)
 
 
-@pytest.mark.parametrize("overlap", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
-def test_two_machines_train_as_one(machines: Any, tmp_path: Path, overlap: str) -> None:
-    run = start(machines, tmp_path / "two", "fit.epochs=3", f"launcher.overlap={overlap}")
+def test_two_machines_train_as_one(machines: Any, tmp_path: Path) -> None:
+    run = start(machines, tmp_path / "two", "fit.epochs=3")
     out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
     assert "2 workers" in out

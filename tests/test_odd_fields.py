@@ -16,7 +16,7 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt import cli, models
-from graphopt.cli.hydra_config import RECIPES
+from graphopt.cli.composition.hydra_config import RECIPES
 from graphopt.errors import LONGEST, GraphoptError
 
 pytestmark = pytest.mark.usefixtures("plain")

@@ -196,3 +196,16 @@ def test_data_that_is_not_finite_in_the_graphs_type_is_refused(name: str, number
     ):
         Batches(data, inputs)
     Batches(data, inputs, allow_nan=True)
+
+
+def test_options_of_an_executor_do_not_change() -> None:
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step, threads=1, on_nonfinite="warn")
+    assert (executor.options.threads, executor.options.on_nonfinite, executor.device) == (1, "warn", "cpu")
+    for name, value in {"threads": 2, "on_nonfinite": "skip", "device": "cuda"}.items():
+        with pytest.raises(graphopt.GraphoptError, match=f"{name}: .* do not change, found {value!r}"):
+            setattr(executor, name, value)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(executor.options, name, value)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        executor.device_options.threads = 2  # type: ignore[misc]

@@ -47,6 +47,7 @@ def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
         recompute=passes.Recompute(),
         loss_scale=passes.DynamicLossScale(),
         accumulate=passes.Accumulate(2),
+        fuse=passes.Fuse(),
     )
     graphopt.save(pipeline.until(cut)(mlp()), tmp_path / "prefix.onnx")
     onnx.checker.check_model(tmp_path / "prefix.onnx", full_check=True)

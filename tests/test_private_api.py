@@ -1,4 +1,4 @@
-"""What we take of onnxscript and Hydra that is private: in one file each, and as it was when we took it."""
+"""What we take of onnxscript, Hydra and Ray that is private: in one file each, and as it was when we took it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hydra._internal.config_repository import CachingConfigRepository, ConfigRep
 from hydra.plugins.config_source import ConfigSource
 from onnxscript import TapeBuilder
 
+from graphopt.distributed.ray import ray_trainer
 from graphopt.graph.emitter import Emitter
 
 ROOT = Path(__file__).parents[1]
@@ -45,14 +46,22 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
 @pytest.mark.parametrize(("owner", "name"), OF_HYDRA)
 def test_hydra_has_the_methods_that_recipes_are_composed_by(owner: type, name: str) -> None:
     version = f"hydra-core {metadata.version('hydra-core')}: {owner.__name__}.{name}"
-    assert hasattr(owner, name), f"{version}, of graphopt/cli/hydra_config.py, is gone"
+    assert hasattr(owner, name), f"{version}, of graphopt/cli/composition/hydra_config.py, is gone"
+
+
+def test_ray_has_the_trainer_that_workers_are_started_by() -> None:
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    taken = {"train_loop_config", "scaling_config", "run_config"}
+    version = f"ray {metadata.version('ray')}: the trainer of graphopt/distributed/ray.py"
+    assert taken <= set(inspect.signature(ray_trainer()).parameters), version
 
 
 def test_private_names_stay_in_their_files() -> None:
     sources = [path for folder in ("graphopt", "passes") for path in (ROOT / folder).rglob("*.py")]
     internal = {path.name for path in sources if "hydra._internal" in path.read_text()}
     overriding = {path.name for path in sources if "TapeBuilder" in path.read_text()}
-    assert (internal, overriding) == ({"hydra_config.py"}, {"emitter.py"})
+    of_ray = {path.name for path in sources if "ray.train.v2" in path.read_text()}
+    assert (internal, overriding, of_ray) == ({"hydra_config.py"}, {"emitter.py"}, {"ray.py"})
 
 
 def test_their_next_minor_versions_are_not_taken_unseen() -> None:

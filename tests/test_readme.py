@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import re
 import shlex
@@ -11,13 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_architecture import FLOORS
 
 import graphopt
-import passes
 from graphopt import cli, compiler
 from graphopt.cli.help import described
 
@@ -27,7 +24,6 @@ INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
 NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
-WORDS = 1000  # that the README has at most
 NUMBERS = (
     *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
@@ -181,21 +177,3 @@ def test_the_table_of_passes_is_the_docstring_of_compile() -> None:
     if os.environ.get("UPDATE_GUIDES"):
         page.write_text(expected)
     assert page.read_text() == expected, "run: UPDATE_GUIDES=1 pytest tests/test_readme.py"
-
-
-@pytest.mark.parametrize(
-    ("kind", "family"),
-    [
-        ("losses", (passes.Loss, passes.OwnLoss)),
-        ("optimizers", passes.Optimizer),
-        ("schedules", passes.Schedule),
-    ],
-)
-def test_the_readme_counts_the_library(kind: str, family: Any) -> None:
-    members = [member for member in vars(passes).values() if inspect.isclass(member)]
-    count = sum(issubclass(member, family) and not inspect.isabstract(member) for member in members)
-    assert f"{NUMBERS[count]} {kind}" in " ".join((ROOT / "README.md").read_text().split())
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= WORDS

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 import graphopt
 import passes
 import recipes
-from graphopt.cli import validation
+from graphopt.cli.composition import validation
 from graphopt.cli.help import fields
 from graphopt.compiler import STANDARD
 from graphopt.runtime.executor_options import ExecutorOptions
@@ -35,7 +35,7 @@ REQUIRED = {  # what a recipe leaves to be set, for the test to set
     "loss/custom": {"function": lambda op, p, t: op.Abs(p - t)},
     "loss/several": {"losses": {"y": passes.MeanSquaredError()}},
 }
-FROM_ELSEWHERE = {"executor": {"step"}}
+FROM_ELSEWHERE = {"executor": {"step"}, "launcher": {"overlap"}}
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -124,7 +124,7 @@ def test_every_field_is_described(path: Path) -> None:
     if path.stem == "none":
         return
     recipe: Any = OmegaConf.to_container(composed(f"{path.parent.name}={path.stem}"), resolve=False)
-    for place, _, text in fields(recipe, FOLDER, {path.parent.name: path.stem, "executor": "cpu"}):
+    for place, _, text in fields(recipe):
         if (
             place.split(".")[0] in (path.parent.name, "fit", "models", "parameters", "pipeline")
             or "." not in place
@@ -204,7 +204,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
 
 
 def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -> None:
-    hints = typing.get_type_hints(graphopt.Executor)
+    hints = typing.get_type_hints(graphopt.Executor.Options)
     assert hints["threads"] == int | None
     assert hints["as_numpy"] is bool
     with pytest.raises(graphopt.GraphoptError, match=r"threads: expected int or None, found 2.5"):

@@ -98,7 +98,8 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
 
 
 def test_what_is_the_same_in_each_step_is_computed_once():
-    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    step = graphopt.lower(graphopt.compile(linear(), **steps), "onnxruntime")
     step.graph.outputs[:] = [y for y in step.graph.outputs if y.name != "y"]
     passes.Unroll()(step)
     (scan,) = [node for node in step.graph if node.op_type == "Scan"]

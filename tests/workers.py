@@ -17,7 +17,7 @@ from builders import model as parsed
 import graphopt
 import passes
 from graphopt import models
-from graphopt.runtime import split_runner
+from graphopt.distributed import exchange
 
 ROWS = 203
 RANDOM = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def copies(communicator: graphopt.MPI) -> dict[str, Any]:
 
 
 def overlapped(communicator: graphopt.MPI) -> dict[str, Any]:
-    split_runner.BUCKET = 1
+    exchange.BUCKET = 1
     return equal(communicator, share_state=False, overlap=True)
 
 

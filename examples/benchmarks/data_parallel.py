@@ -8,7 +8,7 @@ the step of one process, times the processes on each core, plus the time to sum 
 copies.
 
 The second table has machines that a network connects. As root on Linux, two are made of network namespaces, each with
-one core, and measured with and without `overlap`. The time of a ring all-reduce is predicted as 2 (N - 1) / N times the
+one core. The time of a ring all-reduce is predicted as 2 (N - 1) / N times the
 bytes by the rate (Patarasuk, Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
 
 Run it: python examples/benchmarks/data_parallel.py [--rounds 5] [--workers 2 4]
@@ -77,7 +77,7 @@ def worker(name: str, form: str, address: str | None) -> None:
         loss=passes.CrossEntropy(), training=passes.TrainingMode(), optimizer=passes.AdamW(1e-3)
     )
     whose: Any = "local" if form == OWN else "synchronized"
-    halves = graphopt.split_step(pipeline, model, statistics=whose, overlap=form == "overlap")
+    halves = graphopt.split_step(pipeline, model, statistics=whose)
     parameters = with_role(halves.step, Role.PARAMETER)
     numbers, summed = np.zeros(sum(map(bytes_of, parameters)) // 4, np.float32), 0.0
     if form == TORCH:
@@ -181,13 +181,13 @@ def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
                 flush=True,
             )
     print("\n| model | MB | machines | Gbit/s | ms to sum, predicted | measured", end=" ")
-    print("| rows/s by those of one, predicted | measured | with overlap | PyTorch DDP |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| rows/s by those of one, predicted | measured | PyTorch DDP |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, (one, size) in singles.items():
         for rate in NETWORKS:
             for n in (2, 8):
                 sent = 2 * (n - 1) / n * size * 8 / (rate * 1e9)
-                cells = [""] * 4
+                cells = [""] * 3
                 if n == 2 and rate < NETWORKS[-1] and machines.can_build():
                     cells = between_two_machines(name, rate, rounds)
                 title = workloads.workload(name).title
@@ -199,15 +199,15 @@ def main(rounds: int = 5, workers: tuple[int, ...] = (2, 4)) -> None:
 
 
 def between_two_machines(name: str, rate: int, rounds: int) -> list[str]:
-    """Return the milliseconds to sum, and the rows per second by those of one: plain, with overlap, and PyTorch's."""
-    found: dict[str, list[dict[str, float]]] = {"one": [], "copies": [], "overlap": [], TORCH: []}
+    """Return the milliseconds to sum, and the rows per second by those of one: ours, and PyTorch's."""
+    found: dict[str, list[dict[str, float]]] = {"one": [], "copies": [], TORCH: []}
     with machines.machines(2, f"{rate}gbit") as network:
         for _ in range(rounds):
             for state, runs in found.items():
                 place = (1, state) if state == "one" else (network.count, state, network)
                 runs.append(measured(name, *place))
     total = statistics.median(run["sum"] for run in found["copies"])
-    ratios = (faster(2, found["one"], found[state]) for state in ("copies", "overlap", TORCH))
+    ratios = (faster(2, found["one"], found[state]) for state in ("copies", TORCH))
     return [f"{1e3 * total:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 

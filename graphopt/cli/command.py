@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
+import functools
 import os
-import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import onnx_ir as ir
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,47 +23,25 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.comparison import Comparison
-from graphopt.cli.header import Header, compilations, counted, say
-from graphopt.cli.help import BASE, fields, page
-from graphopt.cli.hydra_config import COMPOSITION_ERRORS, PRIMARY, RECIPES, CommandLine, composing
+from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
+from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.help import fields, page
+from graphopt.cli.messages import complain, line_of, say, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.recipe import Recipe
-from graphopt.cli.run_folder import (
-    RunFolder,
-    check_new,
-    held,
-    leave,
-    result,
-    resumed,
-    write_hydra,
-    write_result,
-)
+from graphopt.cli.run_folder import CONFIG, leave, write_hydra
+from graphopt.cli.train import parameters, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
-from graphopt.cli.workers import NOT_FINITE, follow, leave_to_first, together
-from graphopt.communicator import Communicator
-from graphopt.errors import GraphoptError, cause, shortened, unknown
+from graphopt.errors import GraphoptError, cause, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
-from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
-from graphopt.inspection.report import report
-from graphopt.inspection.step_times import saved_by_kernels
+from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
-from graphopt.runtime.executor import NonFiniteLoss
-from graphopt.training.callbacks.page import Page
-from graphopt.training.callbacks.progress import ProgressBar, measures
-from graphopt.training.fit import fit
-from graphopt.training.signals import deferred, ending
+from graphopt.training.signals import ending
 
 INTERRUPTED = 130
-RUNS = ("train", "evaluate", "predict", "compile", "hosts", "artifacts", "report", "compare")
-PLUGINS = {  # of recipes/sweep
-    "joblib": "hydra-joblib-launcher",
-    "optuna": "hydra-optuna-sweeper",
-    "ray": "hydra-ray-launcher",
-    "submitit_slurm": "hydra-submitit-launcher",
-}
+ON_CUDA = "on cuda    Executor.placement tells, after a step, how many nodes of each operator ran where\n"
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -80,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = warn
             with installed_first(), ending():
                 _run(_parser().parse_intermixed_args(arguments))
     except KeyboardInterrupt:
@@ -91,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except USER_ERRORS as error:
-        _complain(error)
+        complain(error)
         return 1
     return 0
 
@@ -131,17 +107,17 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.version:
         print(_version())
         return
-    overrides = (
-        arguments.arguments if arguments.shell_completion else [_field(one) for one in arguments.arguments]
-    )
+    words = arguments.arguments
+    overrides = words if arguments.shell_completion else [_field(word) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
     with composing(command_line) as hydra:
         if arguments.help:
             config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
-            choices = recipe.pop("hydra")["runtime"]["choices"]
-            print(page(_options(), groups, fields(recipe, RECIPES, choices)))
+            del recipe["hydra"]
+            usages = {f"{name} {run.operand}": run.text for name, run in RUNS.items()}
+            print(page(usages, _options(), groups, fields(recipe)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
         elif arguments.cfg:
@@ -155,23 +131,28 @@ def _run(arguments: argparse.Namespace) -> None:
                 )
             hydra.shell_completion(PRIMARY, overrides)
         else:
-            started = False
-
-            def job(config: DictConfig) -> float | None:
-                nonlocal started
-                started = True
-                return _job(command_line, config)
-
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
-            start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
-            try:
-                if mode == RunMode.MULTIRUN:
-                    check_processes(hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra)
-                start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
-            except COMPOSITION_ERRORS as error:
-                if started or isinstance(error, GraphoptError):
-                    raise
-                raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
+            _start(hydra, command_line, overrides, mode)
+
+
+def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: RunMode) -> None:
+    """Run a recipe, or the recipes of a sweep, by Hydra."""
+    started = False
+
+    def job(config: DictConfig) -> float | None:
+        nonlocal started
+        started = True
+        return _job(command_line, config)
+
+    try:
+        if mode == RunMode.MULTIRUN:
+            check_processes(hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra)
+        start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
+        start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
+    except COMPOSITION_ERRORS as error:
+        if started or isinstance(error, GraphoptError):
+            raise
+        raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
 
 
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
@@ -180,27 +161,18 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         hydra = HydraConfig.get()
         _go_where_the_sweep_is(hydra)
         recipe = Recipe(config, hydra.runtime.choices, command_line)
-        runners = (_train, _evaluate, _predict, _compile, _hosts, _artifacts, _report, _compare)
-        runs = dict(zip(RUNS, runners, strict=True))
-        run = recipe.fields.get("run")
-        if run not in RUNS:
-            raise GraphoptError(unknown("run", str(run), runs))
-        folder = Path(os.path.relpath(hydra.runtime.output_dir))
-        if run in ("compile", "hosts", "artifacts", "report"):
-            write_hydra(folder, recipe.composed)
-        return runs[run](recipe, folder)
+        name = recipe.fields.get("run")
+        if name not in RUNS:
+            raise GraphoptError(unknown("run", str(name), RUNS))
+        return RUNS[name].function(recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
-            raise GraphoptError(_line(error)) from None
-        raise SystemExit(_complain(error)) from error  # Hydra passes it on without a message of its own
+            raise GraphoptError(line_of(error)) from None
+        raise SystemExit(complain(error)) from error  # Hydra passes it on without a message of its own
 
 
 def _go_where_the_sweep_is(hydra: HydraConf) -> None:
-    """Change to the working directory of the command, from which a process of a running cluster can differ.
-
-    Raises:
-        GraphoptError: it differs, and the folder is relative to it.
-    """
+    """Change to the working directory of the command, from which a process of a running cluster can differ."""
     here, there = os.getcwd(), hydra.runtime.cwd
     if here != there and not os.path.isabs(hydra.sweep.dir):
         raise GraphoptError(
@@ -210,122 +182,33 @@ def _go_where_the_sweep_is(hydra: HydraConf) -> None:
         os.chdir(there)
 
 
-def _train(recipe: Recipe, folder: Path) -> float | None:
-    launcher = recipe.launcher
-    if recipe.fields.get("launcher") and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise GraphoptError(
-            "launcher: expected a single run, found a sweep: leave it out, or run the jobs of the sweep one by one"
-        )
-    if launcher.starts():
-        beside = not recipe.names_folder
-        folder, _ = resumed(recipe.fields.get("resume", False), folder, recipe.text(), beside=beside)
-        leave_to_first(recipe, folder)
-        recipe.training_step()  # raises its errors before any worker starts
-        launcher.start(recipe.arguments, folder, main)
-    communicator = launcher.communicator()
-    with together(communicator, _complain):
-        if communicator.leads:
-            return _lead(recipe, communicator, folder)
-        follow(recipe, communicator, folder)
-    return None
+def _with_trained(write_files: Callable[[Trained, Console], Path]) -> Callable[[Recipe, Path], None]:
+    """Return a run that writes a file about the data by what another run has trained."""
+
+    def run(recipe: Recipe, folder: Path) -> None:
+        console = Console(quiet=recipe.fields["quiet"])
+        trained = Trained.find(recipe, folder)
+        say(console, "model", trained.name)
+        say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+        say(console, "written", str(write_files(trained, console)))
+
+    return run
 
 
-def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
-    console = Console(quiet=recipe.fields["quiet"])
-    hydra = HydraConfig.get()
-    sweep = hydra.mode == RunMode.MULTIRUN
-    text = recipe.text()
-    title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if sweep else None
-    asked = recipe.fields.get("resume", False) or sweep  # a sweep that is run again continues its runs
-    folder, resume = resumed(asked, folder, text, beside=not sweep and not recipe.names_folder)
-    with held(folder), compilations(console):
-        if sweep and (value := result(folder, text)) is not None:
-            say(console, "complete", f"{title}: {folder}")
-            return value
-        if not resume:
-            check_new(folder)
+def _export(write_files: Callable[[Recipe, Path, Console], str]) -> Callable[[Recipe, Path], None]:
+    """Return a run that trains nothing: it writes files, and the recipe."""
+
+    def run(recipe: Recipe, folder: Path) -> None:
+        console = Console()
         write_hydra(folder, recipe.composed)
-        step, parts = recipe.training_step()
-        executor = recipe.worker(parts, communicator)
-        trained = folder / "trained.onnx"
-        files = RunFolder(folder, step, text, log_steps=bool(recipe.fields["fit"]["log_steps"]))
-        model = f"{recipe.fields['model']}, {_parameters(step)}"
-        header = Header(console, title, model=model, data=recipe.choices["data"], workers=communicator.size)
-        page = Page(
-            folder / "report.html",
-            f"{recipe.fields['model']} on {recipe.choices['data']}",
-            model=recipe.model(),
-            recipe=text,
-            batch_size=recipe.fields["fit"]["batch_size"],
-        )
-        checkpoint, callbacks = (
-            recipe.checkpoint(folder / "checkpoints"),
-            recipe.callbacks(folder, is_new=not resume),
-        )
-        try:
-            records = fit(
-                executor,
-                recipe.data,
-                **recipe.fit,
-                callbacks=[*callbacks, files, header, ProgressBar(console, epochs=not sweep), page],
-                checkpoint=checkpoint,
-                resume=False if resume is True else resume,
-            )
-        except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
-            spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
-            if executor.batches and not spoiled:
-                with deferred():
-                    save(executor.trained(), trained)
-                    say(console, "stopped", f"after step {executor.batches}: {trained}")
-                    page.write()
-            if isinstance(error, NonFiniteLoss) and sweep:
-                _complain(error)
-                write_result(folder, math.inf)
-                return math.inf
-            raise
-        with deferred():
-            save(executor.trained(), trained)
-            page.write()
-        last = records[-1]
-        final = files.run.restored or last
-        value = float(final["validation_loss"] if "validation_loss" in final else final["loss"])
-        if sweep:
-            write_result(folder, value)
-    if files.run.stopped is not None:
-        say(console, "stopped", files.run.stopped)
-    seconds = sum(record["seconds"] for record in records)
-    say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
-    if files.run.restored is not None:
-        say(console, "restored", f"the weights of epoch {final['epoch']}")
-    if "validation_loss" in final:
-        names = list(final)
-        held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
-        say(console, "held out", measures(held_out))
-    written = "report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml" + (
-        ", checkpoints" if checkpoint else ""
-    )
-    say(console, "written", f"{folder}: {written}")
-    return value
+        written = write_files(recipe, folder, console)
+        write(folder / CONFIG, recipe.text())
+        say(console, "written", f"{folder}: {written}")
+
+    return run
 
 
-def _evaluate(recipe: Recipe, folder: Path) -> None:
-    console = Console(quiet=recipe.fields["quiet"])
-    trained = Trained.find(recipe, folder)
-    say(console, "model", trained.name)
-    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
-    say(console, "written", str(write_metrics(trained, console)))
-
-
-def _predict(recipe: Recipe, folder: Path) -> None:
-    console = Console(quiet=recipe.fields["quiet"])
-    trained = Trained.find(recipe, folder)
-    say(console, "model", trained.name)
-    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
-    say(console, "written", str(write_predictions(trained)))
-
-
-def _compile(recipe: Recipe, folder: Path) -> None:
-    console = Console()
+def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
     if recipe.fields.get("launcher"):
         halves = recipe.halves()
         stages = {f"grad.{i}.onnx": stage for i, stage in enumerate(halves.grad)}
@@ -335,29 +218,24 @@ def _compile(recipe: Recipe, folder: Path) -> None:
         graphs = {"step.onnx": recipe.compile()}
     for name, graph in graphs.items():
         save(graph, folder / name)
-    write(folder / "config.yaml", recipe.text())
-    say(console, "model", f"{recipe.fields['model']}, {_parameters(graphs['step.onnx'])}")
-    sizes = ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
-    say(console, "written", f"{folder}: {sizes}")
+    say(console, "model", f"{recipe.fields['model']}, {parameters(graphs['step.onnx'])}")
+    return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
-def _hosts(recipe: Recipe, folder: Path) -> None:
+def _hosts(recipe: Recipe, folder: Path, _: Console) -> str:
     export_hosts(recipe.compile(), folder, **recipe.fields["hosts"])
-    write(folder / "config.yaml", recipe.text())
-    graphs = ", ".join(path.name for path in sorted(folder.glob("*.onnx")))
-    say(Console(), "written", f"{folder}: {CONTRACT}, {STATE_FILE}, {graphs}")
+    return ", ".join([CONTRACT, STATE_FILE, *sorted(path.name for path in folder.glob("*.onnx"))])
 
 
-def _artifacts(recipe: Recipe, folder: Path) -> None:
+def _artifacts(recipe: Recipe, folder: Path, _: Console) -> str:
     export_artifacts(recipe.model(), recipe.pipeline, folder)
-    write(folder / "config.yaml", recipe.text())
-    say(Console(), "written", f"{folder}: {', '.join(FILES)}")
+    return ", ".join(FILES)
 
 
-def _report(recipe: Recipe, folder: Path) -> None:
+def _report(recipe: Recipe, folder: Path, console: Console) -> str:
+    fields = recipe.fields["executor"]
     found = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
-    on_cuda = str(recipe.fields["executor"]["device"]).startswith("cuda")
-    step, fields = found.step, recipe.fields["executor"]
+    step, on_cuda = found.step, str(fields["device"]).startswith("cuda")
     if step is not None and not on_cuda and fields.get("native") is not False:
         found.step_time = saved_by_kernels(
             step,
@@ -366,17 +244,12 @@ def _report(recipe: Recipe, folder: Path) -> None:
             ),
             found.batch or 1,
         )
-    summary = found.summary()
-    if on_cuda:
-        summary += found.on_cuda()
+    summary = found.summary() + (ON_CUDA if on_cuda else "")
     write(folder / "report.txt", f"{summary}\n{found.listings()}")
-    write(folder / "config.yaml", recipe.text())
-    console = Console()
     console.print(summary, markup=False, highlight=False, soft_wrap=True, end="")
-    files = "report.txt, with the graph after each pass"
-    if found.picture(folder / "graph.svg"):
-        files += "; graph.svg, before the first pass and after the last"
-    say(console, "written", f"{folder}/{files}")
+    drawn = found.picture(folder / "graph.svg")
+    picture = "; graph.svg, before the first pass and after the last" if drawn else ""
+    return f"report.txt, with the graph after each pass{picture}"
 
 
 def _compare(recipe: Recipe, folder: Path) -> None:
@@ -388,19 +261,30 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     say(Console(), "written", str(comparison.write()))
 
 
-def _parameters(step: ir.Model) -> str:
-    trained = with_role(step, Role.PARAMETER)
-    numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
-    tensors = counted(len(trained), "tensor")
-    return f"{counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
+class Run(NamedTuple):
+    """Hold what runs a recipe in a folder, an example of its arguments, and what it does."""
+
+    function: Callable[[Recipe, Path], float | None]
+    operand: str
+    text: str
+
+
+RUNS = {
+    "train": Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
+    "evaluate": Run(
+        _with_trained(write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
+    ),
+    "predict": Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": Run(_export(_compile), "my.onnx", "write step.onnx without training"),
+    "hosts": Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
+    "report": Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
+    "compare": Run(_compare, "folder=runs", "put runs side by side"),
+}
 
 
 def _field(argument: str) -> str:
-    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`.
-
-    Raises:
-        GraphoptError: the argument is none of these.
-    """
+    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
     if "=" in argument or argument.startswith("~"):
         return argument
     if argument in RUNS:
@@ -436,42 +320,3 @@ def _installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"graphopt: warning: {shortened(' '.join(str(message).split()))}", file=sys.stderr)
-
-
-def _complain(error: BaseException) -> int:
-    """Print an error in one line, and return the exit code."""
-    print(f"graphopt: error: {shortened(_line(error))}", file=sys.stderr)
-    return NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
-
-
-def _line(error: BaseException) -> str:
-    """Return an error as one line that lists the alternatives."""
-    text = " ".join(str(error).split()).partition("full_key:")[0].strip()
-    text = text or " ".join(str(error.__cause__).split())
-    if isinstance(error, MemoryError):
-        return f"out of memory: {text}: try a smaller fit.batch_size or model"
-    if isinstance(error, MissingConfigException):
-        group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        if name in PLUGINS:
-            return f"{group}={name}: expected the package {PLUGINS[name]}, which is not installed: pip install it"
-        return (
-            unknown(group, name, [one for one in error.options if one != BASE])
-            if error.options
-            else text.partition(" Config search path")[0]
-        )
-    override = re.match(r"Could not override '([^']+)'", text)
-    if override:
-        parent = getattr(error.__cause__, "parent_node", None)
-        path, _, name = override[1].rpartition(".")
-        if isinstance(parent, DictConfig):
-            names = [key for key in parent if not str(key).startswith("_")]
-            return f"{path}: {unknown('field', name, names)}" if path else unknown("option", name, names)
-    if isinstance(error, OSError) and not isinstance(error, HydraException):
-        return f"{error.filename}: {error.strerror}" if error.filename else text
-    text = re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)
-    field = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    return f"{field}: {text}" if field and str(field) not in text else text

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from graphopt.cli.messages import wide
 from graphopt.cli.run_folder import METRICS
 from graphopt.errors import GraphoptError
 from graphopt.files import write
@@ -25,7 +26,6 @@ from graphopt.training.callbacks import Record
 PAGE = "compare.html"
 LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
 MOST_LINES = 8  # of a chart; more runs have their best ones drawn
-PLAIN_WIDTH = 10_000  # wide enough that no column is cut in a file or a pipe
 OVERRIDES = Path(".hydra", "overrides.yaml")
 
 
@@ -52,14 +52,7 @@ class RunFiles:
 
 
 class Comparison:
-    """Compare the runs below a folder.
-
-    Args:
-        folder: the folder of a sweep, or any folder with runs.
-
-    Raises:
-        GraphoptError: there are none.
-    """
+    """Compare the runs below a folder, such as that of a sweep."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -85,10 +78,7 @@ class Comparison:
             table.add_column(name, justify="left" if name in self._options else "right")
         for row in self._rows():
             table.add_row(*row)
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=PLAIN_WIDTH)
-        console.print(table)
+        wide(Console()).print(table)
 
     def write(self) -> Path:
         """Write the page with the table and the curves of the runs, and return its path."""

@@ -1,4 +1,4 @@
-"""Write the text of `graphopt --help` from comments in recipes and docstrings of classes."""
+"""Write the text of `graphopt --help` from docstrings of classes and functions."""
 
 from __future__ import annotations
 
@@ -7,39 +7,53 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from graphopt.cli.validation import TARGET, resolve
+from graphopt.cli.composition.hydra_config import BASE
+from graphopt.cli.composition.recipe_checks import COMMAND_LINE_ONLY
+from graphopt.cli.composition.validation import CALLBACKS, TARGET, resolve
+from graphopt.cli.run_folder import RunFolder
+from graphopt.graph.limits import Limits
+from graphopt.hosts.export import export_hosts
+from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 
-USAGE = """\
-Train an ONNX model with a recipe.
-
-  graphopt                                         train a classifier of handwritten digits
-  graphopt my.onnx data=npz data.path=train.npz    train your own model
-  graphopt my.onnx optimizer=sgd optimizer.learning_rate=0.1
-  graphopt evaluate folder=runs/mine               compute metrics of what a run has trained
-  graphopt predict folder=runs/mine                write its outputs
-  graphopt report my.onnx                          list what would train, and what blocks training
-  graphopt compile my.onnx                         write step.onnx without training
-  graphopt hosts my.onnx                           write files for hosts in other languages
-  graphopt artifacts my.onnx                       write artifacts for onnxruntime-training
-  graphopt experiment=text_transformer             run another recipe
-  graphopt -m optimizer=sgd,adamw fit.epochs=5,10  run every combination, and print a table
-  graphopt compare folder=runs                     put runs side by side
-  graphopt --config-dir my_recipes experiment=mine run your own recipe
-  graphopt --cfg job                               show the whole recipe without running it
-"""
-BASE = "base"  # the base recipe of a group, which is not an option
+USAGE = {
+    "": "train a classifier of handwritten digits",
+    "my.onnx data=npz data.path=train.npz": "train your own model",
+    "my.onnx optimizer=sgd optimizer.learning_rate=0.1": "",
+    "experiment=text_transformer": "run another recipe",
+    "-m optimizer=sgd,adamw fit.epochs=5,10": "run every combination, and print a table",
+    "--config-dir my_recipes experiment=mine": "run your own recipe",
+    "--cfg job": "show the whole recipe without running it",
+}
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
-COMMENTED = re.compile(r"( *)(?:- )?(\w+):.*?(?: # (.*))?")
+AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
+IN_YAML = {"None": "null", "True": "true", "False": "false"}
+FIT = {
+    "seed": "the seed of the initial weights, the order of the rows and Dropout",
+    "validation": "the share of rows to hold out, a file like data.path, or null",
+}
+OWN = {  # what the fields of a recipe that build nothing are for
+    "run": "what to do with the model: see above",
+    "model": "an ONNX file, or a built-in model: linear, mlp, cnn, transformer",
+    "folder": "the folder for the run's files",
+    "resume": "true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for "
+    "run=evaluate and run=predict",
+    "predictions": "the file that run=predict writes in the folder: .npz, .csv or .parquet",
+    "quiet": "print nothing while training, except warnings and errors",
+    "trust": "packages, in addition to graphopt and passes, whose code recipes may name",
+}
 
 
 def described(target: Any) -> dict[str, str]:
     """Return the descriptions of arguments in the docstring of a function, or of a class and its bases."""
     found: dict[str, str] = {}
-    for owner in reversed(inspect.getmro(target)) if inspect.isclass(target) else (target,):
+    owners = inspect.getmro(target) if inspect.isclass(target) else (target,)
+    if inspect.isclass(options := getattr(target, "Options", None)):
+        owners += inspect.getmro(options)
+    for owner in reversed(owners):
         lines = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].splitlines()
         names: list[str] = []
         for line in lines:
@@ -51,44 +65,37 @@ def described(target: Any) -> dict[str, str]:
                 found.update({name: f"{found[name]} {line.strip()}" for name in names})
             else:
                 break
-    return found
+    return {name: _followed(name, text) for name, text in found.items()}
 
 
-def commented(path: Path) -> dict[str, str]:
-    """Return the comments after the fields of a recipe, by the path of the field."""
-    found: dict[str, str] = {}
-    parents: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        field = COMMENTED.fullmatch(line)
-        if field:
-            parents[len(field[1]) // 2 :] = [field[2]]
-            if field[3]:
-                found[".".join(parents)] = field[3]
-    return found
-
-
-def fields(
-    recipe: Mapping[str, Any], folder: Path, choices: Mapping[str, str]
-) -> Iterator[tuple[str, Any, str]]:
+def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the path, value and description of each field of a composed recipe.
 
     Args:
-        recipe: the recipe as plain mappings, with unresolved references.
-        folder: the folder of recipes.
-        choices: the chosen option of each group.
+        node: the recipe, or a part of it, as plain mappings with unresolved references.
+        path: the path of the part.
     """
-    comments = commented(folder / "graphopt.yaml")
-    for group, choice in choices.items():
-        for path in (folder / group / f"{BASE}.yaml", folder / group / f"{choice}.yaml"):
-            if path.exists():
-                comments.update({f"{group}.{name}": text for name, text in commented(path).items()})
-    yield from _fields(recipe, "", comments)
+    texts = described(resolve(node[TARGET], path)) if TARGET in node else DESCRIBED.get(path, {})
+    for name, value in node.items():
+        place = f"{path}.{name}" if path else str(name)
+        if name == TARGET or (path == "pipeline" and value == f"${{{name}}}"):
+            continue
+        if isinstance(value, Mapping) and (TARGET in value or place == "models" or place in DESCRIBED):
+            yield from fields(value, place)
+        elif value is not None or path:  # otherwise a group that is omitted
+            text = re.sub(r"\b(None|True|False)\b", lambda match: IN_YAML[match[0]], texts.get(name, ""))
+            if place in COMMAND_LINE_ONLY:
+                text = f"{text.rstrip('.')}; only on the command line"
+            yield place, value, text
 
 
-def page(options: str, groups: str, described_fields: Iterable[tuple[str, Any, str]]) -> str:
+def page(
+    usages: Mapping[str, str], options: str, groups: str, described_fields: Iterable[tuple[str, Any, str]]
+) -> str:
     """Return the text of `graphopt --help`.
 
     Args:
+        usages: what each run of a recipe does, by its arguments.
         options: the lines of the options that start with dashes.
         groups: a line per group of recipes.
         described_fields: the fields, as `fields` yields them.
@@ -100,12 +107,28 @@ def page(options: str, groups: str, described_fields: Iterable[tuple[str, Any, s
         lines += textwrap.wrap(text, width, initial_indent=f"{head:<40}  ", subsequent_indent=" " * 42) or [
             head
         ]
+    examples = [
+        f"  graphopt {arguments:<39} {text}".rstrip() for arguments, text in {**USAGE, **usages}.items()
+    ]
     groups = textwrap.indent(re.sub(rf"\b{BASE}, ", "", groups), "  ")
-    parts = [USAGE, f"Options:\n\n{options}", f"Choose one of each group with GROUP=OPTION:\n\n{groups}"]
+    parts = ["Train an ONNX model with a recipe.\n", *examples, f"\nOptions:\n\n{options}"]
+    parts.append(f"Choose one of each group with GROUP=OPTION:\n\n{groups}")
     title = (
         "Set any field with FIELD=VALUE (graphopt --help GROUP=OPTION lists the fields of another option):\n"
     )
     return "\n".join([*parts, title, *lines])
+
+
+def _followed(name: str, text: str) -> str:
+    """Return a description, that of another function's argument in place of `as in ...`."""
+    other = AS_IN.fullmatch(text)
+    return described(resolve_name(other[1])).get(name, text) if other else text
+
+
+def _callback(kind: Any) -> str:
+    """Return what a callback does, and its fields."""
+    summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
+    return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"
 
 
 def _written(value: Any) -> str:
@@ -117,20 +140,11 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _fields(
-    node: Mapping[str, Any], path: str, comments: Mapping[str, str]
-) -> Iterator[tuple[str, Any, str]]:
-    target = fit if path == "fit" else resolve(node[TARGET], path) if TARGET in node else None
-    texts = described(target) if target is not None else {}
-    for name, value in node.items():
-        place = f"{path}.{name}" if path else str(name)
-        if name == TARGET:
-            continue
-        if isinstance(value, Mapping) and (
-            TARGET in value or place in ("callbacks", "fit", "hosts", "models")
-        ):
-            yield from _fields(value, place, comments)
-        elif value is not None or path:  # otherwise a group that is omitted
-            if path == "pipeline" and value == f"${{{name}}}":
-                continue
-            yield place, value, comments.get(place) or texts.get(name, "")
+DESCRIBED = {  # the parts of a recipe that name no class or function
+    "": OWN,
+    "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
+    "fit": {**described(fit), **FIT, "log_steps": described(RunFolder)["log_steps"]},
+    "fit.checkpoint": described(Checkpoints),
+    "hosts": described(export_hosts),
+    "limits": described(Limits),
+}

@@ -63,7 +63,7 @@ class RunFolder(Callback):
         self._metrics.on_epoch_end(run, record)
 
 
-def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> tuple[Path, Path | bool]:
+def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> tuple[Path, Path | bool]:
     """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
 
     A run that ended before its first checkpoint gives True instead: it starts over.
@@ -72,10 +72,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
         resume: True for the newest run of the same recipe; the path of a run or of a checkpoint; False for a new run.
         folder: the folder that Hydra has made for the run.
         config: the recipe.
-        beside: look for the newest run in the folders beside this one, too, because its name is the time.
-
-    Raises:
-        GraphoptError: the path has no checkpoint, or the folder has a run of another recipe.
+        search: look for the newest run in neighbouring folders, too, because the folder's name is the time.
     """
     if not resume:
         return folder, False
@@ -84,11 +81,11 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
         run = checkpoint.parents[1]
         return (run if (run / CONFIG).is_file() else folder), checkpoint
     wanted = _identity(config)
-    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if beside else ()
+    found = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in found)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
     for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):
-        if _identity((place / CONFIG).read_text(encoding="utf-8")) == wanted:
+        if _identity_of(place) == wanted:
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
                 if place != folder:
@@ -97,7 +94,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, beside: bool) -> t
             if place == folder:
                 return folder, True
     if folder in places and _holds_run(folder):
-        found_there = _leaves(_identity((folder / CONFIG).read_text(encoding="utf-8")))
+        found_there = _leaves(_identity_of(folder))
         others = sorted(dict(found_there.items() - _leaves(wanted).items()).items())
         raise GraphoptError(
             f"{folder}: expected a run of the same recipe, found one with "
@@ -114,9 +111,7 @@ def write_result(folder: Path, value: float) -> None:
 
 def result(folder: Path, config: str) -> float | None:
     """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
-    if not (folder / RESULT).is_file() or _identity(
-        (folder / CONFIG).read_text(encoding="utf-8")
-    ) != _identity(config):
+    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(config):
         return None
     value = json.loads((folder / RESULT).read_text(encoding="utf-8"))["value"]
     return math.inf if value is None else float(value)
@@ -149,11 +144,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other processes from running in a folder in a `with` block.
-
-    Raises:
-        GraphoptError: another process does so, or the folder cannot be written to.
-    """
+    """Keep other processes from running in a folder in a `with` block."""
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,11 +173,11 @@ def _leaves(fields: Any, name: str = "") -> dict[str, str]:
     return {leaf: value for part in parts for leaf, value in part.items()}
 
 
+def _identity_of(folder: Path) -> dict[str, Any]:
+    return _identity((folder / CONFIG).read_text(encoding="utf-8"))
+
+
 def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
-    fields = yaml.safe_load(config) or {}
-    return {
-        name: value
-        for name, value in fields.items()
-        if name not in ("folder", "launcher", "predictions", "quiet", "resume", "run")
-    }
+    others = ("folder", "launcher", "predictions", "quiet", "resume", "run")
+    return {name: value for name, value in (yaml.safe_load(config) or {}).items() if name not in others}

@@ -14,7 +14,8 @@ import onnx_ir as ir
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.cli.recipe import Recipe
+from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.messages import wide
 from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
 from graphopt.data.writing import write_rows
 from graphopt.errors import GraphoptError
@@ -30,12 +31,11 @@ from graphopt.training.evaluation import evaluate
 from graphopt.training.prediction import predict
 
 METRICS = "metrics.json"
-PLAIN_WIDTH = 10_000  # wide enough that no column is cut in a file or a pipe
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold where trained weights are: in a checkpoint, beside a run's training graph, or in a model's file.
+    """Hold where trained weights are: in a checkpoint, in the folder of a run, or in a model's file.
 
     Args:
         recipe: the recipe of the command.
@@ -53,14 +53,10 @@ class Trained:
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
-        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`.
-
-        Raises:
-            GraphoptError: it names no trained model.
-        """
+        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
         asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
         if asked:
-            place, found = resumed(asked, folder, recipe.text(), beside=not recipe.names_folder)
+            place, found = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(found, bool):
                 raise GraphoptError(
                     f"resume={asked}: expected a run of the same recipe with a checkpoint, found none"
@@ -149,8 +145,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     path = trained.folder / METRICS
     record = {"rows": len(recipe.data), **{name: finite(value) for name, value in measured.items()}}
     write(path, json.dumps(record, indent=1) + "\n")
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH, quiet=console.quiet)
+    console = wide(console)
     table = Table("metric", show_edge=False)
     table.add_column("value", justify="right")
     for name, value in measured.items():
@@ -164,9 +159,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
 
 
 def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) -> Table:
-    names = (
-        labels if labels is not None and len(labels) == len(counts) else list(map(str, range(len(counts))))
-    )
+    names = labels if labels and len(labels) == len(counts) else list(map(str, range(len(counts))))
     table = Table("target \\ predicted", title=name.replace("_", " "), title_justify="left", show_edge=False)
     for label in names:
         table.add_column(label, justify="right")
@@ -175,7 +168,7 @@ def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) ->
     return table
 
 
-def write_predictions(trained: Trained) -> Path:
+def write_predictions(trained: Trained, _: Console) -> Path:
     """Write the outputs on all rows of the recipe's data to a file, and return its path."""
     recipe, fields = trained.recipe, trained.recipe.fields["fit"]
     path = trained.folder / recipe.fields["predictions"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv as reader
+import functools
+import importlib
+import itertools
 import lzma
 import stat
 import struct
@@ -11,7 +14,7 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ ROWS = 65_536  # of a Parquet file, that are read at once
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 LONGEST_NUMBER = 1_000  # characters
 NUMBER = 8  # bytes
+PARQUET = b"PAR1"  # the start of a Parquet file
 UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 
 # Exceptions of NumPy and the decompressors for damaged or malicious files.
@@ -49,6 +53,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     """Read the arrays of a NumPy archive: the model's inputs by name, and `target`.
 
     Args:
+        path: the archive, whose arrays have the names of the inputs.
         expansion: the maximum ratio of the arrays' size to the file's size; arrays of up to 1 GiB are always
             accepted.
 
@@ -58,16 +63,13 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     archive = _load(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
-    with archive:
-        members = archive.zip.infolist()
-        check_expansion(path, sum(member.file_size for member in members), expansion)
+    with (
+        archive,
+        reading(path, "arrays of numbers", RuntimeError),
+    ):  # which says that the archive is encrypted
+        check_expansion(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
         refuse_twice(path, "array", archive.files)
-        try:
-            arrays = {name: archive[name] for name in archive.files}
-        except OSError as error:
-            raise GraphoptError(f"{path}: {reason(error)}") from error
-        except (*BROKEN, RuntimeError) as error:  # RuntimeError: the archive is encrypted
-            raise GraphoptError(f"{path}: expected arrays of numbers: {_problem(error)}") from error
+        arrays = {name: archive[name] for name in archive.files}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise GraphoptError(f"{path}: expected arrays of numbers, found {name!r}, which is not an array")
@@ -76,6 +78,9 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
 
 def npy(path: str) -> Dataset:
     """Memory-map the arrays of a folder of `NAME.npy` files, so that each batch reads only its own rows.
+
+    Args:
+        path: a folder with a file NAME.npy for each input, and target.npy.
 
     Raises:
         GraphoptError: the folder is missing or has no such files, or a file is not an array of numbers.
@@ -99,6 +104,7 @@ def csv(
     """Read columns of a text file.
 
     Args:
+        path: the file.
         target: the column or columns to predict; None if the file has none, for predictions.
         features: the columns to predict from, all others by default; or a mapping from the model's inputs to columns.
         sample_weight: the column of sample weights.
@@ -114,13 +120,11 @@ def csv(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
     check_regular(path)
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
-    except OSError as error:
-        raise GraphoptError(f"{path}: {reason(error)}") from error
-    except (UnicodeDecodeError, reader.Error) as error:
-        raise GraphoptError(f"{path}: expected a text file of columns: {error}") from error
+    with (
+        reading(path, "a text file of columns", reader.Error),
+        open(path, newline="", encoding="utf-8-sig") as file,
+    ):
+        rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
     names = rows.pop(0) if header else [str(i) for i in range(len(rows[0]))]
@@ -142,51 +146,51 @@ def parquet(
     labels: Sequence[str] | None = None,
     expansion: int = EXPANSION,
 ) -> Dataset:
-    """Read columns of a Parquet file; see `csv` and `npz` for the arguments.
+    """Read columns of a Parquet file, or of an Arrow file: the IPC file format (Feather V2), or the stream format.
 
-    A column of lists of a fixed size is one of arrays.
+    The first bytes tell which it is; `arrow` is the same function. A column of lists of a fixed size is one of arrays.
+
+    Args:
+        path: the file.
+        target, features, sample_weight, labels: as in `graphopt.data.csv`.
+        expansion: as in `graphopt.data.npz`.
 
     Raises:
         GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
             expands too far.
     """
-    pyarrow = pyarrow_for("data=parquet")
+    pyarrow = imported(path, "pyarrow")
+    imported(path, "pyarrow.parquet")
     check_regular(path)
-    with _read_by(pyarrow, path, "a Parquet file"), pyarrow.parquet.ParquetFile(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
-        cells = _cells(pyarrow, path, schema)
-        check_expansion(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
-        used = _used(path, schema.names, target, features, sample_weight)
-    texts = [one.name for one in schema if one.name in used and _is_text(pyarrow, one.type)]
-    with (
-        _read_by(pyarrow, path, "a Parquet file"),
-        pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file,  # each text once
-    ):
-        batches = file.iter_batches(ROWS, columns=used, use_threads=False)
-        columns = _columns(pyarrow, path, _table(pyarrow, path, batches, expansion))
+    used = functools.partial(_used, path, target=target, features=features, sample_weight=sample_weight)
+    with reading(path, "a Parquet file or an Arrow file", pyarrow.ArrowException):
+        with open(path, "rb") as file:
+            is_parquet = file.read(len(PARQUET)) == PARQUET
+        table = (_parquet_table if is_parquet else _arrow_table)(pyarrow, path, expansion, used)
+        columns = {
+            name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names
+        }
     return of_columns(path, columns, target, features, sample_weight, labels)
 
 
-def arrow(
-    path: str,
-    *,
-    target: str | Sequence[str] | None = TARGET,
-    features: Sequence[str] | Mapping[str, Any] | None = None,
-    sample_weight: str | None = None,
-    labels: Sequence[str] | None = None,
-    expansion: int = EXPANSION,
-) -> Dataset:
-    """Read columns of an Arrow file: the IPC file format, which Feather V2 is, or the stream format.
+arrow = parquet
 
-    See `csv` and `npz` for the arguments. A column of lists of a fixed size is one of arrays.
 
-    Raises:
-        GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
-            expands too far.
-    """
-    pyarrow = pyarrow_for("data=arrow")
-    check_regular(path)
-    with _read_by(pyarrow, path, "an Arrow file"), pyarrow.memory_map(path) as file:
+def _parquet_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[str]], list[str]]) -> Any:
+    """Return the columns of a Parquet file that are used."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+    cells = _cells(pyarrow, path, schema)
+    check_expansion(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
+    names = used(schema.names)
+    texts = [name for name in names if _is_text(pyarrow, schema.field(name).type)]
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # each text once
+        return _table(pyarrow, path, file.iter_batches(ROWS, columns=names, use_threads=False), expansion)
+
+
+def _arrow_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[str]], list[str]]) -> Any:
+    """Return the columns of an Arrow file that are used."""
+    with pyarrow.memory_map(path) as file:
         is_file = file.read(len(ARROW)) == ARROW
         open_file = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
         file.seek(0)
@@ -195,28 +199,13 @@ def arrow(
         for rows, buffers in expanded_sizes(pyarrow, file):
             size += max(NUMBER * rows * cells, buffers)
             check_expansion(path, size, expansion)
-        used = _used(path, schema.names, target, features, sample_weight)
-        options = pyarrow.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in used])
+        fields = [schema.get_field_index(name) for name in used(schema.names)]
         file.seek(0)
-        reader = open_file(file, options=options)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        table = _table(pyarrow, path, batches, expansion, reader.schema)
+        opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+        table = _table(pyarrow, path, batches, expansion, opened.schema)
         table.validate(full=True)  # a damaged file may point beyond its end
-        columns = _columns(pyarrow, path, table)
-    return of_columns(path, columns, target, features, sample_weight, labels)
-
-
-@contextlib.contextmanager
-def _read_by(pyarrow: Any, path: str, kind: str) -> Iterator[None]:
-    """Raise pyarrow's errors as those of a file."""
-    try:
-        yield
-    except GraphoptError:
-        raise
-    except (pyarrow.ArrowException, OSError, *BROKEN) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of pyarrow
-            raise GraphoptError(f"{path}: {reason(error)}") from error
-        raise GraphoptError(f"{path}: expected {kind}: {_problem(error)}") from error
+        return table
 
 
 def _cells(pyarrow: Any, path: str, schema: Any) -> int:
@@ -253,10 +242,8 @@ def _values_size(metadata: Any) -> int:
 
 def _is_text(pyarrow: Any, kind: Any) -> bool:
     types = pyarrow.types
-    return any(
-        holds(kind)
-        for holds in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    )
+    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return any(test(kind) for test in tests)
 
 
 def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None) -> Any:
@@ -267,10 +254,6 @@ def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, sche
         check_expansion(path, size, expansion)
         found.append(batch)
     return pyarrow.Table.from_batches(found, schema)
-
-
-def _columns(pyarrow: Any, path: str, table: Any) -> dict[str, np.ndarray]:
-    return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
 
 
 def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
@@ -297,23 +280,43 @@ def _looked_up(column: Any) -> np.ndarray:
     return values[np.asarray(column.indices.fill_null(len(values) - 1)).astype(np.int64)]
 
 
-def pyarrow_for(what: str) -> Any:
-    """Return the package pyarrow, with its modules.
+def imported(what: str, module: str, package: str = "") -> Any:
+    """Return a module of a package that an option needs.
 
     Args:
-        what: what needs it.
+        what: the option.
+        package: the name of the package, if it is another one than the module's.
 
     Raises:
         GraphoptError: it is not installed.
     """
+    package = package or module.partition(".")[0]
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return importlib.import_module(module)
     except ImportError as error:
         raise GraphoptError(
-            f"{what}: expected the package pyarrow, found none: pip install pyarrow"
+            f"{what}: expected the package {package}, found none: pip install {package.lower()}"
         ) from error
-    return pyarrow
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise what a library raises for a damaged file as an error of the file, in a `with` block.
+
+    Args:
+        expected: what the file should be.
+        errors: exceptions of the library.
+    """
+    broken: tuple[type[Exception], ...] = (OSError, *BROKEN, *errors)
+    try:
+        yield
+    except GraphoptError:
+        raise
+    except broken as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
+            raise GraphoptError(f"{path}: {reason(error)}") from error
+        problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
+        raise GraphoptError(f"{path}: expected {expected}: {problem}") from error
 
 
 def check_regular(path: str | Path) -> None:
@@ -342,10 +345,6 @@ def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
         raise GraphoptError(f"{path}: {reason(error)}") from error
     except BROKEN as error:
         raise GraphoptError(f"{path}: expected {kind} of numbers, found another file") from error
-
-
-def _problem(error: Exception) -> str:
-    return "more than fits into memory" if isinstance(error, MemoryError) else line(error)
 
 
 def check_expansion(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
@@ -384,61 +383,59 @@ def of_columns(
     Args:
         path: what errors name.
     """
-    targets = [] if target is None else _names(target)
-    weights = [] if sample_weight is None else _names(sample_weight)
-    inputs = _inputs(columns, targets, features, weights)
-    _used(path, columns, target, features, sample_weight)
+    inputs, targets, weights = _parts(path, columns, target, features, sample_weight)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     refuse_twice(path, "label", map(str, labels or ()))
-    arrays = {name: _stack(path, columns, _names(names)) for name, names in inputs.items()}
-    if target is not None and labels is None:
+    arrays = {name: _stack(path, columns, names) for name, names in inputs.items()}
+    if targets and labels is None:
         arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))
-    elif labels is not None and target is not None:
+    elif targets and labels is not None:
         arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
     if weights:
         arrays["sample_weight"] = _vector(_stack(path, columns, weights))
-    classes = None if labels is None else len(labels)
-    named = None if labels is None else tuple(map(str, labels))
-    return Dataset(arrays, None if isinstance(features, Mapping) else "x", classes, named)
+    only = None if isinstance(features, Mapping) else "x"
+    return (
+        Dataset(arrays, only)
+        if labels is None
+        else Dataset(arrays, only, len(labels), tuple(map(str, labels)))
+    )
 
 
-def _inputs(
-    columns: Iterable[str],
-    targets: Sequence[str],
-    features: Sequence[str | int] | Mapping[str, Any] | None,
-    weights: Sequence[str],
-) -> dict[str, Any]:
-    """Return the columns of each input."""
-    if features is None:
-        features = [name for name in columns if name not in (*targets, *weights)]
-    return dict(features) if isinstance(features, Mapping) else {"x": features}
-
-
-def _used(
+def _parts(
     path: str,
     columns: Collection[str],
     target: str | int | Sequence[str | int] | None,
     features: Sequence[str | int] | Mapping[str, Any] | None,
     sample_weight: str | int | None,
-) -> list[str]:
-    """Return the columns that a data set reads, in the table's order.
+) -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """Return the columns of each input, those of the target, and that of the weights.
 
     Raises:
         GraphoptError: the table lacks one.
     """
-    targets = [] if target is None else _names(target)
-    weights = [] if sample_weight is None else _names(sample_weight)
-    inputs = _inputs(columns, targets, features, weights)
-    wanted = [*targets, *weights, *(name for names in inputs.values() for name in _names(names))]
-    for name in wanted:
+    targets, weights = _names(target), _names(sample_weight)
+    if features is None:
+        features = [name for name in columns if name not in (*targets, *weights)]
+    chosen = features if isinstance(features, Mapping) else {"x": features}
+    inputs = {name: _names(names) for name, names in chosen.items()}
+    for name in itertools.chain(targets, weights, *inputs.values()):
         if name not in columns:
             raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
-    return [name for name in columns if name in set(wanted)]
+    return inputs, targets, weights
 
 
-def _names(names: str | int | Sequence[str | int]) -> list[str]:
+def _used(path: str, columns: Collection[str], **roles: Any) -> list[str]:
+    """Return the columns that a data set reads, in the table's order; see `_parts` for the arguments."""
+    inputs, targets, weights = _parts(path, columns, **roles)
+    wanted = {*targets, *weights, *itertools.chain(*inputs.values())}
+    return [name for name in columns if name in wanted]
+
+
+def _names(names: str | int | Sequence[str | int] | None) -> list[str]:
+    if names is None:
+        return []
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
 
 

@@ -12,13 +12,8 @@ from graphopt.data.files import of_columns, refuse_twice
 from graphopt.data.lazy import LazyArray
 from graphopt.errors import GraphoptError, line
 
-HUGGING_FACE = (
-    "__len__",
-    "__getitem__",
-    "column_names",
-    "features",
-    "with_format",
-)  # of a data set with rows
+# Methods of a data set with rows.
+HUGGING_FACE = ("__len__", "__getitem__", "column_names", "features", "with_format")
 FRAME = ("columns", "to_numpy", "__getitem__")  # of pandas and Polars
 
 
@@ -68,9 +63,7 @@ def _of_hugging_face(data: Any) -> Dataset:
     else:
         arrays = {name: _Column(_Rows(_formatted(data, name)), name) for name in data.format["columns"]}
     names = getattr(data.features.get(TARGET), "names", None)  # of a ClassLabel
-    return Dataset(
-        arrays, classes=None if names is None else len(names), labels=None if names is None else tuple(names)
-    )
+    return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 
 
 def _formatted(data: Any, name: str) -> Any:
@@ -107,9 +100,7 @@ class _Column(LazyArray):
     def read(self, rows: np.ndarray) -> np.ndarray:
         found = self._rows.read(rows).get(self._name)
         try:
-            return (
-                np.stack([np.asarray(row) for row in found]) if isinstance(found, list) else np.asarray(found)
-            )
+            return np.stack([*map(np.asarray, found)]) if isinstance(found, list) else np.asarray(found)
         except (ValueError, TypeError, RuntimeError) as error:
             raise GraphoptError(
                 f"data {self._name!r}: expected arrays of one shape: {line(error)}"

@@ -13,9 +13,17 @@ from typing import Any, Literal
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import BROKEN, EXPANSION, check_expansion, check_regular, reason, refuse_twice
+from graphopt.data.files import (
+    EXPANSION,
+    check_expansion,
+    check_regular,
+    imported,
+    reading,
+    reason,
+    refuse_twice,
+)
 from graphopt.data.lazy import LazyArray
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError
 
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -44,10 +52,11 @@ def images(
     EXIF data does not turn an image. Of 16 bits, the upper 8 count.
 
     Args:
-        size: the height and the width to resize to; None if all images have the same.
+        path: a folder with a folder of images for each class.
+        size: the height and the width to resize to, such as [224, 224]; None if all images have the same.
         channels: 3 for colours, 1 for gray.
         scale: return float32 from 0 to 1; otherwise uint8 from 0 to 255.
-        resample: how Pillow resizes.
+        resample: how Pillow resizes: nearest, box, bilinear, hamming, bicubic or lanczos.
         target: `folder` for the class of each image; None for no target, for predictions. Images may then also lie
             in the folder itself.
         labels: the names of the classes in order, if there are others than those of the folders.
@@ -65,7 +74,7 @@ def images(
     >>> found.arrays["x"].shape, found.labels
     ((2, 3, 24, 32), ('cat', 'dog'))
     """
-    pillow = _pillow()
+    pillow = imported("data=images", "PIL.Image", "Pillow")
     if channels not in MODES:
         raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
     if size is not None and (len(size) != 2 or min(size) < 1 or math.prod(size) > MOST_PIXELS):
@@ -106,7 +115,7 @@ class Images(LazyArray):
     ) -> None:
         super().__init__((len(files), channels, *size), np.float32 if scale else np.uint8)
         self._files, self._size, self._mode = files, size, MODES[channels]
-        self._pillow = _pillow()
+        self._pillow = imported("data=images", "PIL.Image", "Pillow")
         self._resample = self._pillow.Resampling[resample.upper()]
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -189,28 +198,15 @@ def _size(pillow: Any, file: Path) -> tuple[int, int]:
 def _opened(pillow: Any, file: Path) -> Iterator[Any]:
     """Open an image, and raise Pillow's errors as those of its file."""
     check_regular(file)
-    try:
-        with pillow.open(file, formats=FORMATS) as image:
+    with reading(file, "a whole image", pillow.DecompressionBombError):
+        try:
+            opened = pillow.open(file, formats=FORMATS)
+        except pillow.UnidentifiedImageError as error:
+            raise GraphoptError(
+                f"{file}: expected an image ({', '.join(FORMATS)}), found another file"
+            ) from error
+        with opened as image:
             yield image
-    except GraphoptError:
-        raise
-    except pillow.UnidentifiedImageError as error:
-        raise GraphoptError(
-            f"{file}: expected an image ({', '.join(FORMATS)}), found another file"
-        ) from error
-    except (OSError, pillow.DecompressionBombError, *BROKEN) as error:
-        found = reason(error) if isinstance(error, OSError) else line(error)
-        raise GraphoptError(f"{file}: expected a whole image: {found}") from error
-
-
-def _pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise GraphoptError(
-            "data=images: expected the package Pillow, found none: pip install pillow"
-        ) from error
-    return PIL.Image
 
 
 def _text(size: tuple[int, int]) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import string
-from typing import Any
 
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import check_regular, reason
+from graphopt.data.files import check_regular, imported, reading
 from graphopt.errors import GraphoptError
 
 CHARACTERS = string.printable
+SAMPLES = "sklearn.datasets", "scikit-learn"
 
 
 def digits(*, images: bool = True) -> Dataset:
@@ -20,7 +20,7 @@ def digits(*, images: bool = True) -> Dataset:
     Args:
         images: keep the shape of images; otherwise, flatten them to 64 numbers.
     """
-    bunch = _datasets("digits").load_digits()
+    bunch = imported("data=digits", *SAMPLES).load_digits()
     x = np.asarray(bunch.data / 16, np.float32)
     arrays = {"x": x.reshape(-1, 1, 8, 8) if images else x, TARGET: bunch.target.astype(np.int64)}
     return Dataset(arrays, features="x", classes=10)
@@ -33,7 +33,7 @@ def diabetes(*, standardize: bool = True) -> Dataset:
         standardize: scale the measurements of all rows to mean 0 and standard deviation 1; `passes.Standardize` does so
             in the model, by the rows that train.
     """
-    x, target = _datasets("diabetes").load_diabetes(return_X_y=True, scaled=False)
+    x, target = imported("data=diabetes", *SAMPLES).load_diabetes(return_X_y=True, scaled=False)
     if standardize:
         x = (x - x.mean(axis=0)) / x.std(axis=0)
     return Dataset({"x": x.astype(np.float32), TARGET: target.astype(np.float32)}, features="x")
@@ -69,20 +69,5 @@ def _read(path: str | None) -> str:
 
         return "\n".join(topics[name] for name in sorted(topics))
     check_regular(path)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise GraphoptError(f"{path}: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise GraphoptError(f"{path}: expected text in UTF-8: {error}") from error
-
-
-def _datasets(name: str) -> Any:
-    try:
-        import sklearn.datasets
-    except ImportError as error:
-        raise GraphoptError(
-            f"data={name}: expected the package scikit-learn, found none: pip install scikit-learn"
-        ) from error
-    return sklearn.datasets
+    with reading(path, "text in UTF-8"), open(path, encoding="utf-8") as file:
+        return file.read()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.files import pyarrow_for
+from graphopt.data.files import imported
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 
@@ -27,7 +27,7 @@ def check_ending(field: str, name: str) -> None:
             f"{field}: expected the name of a file that ends in {', '.join(ENDINGS)}, without a folder, found {name!r}"
         )
     if name.endswith(".parquet"):
-        pyarrow_for(f"{field}={name}")
+        imported(f"{field}={name}", "pyarrow")
 
 
 def write_rows(
@@ -50,8 +50,8 @@ def write_rows(
     table = dict(_columns(arrays, columns or {}))
     with replacing(path) as temporary:
         if path.suffix == ".parquet":
-            pyarrow = pyarrow_for(str(path))
-            pyarrow.parquet.write_table(pyarrow.table(table), temporary)
+            table_of = imported(str(path), "pyarrow").table
+            imported(str(path), "pyarrow.parquet").write_table(table_of(table), temporary)
         else:
             with open(temporary, "w", newline="", encoding="utf-8") as text:
                 writer = csv.writer(text)

@@ -1,27 +1,42 @@
 """Train on all rows of a batch together: each worker computes gradients on its part."""
 
-# No `from __future__ import annotations` here: Python 3.10 cannot resolve an InitVar in a string annotation.
+from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator, digest
 from graphopt.compiler import StepHalves
+from graphopt.distributed.exchange import Exchange, SharedExchange
+from graphopt.distributed.split_runner import SplitRunner
+from graphopt.distributed.staged_runner import StagedRunner
 from graphopt.errors import GraphoptError
 from graphopt.graph import storage
+from graphopt.graph.loading import load
+from graphopt.graph.names import ROWS
+from graphopt.graph.state import initial
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.split_runner import SplitRunner
+from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
+from graphopt.runtime.reported_outputs import reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
-from graphopt.runtime.tensors import Allocate, allocated
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataParallelOptions(ExecutorOptions):
+    """Declare the options of `DataParallel`."""
+
+    communicator: Communicator = SINGLE
+    share_state: bool = True
+
+
 class DataParallel(Executor):
     """Run a training step on the rows of several workers, as one process does on all rows.
 
@@ -37,7 +52,7 @@ class DataParallel(Executor):
     Args:
         step: the halves of a training graph, from `graphopt.split_step`.
         communicator: the workers, such as `graphopt.MPI()`.
-        share_state: let workers share one copy of the state; False afterwards if they cannot.
+        share_state: let workers share one copy of the state; the attribute is False if they cannot.
 
     Raises:
         GraphoptError: as `Executor` does, or the workers have different graphs, initial states or options.
@@ -51,65 +66,113 @@ class DataParallel(Executor):
     [1.0, 0.64, 0.4096]
     """
 
-    step: InitVar[StepHalves] = field(kw_only=False)
-    communicator: Communicator = field(default_factory=lambda: SINGLE)
-    share_state: bool = True
+    Options = DataParallelOptions
 
-    def __post_init__(self, step: StepHalves) -> None:
-        self._halves = step
-        self.steps_per_call = 1
-        super().__post_init__(step.step)
+    @keywords_of(DataParallelOptions)
+    def __init__(self, step: StepHalves, **options: Any) -> None:
+        chosen = DataParallelOptions(**options)
+        device, model, workers = chosen.opened(), load(step.step), chosen.communicator
+        if workers.size == 1:
+            self._assemble(chosen, device, model, StateBuffers(device, model), workers=workers)
+            return
+        _check_alike(step, model, chosen)
+        on_host = device.on_cpu and not chosen.in_place
+        if chosen.share_state and on_host and workers.shared_memory(1) is not None:
+            buffers: StateBuffers = SharedBuffers(device, model, workers)
+        else:
+            buffers = StateBuffers(device, model)
+        runner_of = functools.partial(_split_runner, device, step, buffers, chosen)
+        self._assemble(chosen, device, model, buffers, workers=workers, runner_of=runner_of)
 
     @property
-    def workers(self) -> Communicator:
-        return self.communicator
+    def share_state(self) -> bool:
+        """Return whether the workers share one copy of the state."""
+        return isinstance(self._buffers, SharedBuffers)
 
-    def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        if self._shared and arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
-            self.communicator.wait()  # the others may still read the old state
-        super().update_state(arrays)
 
-    def _buffers_of(self, model: ir.Model) -> StateBuffers:
-        self._shared: Allocate | None = None
-        communicator, halves = self.communicator, [*self._halves.grad, self._halves.apply]
-        if communicator.size > 1:
-            options = {
-                "share_state": self.share_state,
-                "in_place": self.in_place,
-                "overlap": self._halves.overlap,
-            }
-            arrays = [x.const_value.numpy() for x in model.graph.inputs if x.const_value is not None]
-            communicator.check_alike(
-                {
-                    "training graph": ", ".join(map(storage.digest, halves)),
-                    "state": digest(b"".join(array.tobytes() for array in arrays)),
-                    "options": ", ".join(f"{name} {value}" for name, value in options.items()),
-                }
-            )
-            on_host = self._device.on_cpu and not self.in_place
-            if self.share_state and on_host and communicator.shared_memory(1) is not None:
-                self._shared = functools.partial(_allocated, communicator)
-        self.share_state = self._shared is not None
-        return StateBuffers(self._device, model, self._shared or allocated)
+class SharedBuffers(StateBuffers):
+    """Hold a state that all workers of one machine read and write where it lies."""
 
-    def _runner_of(
-        self, runner_of: Callable[[ir.Model], StepRunner], model: ir.Model
-    ) -> StepRunner | SplitRunner:
-        if self.communicator.size == 1:
-            return runner_of(model)
-        return SplitRunner(
-            self._device,
-            self._halves.grad,
-            self._halves.apply,
-            self._buffers,
-            self._report,
-            self.communicator,
-            allocate=self._shared,
-            overlap=self._halves.overlap,
-            static_shapes=self.static_shapes or self._device.cuda_graph,
-            as_numpy=self.as_numpy,
-            in_place=self.in_place,
+    def __init__(self, device: Device, model: ir.Model, communicator: Communicator) -> None:
+        self._communicator, self.allocate = communicator, functools.partial(_allocated, communicator)
+        super().__init__(device, model, self.allocate)
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
+            self._communicator.wait()  # the others may still read the old state
+        super().update(arrays)
+
+
+def _check_alike(step: StepHalves, model: ir.Model, options: DataParallelOptions) -> None:
+    """Check that all workers have the same graphs, initial states and options."""
+    values = [found.numpy() for x in model.graph.inputs if (found := initial(x)) is not None]
+    alike = {"share_state": options.share_state, "in_place": options.in_place, "overlap": step.overlap}
+    options.communicator.check_alike(
+        {
+            "training graph": ", ".join(map(storage.digest, (*step.grad, step.apply))),
+            "state": digest(b"".join(array.tobytes() for array in values)),
+            "options": ", ".join(f"{name} {value}" for name, value in alike.items()),
+        }
+    )
+
+
+def _split_runner(
+    device: Device,
+    halves: StepHalves,
+    buffers: StateBuffers,
+    options: DataParallelOptions,
+    report: Sequence[str],
+) -> SplitRunner:
+    """Return the runner of a step in two halves."""
+    communicator, parts = options.communicator, (device, halves.grad, report, options.communicator)
+    exchange = (
+        SharedExchange(*parts, buffers.allocate)
+        if isinstance(buffers, SharedBuffers)
+        else Exchange(*parts, overlap=halves.overlap and device.on_cpu)
+    )
+    apply = exchange.update(halves.apply)
+    updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]
+    update = functools.partial(
+        StepRunner,
+        device,
+        reporting(apply, updates),
+        buffers,
+        updates,
+        fixed=exchange.fixed,
+        as_numpy=options.as_numpy,
+        in_place=options.in_place,
+        verified=False,  # all workers update in the same form
+    )
+    # The update comes first, because it may give the state one set of buffers in place of two.
+    updater = update(native=True)  # lowered to the machine where there is a compiler
+    if not _is_same_for_all(updater, options, isinstance(buffers, SharedBuffers)):
+        updater = update(native=False)
+    updater.check({})
+    outputs = {y.name for stage in halves.grad for y in stage.graph.outputs}
+    grad = StagedRunner(
+        device,
+        halves.grad,
+        buffers,
+        [*(name for name in report if name in outputs), ROWS],
+        communicator,
+        fixed=exchange.fixed,
+        static_shapes=options.static_shapes or device.cuda_graph,
+        as_numpy=options.as_numpy,
+    )
+    return SplitRunner(grad, exchange, updater, report)
+
+
+def _is_same_for_all(update: StepRunner, options: DataParallelOptions, is_shared: bool) -> bool:
+    """Return whether all workers update in the same form, so that copies of the state stay the same bits."""
+    lowered = np.array([float(update.native is True)])
+    options.communicator.sum(lowered)  # and all have written the initial state
+    if is_shared or lowered.item() in (0, options.communicator.size):
+        return True
+    if options.in_place:
+        raise GraphoptError(
+            "in_place: expected a compiler on the machine of each worker, found some without: leave it out"
         )
+    return False
 
 
 def _allocated(communicator: Communicator, size: int) -> np.ndarray:

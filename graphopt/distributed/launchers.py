@@ -125,8 +125,8 @@ class LocalLauncher(MPILauncher):
         return not any(name in os.environ for name in RANKS)
 
     def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
-        beside = str(Path(sys.executable).parent)
-        mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+        own = str(Path(sys.executable).parent)
+        mpiexec = shutil.which("mpiexec", path=own) or shutil.which("mpiexec")
         if mpiexec is None:
             raise GraphoptError(
                 "launcher=local: expected the program mpiexec, found none: pip install graphopt[mpi], or install Open "
@@ -142,19 +142,14 @@ class LocalLauncher(MPILauncher):
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-        received: list[int] = []
-
-        def forward(number: int) -> None:
-            """Let the workers end after a step; a second signal ends them at once."""
-            process.send_signal(signal.SIGTERM if received else WORKERS_END)
-            received.append(number)
-
-        with handled(forward):
+        with handled(
+            lambda _: process.send_signal(WORKERS_END), lambda _: process.send_signal(signal.SIGTERM)
+        ) as received:
             code = process.wait()
         raise SystemExit(128 + received[0] if received else code)
 
     def _tolerance(self, mpiexec: str) -> list[str]:
-        """Return the options by which workers that train apart survive the death of one of them."""
+        """Return the options with which workers that train separately survive the death of one of them."""
         if self.sync_every is None:
             return []
         said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
@@ -162,18 +157,25 @@ class LocalLauncher(MPILauncher):
 
 
 @contextmanager
-def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call a function with the number of each signal that asks the process to end, in a `with` block."""
+def handled(end: Callable[[int], None], end_now: Callable[[int], None]) -> Iterator[list[int]]:
+    """Handle signals that ask the process to end, in a `with` block, and return a list of those that have arrived.
+
+    Args:
+        end: lets the workers end after a step, at the first signal.
+        end_now: ends them at once, at the next ones.
+    """
+    received: list[int] = []
 
     def called(number: int, frame: FrameType | None) -> None:
-        handle(number)
+        received.append(number)
+        (end if len(received) == 1 else end_now)(number)
 
-    before = {one: signal.signal(one, called) for one in ENDING}
+    before = {number: signal.signal(number, called) for number in ENDING}
     try:
-        yield
+        yield received
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:

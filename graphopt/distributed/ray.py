@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,7 @@ from graphopt.distributed.launchers import Launcher, Run, handled
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
 
-IN_WORKER = (
-    "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor where they meet
-)
+IN_WORKER = "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor `Meeting`
 # A folder where workers note with which code they have ended, and where they look whether they are to end.
 MARK, CODE, END = "GRAPHOPT_RAY_MARK", "exit_code", "end"
 SETTINGS = {
@@ -56,7 +55,7 @@ class RayCommunicator(Communicator):
     """Exchange numbers between workers of Ray Train through Ray's object store.
 
     Args:
-        meeting: the name of the actor where the workers meet.
+        meeting: the name of the actor `Meeting`.
         timeout: the time limit of each exchange in seconds.
     """
 
@@ -99,14 +98,10 @@ class RayCommunicator(Communicator):
         """Return what each worker gives; arrays are read from Ray's shared memory."""
         is_small = len(value) * getattr(value, "itemsize", 1) <= SMALL
         given = value if is_small else self._ray.put(value)
+        get = functools.partial(self._ray.get, timeout=self._timeout)
         try:
-            found: list[Any] = self._ray.get(
-                self._meeting.meet.remote(self._round, self.rank, [given]), timeout=self._timeout
-            )
-            found = [
-                self._ray.get(one, timeout=self._timeout) if isinstance(one, self._ray.ObjectRef) else one
-                for one in found
-            ]
+            values = get(self._meeting.meet.remote(self._round, self.rank, [given]))
+            found = [get(x) if isinstance(x, self._ray.ObjectRef) else x for x in values]
         except self._ray.exceptions.GetTimeoutError as error:
             raise GraphoptError(
                 f"worker {self.rank} of {self.size}: expected an answer of all workers within {self._timeout:g} s, "
@@ -139,24 +134,9 @@ class RayLauncher(Launcher):
         return IN_WORKER not in os.environ
 
     def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
-        try:
-            import ray
-            from ray.train import FailureConfig, RunConfig, ScalingConfig
-            from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-        except ImportError as error:
-            raise GraphoptError(
-                f"launcher=ray: expected Ray Train, found none ({error}): pip install graphopt[ray]"
-            ) from error
+        ray_trainer()  # raises an error if Ray is missing
         place = folder.absolute()
         named = str(place).replace("'", "\\'")
-        local = {"num_cpus": max(self.workers, os.cpu_count() or 1)}
-        quiet = ray.LoggingConfig(log_level="ERROR")
-        os.environ |= {**SETTINGS, **os.environ}
-        empty = (
-            tempfile.TemporaryDirectory()
-        )  # Ray has workers search its working directory first for modules
-        with _inside(empty.name):
-            ray.init(self.address or "local", logging_config=quiet, **({} if self.address else local))
         mark = place / ".ray" / uuid.uuid4().hex
         config = {
             "run": run,
@@ -165,53 +145,80 @@ class RayLauncher(Launcher):
             "path": sys.path,
             "mark": str(mark),
         }
-        trainer = DataParallelTrainer(
-            _work,
-            train_loop_config=config,
-            scaling_config=ScalingConfig(num_workers=self.workers),
-            run_config=RunConfig(
-                name="ray",
-                storage_path=str(place / ".ray"),
-                failure_config=FailureConfig(max_failures=self.restarts),
-            ),
-        )
-        received: list[int] = []
 
-        def end(number: int) -> None:
-            """Let the workers end after a step; a second signal ends Ray at once."""
-            if received:
-                raise SystemExit(128 + number)
-            received.append(number)
+        def end(_: int) -> None:
             mark.mkdir(parents=True, exist_ok=True)
             (mark / END).touch()
 
         try:
-            with handled(end), ThreadPoolExecutor(1) as thread:  # in the main one, Ray would handle SIGINT
-                thread.submit(trainer.fit).result()
+            with self._started(), handled(end, _exit) as received, ThreadPoolExecutor(1) as thread:
+                thread.submit(
+                    self._train, config, mark.parent
+                ).result()  # in the main one, Ray would handle SIGINT
         except Exception as error:
             lines = str(error).splitlines()
             raise GraphoptError(
                 f"launcher=ray: {lines[0] if lines else type(error).__name__}; resume=true continues from the last "
                 f"checkpoint"
             ) from error
-        finally:
-            ray.shutdown()
-            empty.cleanup()
         raise SystemExit(128 + received[0] if received else _code(mark))
 
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
 
+    def _train(self, config: Mapping[str, Any], folder: Path) -> None:
+        """Run `_work` in each worker."""
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-@contextmanager
-def _inside(folder: str) -> Iterator[None]:
-    """Work in a folder in a `with` block."""
-    here = os.getcwd()
-    os.chdir(folder)
+        failures = FailureConfig(max_failures=self.restarts)
+        ray_trainer()(
+            _work,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(num_workers=self.workers),
+            run_config=RunConfig(name="ray", storage_path=str(folder), failure_config=failures),
+        ).fit()
+
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        """Start Ray, or join a running cluster, in a `with` block."""
+        import ray
+
+        os.environ |= {**SETTINGS, **os.environ}
+        options: dict[str, Any] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
+        if self.address is None:
+            options["num_cpus"] = max(self.workers, os.cpu_count() or 1)
+        here = os.getcwd()
+        with (
+            tempfile.TemporaryDirectory() as empty
+        ):  # workers first search Ray's working directory for modules
+            os.chdir(empty)
+            try:
+                ray.init(self.address or "local", **options)
+            finally:
+                os.chdir(here)
+            try:
+                yield
+            finally:
+                ray.shutdown()
+
+
+def ray_trainer() -> Any:
+    """Return the trainer of Ray Train that runs a function in each worker; the public ones bring a framework.
+
+    Raises:
+        GraphoptError: Ray Train is not installed.
+    """
     try:
-        yield
-    finally:
-        os.chdir(here)
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    except ImportError as error:
+        raise GraphoptError(
+            f"launcher=ray: expected Ray Train, found none ({error}): pip install graphopt[ray]"
+        ) from error
+    return DataParallelTrainer
+
+
+def _exit(number: int) -> None:
+    raise SystemExit(128 + number)
 
 
 def _work(config: dict[str, Any]) -> None:

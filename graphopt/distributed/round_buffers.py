@@ -1,4 +1,4 @@
-"""Hold a worker's own weights beside those of the last synchronisation."""
+"""Hold a worker's own weights, and those of the last synchronization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.names import value_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.device import Device
-from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.state_buffers import State, StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import buffer
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-class RoundBuffers(StateBuffers):
-    """Hold the state of a worker that trains on its own from one synchronisation to the next.
+class RoundBuffers(State):
+    """Hold the state of a worker that trains separately from one synchronization to the next.
 
-    A step reads and writes the worker's own weights, in `sets`. All methods give the weights of the last
-    synchronisation and the state of the outer optimizer.
+    Users read and replace the weights of the last synchronization and the state of the outer optimizer.
 
     Args:
         model: a training graph, from which the initial values are removed.
@@ -32,17 +31,17 @@ class RoundBuffers(StateBuffers):
         workers: the number of workers.
 
     Attributes:
-        flat: what the workers sum in a synchronisation: `changed`, and a number for each worker.
+        own: what steps read and write: the worker's own weights and slots.
+        flat: what the workers sum in a synchronization: `changed`, and a number for each worker.
         present: the part of `flat` with a number for each worker.
     """
 
     def __init__(self, device: Device, model: ir.Model, outer: ir.Model, workers: int) -> None:
-        super().__init__(device, model)
-        self._met = StateBuffers(device, outer)
+        self.own, self._shared = StateBuffers(device, model), StateBuffers(device, outer)
         gradients = [x for x in outer.graph.inputs if x in with_role(outer, Role.GRADIENT)]
         zeros = {str(x.name): np.zeros(x.shape.numpy(), x.dtype.numpy()) for x in gradients}  # type: ignore[union-attr]
         self._weights = [value_of(name) for name in zeros]
-        taken = sorted(set(self._met.names) & set(super().names) - set(self._weights))
+        taken = sorted(set(self._shared.names) & set(self.own.names) - set(self._weights))
         if taken:
             raise GraphoptError(
                 f"state {taken[0]!r}: expected no name that the outer optimizer needs, found it: rename the weight"
@@ -50,7 +49,7 @@ class RoundBuffers(StateBuffers):
         self._gradients = {name: buffer(device, x) for name, x in zeros.items()}
         # All workers run the same form of the update, so that their weights stay the same bits.
         self._outer = StepRunner(
-            device, outer, self._met, [], fixed=self._gradients, native=False, verified=False
+            device, outer, self._shared, [], fixed=self._gradients, native=False, verified=False
         )
         self._outer.check({})
         ends = np.cumsum([x.size for x in zeros.values()])
@@ -60,37 +59,36 @@ class RoundBuffers(StateBuffers):
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys([*super().names, *self._met.names]))
+        return list(dict.fromkeys([*self.own.names, *self._shared.names]))
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
-        met = self._met.read()
-        return super().read() | {name: met[name] for name in self._weights}
+        shared = self._shared.read()
+        return self.own.read() | {name: shared[name] for name in self._weights}
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         names = self.names if names is None else list(names)
-        met = self._met.arrays(name for name in names if name in self._met.sets[0])
-        own = super().arrays(name for name in names if name not in met)
-        return {name: met[name] if name in met else own[name] for name in names}
+        shared = self._shared.arrays(name for name in names if name in self._shared.names)
+        return {name: shared[name] if name in shared else self._own(name) for name in names}
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. New weights move the worker's own weights along."""
-        met = {name: x for name, x in arrays.items() if name in self._met.sets[0]}
-        self._met.check(met)
-        own = {name: x for name, x in arrays.items() if name not in met}
-        for name in met.keys() & set(self._weights):
-            own[name] = np.asarray(met[name] + (self._own(name) - self._met.arrays([name])[name]))
-        super().update(own)
-        self._met.update(met)
+        """Replace part of the state by name. The worker's own weights change as much as the synchronized ones."""
+        shared = {name: x for name, x in arrays.items() if name in self._shared.names}
+        self._shared.check(shared)
+        own = {name: x for name, x in arrays.items() if name not in shared}
+        for name in shared.keys() & set(self._weights):
+            own[name] = np.asarray(shared[name] + (self._own(name) - self._shared.arrays([name])[name]))
+        self.own.update(own)
+        self._shared.update(shared)
 
     def begin(self) -> None:
-        """Give the worker the weights of the last synchronisation."""
-        super().update(self._met.arrays(self._weights))
+        """Give the worker the weights of the last synchronization."""
+        self.own.update(self._shared.arrays(self._weights))
 
     def collect(self) -> bool:
         """Write what the worker has subtracted from the weights to `flat`; return whether it is finite."""
-        met = self._met.arrays(self._weights)
+        shared = self._shared.arrays(self._weights)
         for name, part in zip(self._weights, self._parts, strict=True):
-            np.subtract(met[name], self._own(name), out=part, dtype=part.dtype)
+            np.subtract(shared[name], self._own(name), out=part, dtype=part.dtype)
         return bool(np.isfinite(self.flat).all())
 
     def apply(self) -> bool:
@@ -99,11 +97,11 @@ class RoundBuffers(StateBuffers):
             return False
         for value, part in zip(self._gradients.values(), self._parts, strict=True):
             value.update_inplace(np.ascontiguousarray(part, value.numpy().dtype).reshape(part.shape))
-        self._outer.step(self._met.current, {})
-        if self._met.spoiled() is not None:
+        self._outer.step(self._shared.current, {})
+        if self._shared.spoiled() is not None:
             return False
-        self._met.swap()
+        self._shared.swap()
         return True
 
     def _own(self, name: str) -> np.ndarray:
-        return super().arrays([name])[name]
+        return self.own.arrays([name])[name]

@@ -72,6 +72,8 @@ class Text:
 
 
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
+OWNER = Text("graphopt.owner")  # of a slot: the name of the parameter or other state that it belongs to
+KIND = Text("graphopt.kind")  # of a slot: what it is called, such as `momentum`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name in the original model
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
 BATCH_WEIGHT = Text(

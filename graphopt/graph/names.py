@@ -19,69 +19,64 @@ _LOCAL = ".local"
 
 def next_of(state: Named) -> str:
     """Return the name of the output that replaces a state after the step."""
-    return f"{_name(state)}{_NEXT}"
+    return f"{name_of(state)}{_NEXT}"
 
 
 def state_of(following: Named) -> str:
     """Return the name of the state that an output replaces."""
-    return _name(following).removesuffix(_NEXT)
+    return name_of(following).removesuffix(_NEXT)
 
 
 def gradient_of(value: Named) -> str:
     """Return the name of the gradient with respect to a value."""
-    return f"{_name(value)}{_GRADIENT}"
+    return f"{name_of(value)}{_GRADIENT}"
 
 
 def value_of(gradient: Named) -> str:
     """Return the name of the value that belongs to a gradient."""
-    return _name(gradient).removesuffix(_GRADIENT)
+    return name_of(gradient).removesuffix(_GRADIENT)
 
 
 def seed_of(output: Named) -> str:
     """Return the name of the input that weighs an output in a vector-Jacobian product."""
-    return f"{_name(output)}{_SEED}"
+    return f"{name_of(output)}{_SEED}"
 
 
 def output_of(seed: Named) -> str:
     """Return the name of the output that a seed weighs."""
-    return _name(seed).removesuffix(_SEED)
+    return name_of(seed).removesuffix(_SEED)
 
 
 def derivative_of(output: Named, value: Named) -> str:
     """Return the name of the derivative of an output with respect to a value."""
-    return f"{gradient_of(output)}.{_name(value)}"
+    return f"{gradient_of(output)}.{name_of(value)}"
 
 
 def report_of(parameter: Named) -> str:
     """Return the name of the output that reports the gradient with respect to a parameter."""
-    return f"{_name(parameter)}{_REPORT}"
+    return f"{name_of(parameter)}{_REPORT}"
 
 
 def slot_of(state: Named, slot: str) -> str:
     """Return the name of a slot that belongs to a parameter or other state, such as a momentum."""
-    return f"{_name(state)}.{slot}"
+    return f"{name_of(state)}.{slot}"
 
 
 def local_of(following: Named) -> str:
     """Return the name of a worker's own value of an output that replaces a state."""
-    return f"{_name(following)}{_LOCAL}"
+    return f"{name_of(following)}{_LOCAL}"
 
 
 def of_worker(value: Named, rank: int) -> str:
     """Return the name of a worker's value, as another worker reads it."""
-    return f"{_name(value)}.{rank}"
-
-
-def parted(derived: Named) -> tuple[str, str]:
-    """Return the name that another is derived from, and what is added: `w` and `momentum` of `w.momentum`."""
-    owner, _, suffix = _name(derived).rpartition(".")
-    return owner, suffix
+    return f"{name_of(value)}.{rank}"
 
 
 def constant_copy_of(weight: Named) -> str:
     """Return the name of the copy of a weight that stays constant."""
-    return f"{_name(weight)}{_CONSTANT}"
+    return f"{name_of(weight)}{_CONSTANT}"
 
 
-def _name(value: Named) -> str:
+def name_of(value: Named) -> str:
+    """Return a name, or that of a value."""
     return value if isinstance(value, str) else str(value.name)

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ORIGINAL_NAME, ROLE
-from graphopt.graph.names import next_of, parted
+from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
+from graphopt.graph.names import Named, name_of, next_of, slot_of
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 
 INITIAL = "graphopt.initial"
@@ -99,6 +99,34 @@ def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Val
     return set_role(value, role)
 
 
+def declare_slot(model: ir.Model, owner: Named, kind: str, array: np.ndarray) -> ir.Value:
+    """Add a slot of a parameter or other state, such as its `momentum`; inside a pass only."""
+    slot = declare(model, slot_of(owner, kind), array, Role.SLOT)
+    OWNER.write(slot, name_of(owner))
+    KIND.write(slot, kind)
+    return slot
+
+
+def owners(graph: ir.Graph) -> dict[str, str]:
+    """Return the names of the parameters or other state that slots belong to, by the names of the slots."""
+    slots = [x for x in graph.inputs if role_of(x) is Role.SLOT]
+    return {name_of(x): OWNER.read(x) or _cut(x)[0] or name_of(x) for x in slots}
+
+
+def accumulators(model: ir.Model) -> list[ir.Value]:
+    """Return the slots of `passes.Accumulate`: the sums of gradients, and their number."""
+    slots = with_role(model, Role.SLOT)
+    if all(x.name != ACCUMULATED for x in slots):
+        return []
+    return [x for x in slots if (KIND.read(x) or _cut(x)[1]) == ACCUMULATED]
+
+
+def _cut(slot: ir.Value) -> tuple[str, str]:
+    """Return the owner and the kind of a slot by its name, for graphs that were saved without these notes."""
+    owner, _, kind = name_of(slot).rpartition(".")
+    return owner, kind
+
+
 def set_next(model: ir.Model, value: ir.Value, following: ir.Value) -> None:
     """Add the output `NAME.next` that replaces state `value` after the step."""
     following.name = next_of(value)
@@ -126,7 +154,7 @@ def make_room(model: ir.Model) -> None:
     """
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
-        weight, suffix = parted(name)
+        weight, _, suffix = name.rpartition(".")
         inside = not (value.is_graph_input() or value.is_graph_output())
         if name in RESERVED and inside:
             _rename(value, values)

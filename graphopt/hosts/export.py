@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write_folder
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
@@ -25,6 +25,7 @@ from graphopt.hosts.portable_model import lower, strip, untyped_proto
 from graphopt.hosts.state_file import Place, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.known import target_of
+from graphopt.targets.portable import FORMS
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
@@ -69,6 +70,8 @@ def export_hosts(
     ['evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'state.safetensors', 'train.onnx',
      'train_steps.onnx']
     """
+    if target is not None and target not in FORMS:
+        raise GraphoptError(unknown("target", target, FORMS))
     model = load(step)
     if not with_role(model, Role.NEXT):
         raise GraphoptError(
@@ -79,10 +82,9 @@ def export_hosts(
     initial = _initial(model)
     trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    models = _graphs(model, unroll)
+    models = _graphs(model, unroll, target)
     content = state_bytes({str(x.name): initial[str(x.name)] for x in with_role(model, *STATE)})
     where = places(content)
-    models = {name: _lowered(graph, target, unroll) for name, graph in models.items()}
     lower([*models.values()])
     described = {
         **contract(model, initial, where, models),
@@ -105,26 +107,24 @@ def export_hosts(
     )
 
 
-def _graphs(model: ir.Model, unroll: bool) -> dict[str, ir.Model]:
-    """Return the graphs to export, by name."""
+def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.Model]:
+    """Return the graphs to export, by name, lowered for the target."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
-    if not unroll:
-        graphs["train_steps"] = model.clone()
-        Unroll()(graphs["train_steps"])
     if predicted:
         graphs["predict"] = inference.extract(model, predicted)
-    return graphs
-
-
-def _lowered(graph: ir.Model, target: str | None, unroll: bool) -> ir.Model:
     if unroll:
         import passes
 
-        passes.UnrollLoops()(graph)
-    lowered = target_of(target or "portable").lower(graph)
-    Simplify()(lowered)
-    return lowered
+        for graph in graphs.values():
+            passes.UnrollLoops()(graph)
+    graphs = {name: target_of(target or "portable").lower(graph) for name, graph in graphs.items()}
+    if not unroll:
+        graphs["train_steps"] = graphs["train"].clone()
+        Unroll()(graphs["train_steps"])
+    for graph in graphs.values():
+        Simplify()(graph)
+    return graphs
 
 
 def _fix_batch(model: ir.Model, batch: int) -> None:

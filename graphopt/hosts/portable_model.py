@@ -16,18 +16,8 @@ from graphopt.graph.traversal import subgraphs
 LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
-ONNXRUNTIME = {
-    14: "1.8",
-    15: "1.9",
-    16: "1.11",
-    17: "1.12",
-    18: "1.14",
-    19: "1.15",
-    20: "1.17",
-    21: "1.18",
-    22: "1.21",
-    23: "1.22",
-}
+_VERSIONS = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")
+ONNXRUNTIME = dict(enumerate(_VERSIONS, start=14))
 
 
 def lower(models: Sequence[ir.Model]) -> None:

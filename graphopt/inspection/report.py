@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
@@ -17,10 +19,12 @@ from graphopt.graph.listing import listing, size
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
-from graphopt.graph.roles import STATE, Role, role_of, with_role
-from graphopt.inspection.cuda_kernels import without_cuda_kernel
+from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.executor import Executor
+from graphopt.runtime.forms import medians
+from graphopt.runtime.signature import InputSpec
 from graphopt.targets.native.lowering import plan
 
 MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
@@ -45,24 +49,18 @@ class Report:
     step_time: str | None = None
 
     @property
+    def final(self) -> ir.Model:
+        """Return the model after the last pass that ran."""
+        return self.stages[-1][2] if self.stages else self.model
+
+    @property
     def step(self) -> ir.Model | None:
         """Return the training graph; None if a step raised an error, or if there is no optimizer."""
-        final = None if self.blocked or not self.stages else self.stages[-1][2]
-        return final if final is not None and with_role(final, Role.NEXT) else None
+        return self.final if not self.blocked and with_role(self.final, Role.NEXT) else None
 
     def summary(self) -> str:
         """Return what trains, what blocks training, the operators, and the number of nodes after each pass."""
         return "\n".join(_summary(self)) + "\n"
-
-    def on_cuda(self) -> str:
-        """Return the operators without a kernel in ONNX Runtime's CUDA provider, which run on the CPU."""
-        final = self.stages[-1][2] if self.stages else self.model
-        missing = without_cuda_kernel(final)
-        if not missing:
-            return "on cuda    every operator has a kernel\n"
-        rows = [("on cuda    the CPU runs", "nodes")]
-        rows += [(f"  {operator}", _some(names)) for operator, names in missing.items()]
-        return "\n".join(_table(rows)) + "\n"
 
     def listings(self) -> str:
         """Return the graph before the first pass and after each pass, one line per node."""
@@ -71,15 +69,10 @@ class Report:
         return "\n".join(f"== {title} ==\n{listing(model)}" for title, model in parts)
 
     def picture(self, path: str | os.PathLike[str]) -> bool:
-        """Draw the graph before the first pass and after the last.
-
-        Returns:
-            whether the graph was drawn: pygraphviz is installed, and the graph is not too large.
-        """
-        final = self.stages[-1][2] if self.stages else self.model
-        if importlib.util.find_spec("pygraphviz") is None or size(final) > MOST_DRAWN:
+        """Draw the graph before and after all passes; return False if it is large, or without pygraphviz."""
+        if importlib.util.find_spec("pygraphviz") is None or size(self.final) > MOST_DRAWN:
             return False
-        plot(self.model, final, titles=["before the first pass", "after the last"], path=path)
+        plot(self.model, self.final, titles=["before the first pass", "after the last"], path=path)
         return True
 
 
@@ -106,11 +99,35 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
     return found
 
 
+def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch: int) -> str:
+    """Return a line with the time of a step with kernels and without, on random numbers and on labels of 0.
+
+    Args:
+        model: the training graph of the executors.
+        opened: returns an executor, with kernels or without.
+        batch: the size of symbolic dimensions.
+    """
+    rng = np.random.default_rng(0)
+    feeds = {}
+    for x in with_role(model, *FED):
+        spec = InputSpec(x)
+        shape = [batch if size is None else size for size in spec.shape or ()]
+        is_floating = np.issubdtype(spec.dtype, np.floating)
+        feeds[str(x.name)] = (rng.standard_normal(shape) if is_floating else np.zeros(shape)).astype(
+            spec.dtype
+        )
+    try:
+        native, plain = medians([functools.partial(opened(kind).step, feeds) for kind in (True, False)])
+    except GraphoptError as error:
+        return f"  saves      not measured: {error}"
+    times = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
+    return f"  a step     {times}: {plain / native:.2f} times as fast, at batch size {batch}"
+
+
 def _summary(found: Report) -> Iterator[str]:
-    weights = list(found.model.graph.initializers.values())
-    final = found.stages[-1][2] if found.stages else found.model
+    weights, final = list(found.model.graph.initializers.values()), found.final
     opset = found.model.opset_imports.get("", 0)
-    yield f"model      opset {opset}, {size(found.model)} nodes, {_counted(weights)}"
+    yield f"model      opset {opset}, {size(found.model)} nodes, {_counted([*map(_elements, weights)])}"
     yield f"operators  {_operators(found.model)}"
     decided = [model for _, _, model, _ in found.stages if with_role(model, Role.PARAMETER)]
     reached = [model for model in decided if with_role(model, Role.GRADIENT)]
@@ -124,7 +141,7 @@ def _summary(found: Report) -> Iterator[str]:
         yield "blocked    by nothing"
         if runtime := RUNTIME.read(final):
             yield f"needs      {runtime}"
-        yield f"step       {size(final)} nodes, state {_counted(state)}"
+        yield f"step       {size(final)} nodes, state {_counted([*map(_elements, state)])}"
         yield f"operators  {_operators(final)}"
         if found.step is not None:
             yield from _native(final)
@@ -132,11 +149,10 @@ def _summary(found: Report) -> Iterator[str]:
             yield found.step_time
         if found.batch is not None and found.step is not None:
             yield from _memory(estimate(final, found.batch), found.batch)
-    rows = [("passes", "nodes", "seconds", "")]
-    rows += [
-        (f"  {step}", str(size(model)), f"{seconds:.3f}", text) for step, text, model, seconds in found.stages
+    stages = [
+        (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in found.stages
     ]
-    yield from _table(rows)
+    yield from _table([("passes", "nodes", "seconds", ""), *stages])
 
 
 def _native(model: ir.Model) -> Iterator[str]:
@@ -174,9 +190,8 @@ def _megabytes(count: int) -> str:
 
 def _weights(model: ir.Model) -> Iterator[str]:
     """Count and list tensors by what becomes of them, such as trained, frozen or constant, and say why."""
-    rows: dict[str, list[tuple[str, str, int, str]]] = {
-        "trains": [], "frozen": [], "tied": [], "buffer": [], "constant": [], "unsure": []
-    }  # fmt: skip
+    names = ("trains", "frozen", "tied", "buffer", "constant", "unsure")
+    rows: dict[str, list[tuple[str, str, int, str]]] = {name: [] for name in names}
     for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
         origin = Origin.read(value)
         if origin is None:
@@ -193,9 +208,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
             rows["unsure"].append(row)
     for what, found in rows.items():
         if found or what == "trains":
-            numbers = sum(count for _, _, count, _ in found)
-            tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
-            yield f"{what:10} {tensors} of {numbers:,} numbers" if found else f"{what:10} nothing"
+            yield f"{what:10} {_counted([count for _, _, count, _ in found]) if found else 'nothing'}"
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in found])
     if missing := LeftOut.read(model):
         yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
@@ -241,9 +254,9 @@ def _operators(model: ir.Model) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
 
 
-def _counted(values: Sequence[ir.Value]) -> str:
-    tensors = "1 tensor" if len(values) == 1 else f"{len(values)} tensors"
-    return f"{tensors} of {sum(map(_elements, values)):,} numbers"
+def _counted(sizes: Sequence[int]) -> str:
+    tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
+    return f"{tensors} of {sum(sizes):,} numbers"
 
 
 def _elements(value: ir.Value) -> int:

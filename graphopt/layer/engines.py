@@ -79,12 +79,9 @@ class Agent:
         self._ort, c = device.ort, device.ort.capi._pybind_state
         self._c = c
         options = device.new_session_options()
-        options.enable_mem_pattern = options.enable_mem_reuse = (
-            False  # values must survive between the two runs
-        )
-        options.execution_order = (
-            self._ort.ExecutionOrder.PRIORITY_BASED
-        )  # nodes that only backward needs run there
+        # Values must survive between the two runs, and nodes that only backward needs run there.
+        options.enable_mem_pattern = options.enable_mem_reuse = False
+        options.execution_order = self._ort.ExecutionOrder.PRIORITY_BASED
         self._session = Session(device, ONNXRUNTIME.lower(model), options)
         kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
         place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
@@ -127,7 +124,7 @@ class Agent:
 def refuses_agent(device: Device, model: ir.Model) -> str | None:
     """Return the reason why no TrainingAgent can run a graph, or None.
 
-    onnxruntime-training 1.19.2 aborts the process where, beside a YieldOp, a body of If, Loop or Scan uses what a
+    onnxruntime-training 1.19.2 aborts the process if, in a graph with a YieldOp, a body of If, Loop or Scan uses what a
     node computes.
     """
     if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):

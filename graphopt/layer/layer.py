@@ -80,9 +80,7 @@ class ForwardBackward:
     ) -> None:
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
-        options = DeviceOptions(threads=threads)
-        if isinstance(device, str):
-            options.flush_denormals = False
+        options = DeviceOptions(threads=threads, flush_denormals=not isinstance(device, str))
         self._device = Device.of(device, options)
         graphs = compile_layer(
             model,

@@ -69,9 +69,4 @@ def fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool
     if isinstance(tensor, np.ndarray):
         accepted.check_type(tensor.dtype, tensor.shape)
         return buffer(device, tensor) if copied else to_ort(device, tensor, accepted.dtype)
-    try:
-        value = to_ort(device, tensor, accepted.dtype)
-    except GraphoptError as error:
-        raise GraphoptError(f"{accepted}: {error}") from error
-    accepted.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
-    return value
+    return accepted.converted(device, tensor)

@@ -45,6 +45,12 @@ from passes.schedules import Schedule
 
 RESET = "lazy_reset_grad"
 RESERVED = ("_grad", "_grad.accumulation.buffer", "_grad.accumulation.out")
+REFUSED = {  # steps of a pipeline, and why
+    Schedule: "whose program sets the rate: leave it out, and call Optimizer.set_learning_rate each step",
+    Accumulate: "where Module adds gradients up until lazy_reset_grad(): leave it out, and call Optimizer.step less "
+    "often",
+    Unroll: "whose program calls Module for each step: leave it out",
+}
 COUNTED = 2**24  # the largest count that float32 represents exactly
 
 
@@ -129,21 +135,10 @@ def _own_name(value: ir.Value) -> str:
 
 
 def _refuse(steps: Sequence[Step]) -> None:
-    for one in steps:
-        if isinstance(one, Schedule):
-            raise GraphoptError(
-                f"schedule={one}: expected none on a device, whose program sets the rate: leave it out, and call "
-                f"Optimizer.set_learning_rate each step"
-            )
-        if isinstance(one, Accumulate):
-            raise GraphoptError(
-                f"accumulate={one}: expected none on a device, where Module adds gradients up until "
-                f"lazy_reset_grad(): leave it out, and call Optimizer.step less often"
-            )
-        if isinstance(one, Unroll):
-            raise GraphoptError(
-                f"unroll={one}: expected none on a device, whose program calls Module for each step: leave it out"
-            )
+    for step in steps:
+        for kind, reason in REFUSED.items():
+            if isinstance(step, kind):
+                raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
 
 
 def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,7 @@ AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accurac
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)  # an executor inherits them
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceOptions:
     """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
@@ -83,7 +84,7 @@ class DeviceOptions:
     custom_ops: Sequence[str | Path] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Device(DeviceOptions):
     """Choose a device, and the execution provider that computes on it.
 
@@ -99,9 +100,17 @@ class Device(DeviceOptions):
     """
 
     name: str = "cpu"
+    kind: str = field(init=False, repr=False)
+    index: int = field(init=False, repr=False)
+    ort: Any = field(init=False, repr=False)
+    flushing: Flushing | None = field(init=False, repr=False)
+    execution_provider: str = field(init=False, repr=False)
+    runtime_target: Target = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.kind, _, index = self.name.partition(":")
+        keep = functools.partial(object.__setattr__, self)
+        kind, _, index = self.name.partition(":")
+        keep("kind", kind)
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
         if self.threads is not None and self.threads < 0:
@@ -110,25 +119,27 @@ class Device(DeviceOptions):
             )
         if self.threads is not None and self.threads > MOST_THREADS:
             raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
-        self.index = int(index or 0)
-        self.ort = _runtime()
-        self.flushing = Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None
+        keep("index", int(index or 0))
+        keep("ort", _runtime())
+        keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
         self.new_session_options()  # rejects unknown session options
-        self.execution_provider = self._found_provider()
+        keep("execution_provider", self._found_provider())
         if (self.native is True or self.target == NATIVE) and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
-        self._choose_target()
-        self.verify = _resolved("verify", VERIFY, self.verify)
+        native, target = self._chosen_target()
+        keep("native", native)
+        keep("runtime_target", target)
+        keep("verify", _resolved("verify", VERIFY, self.verify))
         if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
             raise GraphoptError(
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
 
-    def _choose_target(self) -> None:
-        """Set whether kernels are compiled, and the target of steps without kernels."""
+    def _chosen_target(self) -> tuple[bool | Literal["auto"], Target]:
+        """Return whether kernels are compiled, and the target of steps without kernels."""
         named = (
             {AUTO: self.native, NATIVE: True}.get(self.target, False)
             if isinstance(self.target, str)
@@ -139,8 +150,8 @@ class Device(DeviceOptions):
                 f"target: expected one of the options native and target, found native={self.native} and "
                 f"target={self.target!r}: leave one out"
             )
-        self.runtime_target = ONNXRUNTIME if self.target in (AUTO, NATIVE) else target_of(self.target)
-        self.native = _resolved("native", NATIVE_VARIABLE, named)
+        target = ONNXRUNTIME if self.target in (AUTO, NATIVE) else target_of(self.target)
+        return _resolved("native", NATIVE_VARIABLE, named), target
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
@@ -151,12 +162,12 @@ class Device(DeviceOptions):
         """
         fields = dataclasses.fields(DeviceOptions)
         if not isinstance(device, Device):
-            return cls(device, **{field.name: getattr(options, field.name) for field in fields})
-        for field in fields:
-            found = getattr(options, field.name)
-            if found != field.default:
+            return cls(device, **{option.name: getattr(options, option.name) for option in fields})
+        for option in fields:
+            found = getattr(options, option.name)
+            if found != option.default:
                 raise GraphoptError(
-                    f"{field.name}: expected this option in the given Device, found {found!r} outside: move it there"
+                    f"{option.name}: expected this option in the given Device, found {found!r} outside: move it there"
                 )
         return device
 

@@ -12,7 +12,7 @@ from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.state_buffers import State
 from graphopt.runtime.tensors import Tensor, bind, bind_output, number_or_array
 
 
@@ -25,9 +25,9 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, device: Device, model: ir.Model, buffers: StateBuffers, signature: Signature, *, as_numpy: bool
+        self, device: Device, model: ir.Model, state: State, signature: Signature, *, as_numpy: bool
     ) -> None:
-        self._device, self._model, self._buffers = device, model, buffers
+        self._device, self._model, self._state = device, model, state
         self._signature, self._as_numpy = signature, as_numpy
         self._parts: dict[tuple[str, ...], _Part] = {}
 
@@ -52,7 +52,7 @@ class ForwardRunner:
         """
         part = self._part(names)
         binding, kept = part.session.ort.io_binding(), []
-        state = self._buffers.read()
+        state = self._state.read()
         for name in part.state:
             binding.bind_ortvalue_input(name, state[name])
         for name in part.fed:
@@ -70,7 +70,7 @@ class ForwardRunner:
         """Return the part of the graph that computes outputs; compile it on first use."""
         key = tuple(names)
         if key not in self._parts:
-            self._parts[key] = _Part(self._device, self._model, key, self._buffers.read())
+            self._parts[key] = _Part(self._device, self._model, key, self._state.read())
         return self._parts[key]
 
 

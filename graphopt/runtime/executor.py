@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
-from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.runtime import tensors
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ForwardRunner
-from graphopt.runtime.executor_options import check_steps_per_call
+from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.reported_outputs import chosen_outputs, reportable, reporting
+from graphopt.runtime.reported_outputs import chosen_outputs, reporting
+from graphopt.runtime.runner import Runner
 from graphopt.runtime.session import Session, placement
-from graphopt.runtime.several_steps import Batch, SeveralSteps, alike, unstacked
+from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
 from graphopt.runtime.signature import Signature
-from graphopt.runtime.split_runner import SplitRunner
+from graphopt.runtime.state_buffers import State, StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.translation import Mistranslated
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -58,6 +56,9 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 class NonFiniteLoss(GraphoptError):
     """Report a loss, or a new state, that is infinite or NaN. The state remains as it was before the step.
 
+    Attributes:
+        reported: what the step reported.
+
     >>> import numpy
     >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
@@ -68,6 +69,10 @@ class NonFiniteLoss(GraphoptError):
     ...     print("refused")
     refused
     """
+
+    def __init__(self, message: str, reported: Reported | None = None) -> None:
+        super().__init__(message)
+        self.reported = reported or {}
 
 
 def fed_by(data: Mapping[str, Tensor] | None, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -90,8 +95,15 @@ class Executor(ExecutorState):
     Threads may share an executor. Its calls do not overlap: other threads wait until a call ends. `run` and `iterate`
     let other threads in after each call of the runtime.
 
-    The arguments are a training graph and the fields of `ExecutorOptions` and `DeviceOptions`, which explain each of
-    them.
+    The options are the fields of `ExecutorOptions` and `DeviceOptions`, which explain each of them. They do not change
+    later.
+
+    Args:
+        step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
+
+    Attributes:
+        options: the options.
+        workers: the workers that train together; in most executors, this process alone.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
@@ -106,10 +118,42 @@ class Executor(ExecutorState):
     [1.0, 0.64, 0.4096]
     """
 
-    def __post_init__(self, step: Source) -> None:
-        super().__post_init__(step)
-        self._signature = Signature(self._device, with_role(self._model, *FED))
-        self._report = chosen_outputs(self._model, self.report)
+    workers: Communicator
+
+    @keywords_of(ExecutorOptions)
+    def __init__(self, step: Source, **options: Any) -> None:
+        chosen = ExecutorOptions(**options)
+        device, model = chosen.opened(), load(step)
+        self._assemble(chosen, device, model, StateBuffers(device, model))
+
+    def _assemble(
+        self,
+        options: ExecutorOptions,
+        device: Device,
+        model: ir.Model,
+        buffers: StateBuffers,
+        *,
+        state: State | None = None,
+        workers: Communicator = SINGLE,
+        runner_of: Callable[[Sequence[str]], Runner] | None = None,
+        one_by_one: bool = False,
+    ) -> None:
+        """Put the parts of an executor together.
+
+        Args:
+            model: the training graph without its initial state.
+            buffers: what steps read and write.
+            state: what users read and replace; the buffers by default.
+            runner_of: returns the runner of single steps that report some outputs; by default, they run whole.
+            one_by_one: whether `iterate` runs one step per call of the runtime.
+        """
+        self.options, self._device, self._model, self.workers = options, device, model, workers
+        self._buffers, self._state, self._runner_of = buffers, state or buffers, runner_of
+        self._one_by_one = one_by_one or options.in_place or workers.size > 1
+        self._lock = threading.RLock()
+        self.properties = {}
+        self._signature = Signature(device, with_role(model, *FED))
+        self._report = chosen_outputs(model, options.report)
         self._open()
 
     def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
@@ -157,8 +201,8 @@ class Executor(ExecutorState):
                 so that the state is the one before the failing step.
         """
         check_steps_per_call(steps_per_call)
-        chosen = self.steps_per_call if steps_per_call is None else steps_per_call
-        if self.in_place or self.workers.size > 1 or (chosen is None and not self._device.on_cpu):
+        chosen = self.options.steps_per_call if steps_per_call is None else steps_per_call
+        if self._one_by_one or (chosen is None and not self._device.on_cpu):
             chosen = 1
         left = map(self._signature.completed, batches)
         for first in left:
@@ -187,39 +231,25 @@ class Executor(ExecutorState):
 
     def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
         """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
-        if not self._several.take(batches):
-            return map(self._alone, batches)
-        with self._lock, self._several.pace.timed(len(batches)):
-            try:
-                stacked = self._several.step_stacked(self._buffers.current, batches)
-            except Mistranslated as error:
-                if self._device.verify is True:
-                    raise
-                warnings.warn(str(error), stacklevel=3)
-                self._several.give_up()
-                return map(self._alone, batches)
-            is_finite = self._buffers.not_finite(stacked) is None
-            if is_finite:
-                self._buffers.swap()
-                self._batches += len(batches)
-        return unstacked(stacked, len(batches)) if is_finite else map(self.step, batches)
+        if self._several.takes(batches):
+            with self._lock, self._several.pace.timed(len(batches)):
+                reported = self._several.step(self._buffers, batches)
+                self._batches += len(reported or ())
+            if reported is not None:
+                return reported
+        return map(self._alone, batches)
 
     def _alone(self, batch: Batch) -> Reported:
         with self._lock, self._several.pace.timed():
             return self.step(batch)
 
     @property
-    def workers(self) -> Communicator:
-        """Return the workers that train together; one, unless a subclass has more."""
-        return SINGLE
-
-    @property
     def is_synchronized(self) -> bool:
-        """Return whether the workers have met since the latest step; a subclass may let them train apart."""
+        """Return whether all workers have the same weights."""
         return True
 
     def synchronize(self) -> None:
-        """Let workers that train apart meet; all of them call this."""
+        """Synchronize the workers' weights. Every worker must call this."""
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
@@ -228,10 +258,6 @@ class Executor(ExecutorState):
             GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
         return placement(self._runner.sessions)
-
-    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
-        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data, without changing the state.
@@ -272,78 +298,48 @@ class Executor(ExecutorState):
             )
         self.set_hyperparameters(learning_rate=rate)
 
-    @property
-    def inputs(self) -> dict[str, ir.Value]:
-        """Return the inputs to feed in each step by name: data, targets and sample weights."""
-        return {str(value.name): value for value in with_role(self._model, *FED)}
-
-    @property
-    def outputs(self) -> list[str]:
-        """Return the names of all outputs that a step can report, `loss` first."""
-        return reportable(self._model)
-
-    @property
-    def reported(self) -> list[str]:
-        """Return the names of the outputs that a step reports, `loss` first."""
-        return list(self._report)
-
-    @property
-    def model(self) -> ir.Model:
-        """Return the training graph without its initial state."""
-        return self._model
-
-    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
-        """Return the inference model with the trained weights, under the names of the model that was compiled.
-
-        Args:
-            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
-
-        Raises:
-            GraphoptError: the inference model has no value with one of these names.
-        """
-        return inference.trained(self._model, self.state, outputs)
-
     def _open(self) -> None:
         """Create the runner of single steps, and drop the runners of several steps and of evaluation."""
-        device, as_numpy = self._device, self.as_numpy
+        device, options, model = self._device, self.options, reporting(self._model, self._report)
         runner_of = (
-            functools.partial(  # not a bound method: a reference cycle would delay the release of memory
+            functools.partial(  # a bound method would make a cycle, which delays the release of memory
                 StepRunner,
                 device,
                 buffers=self._buffers,
                 report=self._report,
-                static_shapes=self.static_shapes or device.cuda_graph,
-                as_numpy=as_numpy,
-                in_place=self.in_place,
+                static_shapes=options.static_shapes or device.cuda_graph,
+                as_numpy=options.as_numpy,
             )
         )
-        model = reporting(self._model, self._report)
+        single = None
+        if self._runner_of is None:
+            self._runner: Runner = (single := runner_of(model, in_place=options.in_place))
+        else:
+            self._runner = self._runner_of(self._report)
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        self._runner = self._runner_of(runner_of, model)
-        several = functools.partial(runner_of, single=self._runner)
-        self._several = SeveralSteps(model, several, stacks=as_numpy or not arrays)
-        self._forwards = ForwardRunner(device, self._model, self._buffers, self._signature, as_numpy=as_numpy)
-
-    def _runner_of(
-        self, runner_of: Callable[[ir.Model], StepRunner], model: ir.Model
-    ) -> StepRunner | SplitRunner:
-        """Return the runner of single steps."""
-        return runner_of(model)
+        self._several = SeveralSteps(
+            model,
+            functools.partial(runner_of, single=single),
+            stacks=options.as_numpy or not arrays,
+            insists=device.verify is True,
+        )
+        self._forwards = ForwardRunner(
+            device, self._model, self._state, self._signature, as_numpy=options.as_numpy
+        )
 
     def _accept(self, reported: Reported) -> bool:
         """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
         wrong = self._buffers.not_finite(reported, checked=self._runner.state_is_finite)
         if wrong is None:
             return True
-        message = (
-            f"step {self._batches}: {wrong}{', and the state has changed in place' if self.in_place else ''}"
-        )
-        if self.on_nonfinite == "raise":
+        changed = ", and the state has changed in place" if self.in_place else ""
+        message, chosen = f"step {self._batches}: {wrong}{changed}", self.options.on_nonfinite
+        if chosen == "raise":
             raise NonFiniteLoss(
-                f"{message}; lower the learning rate, clip gradients, or look for NaN in the data"
+                f"{message}; lower the learning rate, clip gradients, or look for NaN in the data", reported
             )
-        warnings.warn(message + (", step skipped" if self.on_nonfinite == "skip" else ""), stacklevel=3)
-        return self.on_nonfinite == "warn"
+        warnings.warn(message + (", step skipped" if chosen == "skip" else ""), stacklevel=3)
+        return chosen == "warn"
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Separate the hyperparameters in `feeds` from the tensors."""

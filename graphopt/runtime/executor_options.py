@@ -1,22 +1,24 @@
 """Declare the options of an executor."""
 
-# No `from __future__ import annotations` here: Python 3.10 cannot resolve an InitVar in a string annotation.
+from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from typing import Literal
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.loading import Source
 from graphopt.runtime.device import Device, DeviceOptions
 
+P = ParamSpec("P")
+S = TypeVar("S")
 
-@dataclass(kw_only=True, eq=False, repr=False)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorOptions(DeviceOptions):
-    """Declare the arguments of `Executor`: a training graph, a device with its options, and how steps run.
+    """Declare the options of `Executor`: a device with its options, and how steps run.
 
     Args:
-        step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
         device: `cpu`, `cuda` or `cuda:N`, or a `Device`, which carries its own options.
         on_nonfinite: what to do if the loss or the new state is not finite: `raise` an error, `warn` and continue, or
             `skip` the step. `raise` and `skip` keep the previous state, so that a finite state stays finite.
@@ -30,16 +32,15 @@ class ExecutorOptions(DeviceOptions):
             state takes half the memory. A step whose loss or new state is not finite has then changed the state.
     """
 
-    step: InitVar[Source] = field(kw_only=False)
-    device: "str | Device" = "cpu"
-    on_nonfinite: "Literal['raise', 'warn', 'skip']" = "raise"
-    steps_per_call: "int | None" = None
-    report: "Sequence[str] | None" = None
+    device: str | Device = "cpu"
+    on_nonfinite: Literal["raise", "warn", "skip"] = "raise"
+    steps_per_call: int | None = None
+    report: Sequence[str] | None = None
     static_shapes: bool = False
     as_numpy: bool = True
     in_place: bool = False
 
-    def __post_init__(self, step: Source) -> None:
+    def __post_init__(self) -> None:
         check_steps_per_call(self.steps_per_call)
         if self.on_nonfinite not in ("raise", "warn", "skip"):
             raise GraphoptError(
@@ -54,8 +55,37 @@ class ExecutorOptions(DeviceOptions):
                     f"in_place: expected an executor without {name}, which needs two sets of state, found both"
                 )
 
+    def opened(self) -> Device:
+        """Return the device with its options.
 
-ExecutorOptions.__init__.__annotations__["step"] = "Source"  # `help` shows this instead of an InitVar
+        Raises:
+            GraphoptError: the device is invalid, or a state cannot be written in place there.
+        """
+        device = Device.of(self.device, self)
+        if self.in_place and not (device.on_cpu and device.native):
+            raise GraphoptError(
+                "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
+                "leave it out"
+            )
+        return device
+
+
+class _Shown(Protocol[P]):
+    def __call__(
+        self, initializer: Callable[Concatenate[Any, S, ...], None]
+    ) -> Callable[Concatenate[Any, S, P], None]: ...
+
+
+def keywords_of(options: Callable[P, object]) -> _Shown[P]:
+    """Show the fields of a dataclass in place of `**options` in the signature of `__init__(self, step, **options)`."""
+
+    def shown(initializer: Any) -> Any:
+        own = list(inspect.signature(initializer).parameters.values())[:-1]
+        fields = inspect.signature(options).parameters.values()
+        initializer.__signature__ = inspect.Signature([*own, *fields])
+        return initializer
+
+    return shown
 
 
 def check_steps_per_call(count: int | None) -> None:

@@ -5,45 +5,52 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
-from graphopt.graph.loading import Source, load
-from graphopt.graph.names import parted
-from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import ACCUMULATED, STEP
-from graphopt.runtime.checkpoint import Property, save_state, state_bytes
+from graphopt.graph import inference
+from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.state import STEP, accumulators
+from graphopt.runtime import tensors
+from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.reported_outputs import reportable
+from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.vector import join, split, untrained
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
-class ExecutorState(ExecutorOptions):
-    """Hold a training graph, its state on a device, and the number of batches so far."""
+class ExecutorState:
+    """Hold a training graph, its options, its state on a device, and the number of batches so far."""
 
-    def __post_init__(self, step: Source) -> None:
-        super().__post_init__(step)
-        self._device = Device.of(self.device, self)
-        self.device = self._device.name
-        if self.in_place and not (self._device.on_cpu and self._device.native):
+    Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
+    options: ExecutorOptions
+    _device: Device
+    _model: ir.Model
+    _buffers: StateBuffers  # what steps read and write
+    _state: State  # what users read and replace
+    _lock: threading.RLock
+    _batches: int = 0
+    _report: list[str]  # the outputs that a step reports
+    properties: dict[str, Property]  # set by the user and saved in checkpoints
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.Options.__dataclass_fields__:
             raise GraphoptError(
-                "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
-                "leave it out"
+                f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
+                f"another executor"
             )
-        self._model = load(step)
-        self._lock = threading.RLock()
-        self._batches = 0
-        self.properties: dict[str, Property] = {}  # set by the user and saved in checkpoints
-        self._buffers = self._buffers_of(self._model)
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         raise GraphoptError(
@@ -51,19 +58,65 @@ class ExecutorState(ExecutorOptions):
             "cannot use: save a checkpoint with save(PATH), and load it there"
         )
 
-    def _buffers_of(self, model: ir.Model) -> StateBuffers:
-        """Return the buffers of the state, whose initial values are removed from the graph."""
-        return StateBuffers(self._device, model)
-
     @abstractmethod
     def _open(self) -> None:
         """Create the sessions that read the model's weights."""
 
     @property
+    def device(self) -> str:
+        """Return the name of the device."""
+        return self._device.name
+
+    @property
+    def device_options(self) -> Device:
+        """Return the device with its options."""
+        return self._device
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether a step writes the new state over the old one."""
+        return self.options.in_place
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
+        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
+
+    @property
+    def model(self) -> ir.Model:
+        """Return the training graph without its initial state."""
+        return self._model
+
+    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
+        """Return the inference model with the trained weights, under the names of the model that was compiled.
+
+        Args:
+            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+
+        Raises:
+            GraphoptError: the inference model has no value with one of these names.
+        """
+        return inference.trained(self._model, self.state, outputs)
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the inputs to feed in each step by name: data, targets and sample weights."""
+        return {str(value.name): value for value in with_role(self._model, *FED)}
+
+    @property
+    def outputs(self) -> list[str]:
+        """Return the names of all outputs that a step can report, `loss` first."""
+        return reportable(self._model)
+
+    @property
+    def reported(self) -> list[str]:
+        """Return the names of the outputs that a step reports, `loss` first."""
+        return list(self._report)
+
+    @property
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
         with self._lock:
-            return self._buffers.arrays()
+            return self._state.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -76,7 +129,7 @@ class ExecutorState(ExecutorOptions):
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         with self._lock:
-            self._buffers.update(arrays)
+            self._state.update(arrays)
             if STEP in arrays:
                 self._batches = int(arrays[STEP])
 
@@ -104,15 +157,10 @@ class ExecutorState(ExecutorOptions):
         self._batches = count
 
     @property
-    def device_options(self) -> Device:
-        """Return the device with its options."""
-        return self._device
-
-    @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
-            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
+            return self._state.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters concatenated into one vector, in alphabetical order.
@@ -144,13 +192,13 @@ class ExecutorState(ExecutorOptions):
 
     def reset_gradients(self) -> None:
         """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
-        names = [name for name in self._of(Role.SLOT) if parted(name)[1] == ACCUMULATED]
+        names = [str(x.name) for x in accumulators(self._model)]
         if not names:
             raise GraphoptError(
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
             )
         with self._lock:
-            arrays = self._buffers.arrays(names)
+            arrays = self._state.arrays(names)
             self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
@@ -177,7 +225,7 @@ class ExecutorState(ExecutorOptions):
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
         with self._lock:
-            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
+            arrays, properties = self._state.arrays(), {**self.properties, _BATCHES: self._batches}
         if checksum:
             save_state(arrays, path, properties)
         else:
@@ -191,7 +239,13 @@ class ExecutorState(ExecutorOptions):
             GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph. Nothing is
                 replaced.
         """
-        arrays, properties = self._buffers.load(path)
+        arrays, properties = load_state(path)
+        unlike = sorted(set(arrays) ^ set(self._state.names))
+        if unlike:
+            raise GraphoptError(
+                f"{path}: expected the state of this training graph, found another's: "
+                f"{', '.join(unlike[:5])} are not in both"
+            )
         with self._lock:
             self.update_state(arrays)
             self.set_batches(int(properties.pop(_BATCHES, self.steps)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -14,8 +15,10 @@ import onnx_ir as ir
 
 from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.translation import Mistranslated
 
 SHAPE = attrgetter("shape")
 Batch = Mapping[str, Tensor]
@@ -28,47 +31,59 @@ class SeveralSteps:
         model: the graph of one step.
         runner_of: creates a runner of several steps per call for a graph.
         stacks: whether reported values can be stacked; values on a device cannot.
+        insists: whether it is an error if the steps compute other numbers than single steps.
     """
 
-    def __init__(self, model: ir.Model, runner_of: Callable[[ir.Model], StepRunner], *, stacks: bool) -> None:
+    def __init__(
+        self, model: ir.Model, runner_of: Callable[[ir.Model], StepRunner], *, stacks: bool, insists: bool
+    ) -> None:
         self.pace = Pace()
-        self._model, self._runner_of, self._stacks = model, runner_of, stacks
+        self._model, self._runner_of, self._stacks, self._insists = model, runner_of, stacks, insists
         self._fed = {str(x.name) for x in with_role(model, *FED)}
         self._runner: StepRunner | None = None
-        self._agree = True  # with single steps
 
-    def take(self, batches: Sequence[Batch]) -> bool:
+    def takes(self, batches: Sequence[Batch]) -> bool:
         """Return whether batches of one shape can be stacked: arrays without hyperparameters."""
         first = batches[0]
         return (
             len(batches) > 1
-            and self._agree
             and self._stacks
             and all(isinstance(x, np.ndarray) for x in first.values())
             and first.keys() <= self._fed
         )
 
-    def step_stacked(self, source: int, batches: Sequence[Batch]) -> Reported:
-        """Run a step on each batch, from the state in set `source`; return the stacked reports.
+    def step(self, buffers: StateBuffers, batches: Sequence[Batch]) -> list[Reported] | None:
+        """Run a step on each batch and return what each reports, or None if the steps have to run one by one.
 
         Raises:
             GraphoptError: an array has the wrong type or shape. No step has run.
         """
+        try:
+            reported = self._stacked(buffers.current, batches)
+        except Mistranslated as error:
+            if self._insists:
+                raise
+            warnings.warn(str(error), stacklevel=4)
+            self._stacks = False
+            self.close()
+            return None
+        if buffers.not_finite(reported) is not None:
+            return None
+        buffers.swap()
+        return unstacked(reported, len(batches))
+
+    def close(self) -> None:
+        """Release the session."""
+        self._runner = None
+
+    def _stacked(self, source: int, batches: Sequence[Batch]) -> Reported:
+        """Run a step on each batch, from the state in set `source`; return the stacked reports."""
         if self._runner is None:
             self._runner = self._runner_of(self._model)
         stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
         self._runner.check(stacked)
         self._runner.signature.check_labels(stacked)
         return self._runner.step(source, stacked)
-
-    def give_up(self) -> None:
-        """Take no batches any more, because calls of several steps compute other numbers than single steps."""
-        self._agree = False
-        self.close()
-
-    def close(self) -> None:
-        """Release the session."""
-        self._runner = None
 
 
 def unstacked(reported: Reported, steps: int) -> list[Reported]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +13,9 @@ from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 Dimension = tuple[str, list[tuple[str, int]]]  # a name, and the inputs and axes that share the dimension
 
@@ -66,6 +69,19 @@ class InputSpec:
     def zeros(self, sizes: Mapping[str | None, int]) -> np.ndarray:
         """Return zeros of the input's type and shape; a dimension that is not in `sizes` is 1."""
         return np.zeros([d if isinstance(d, int) else sizes.get(d.value, 1) for d in self._dims], self.dtype)
+
+    def converted(self, device: Device, tensor: Any) -> onnxruntime.OrtValue:
+        """Return a tensor as a value of ONNX Runtime.
+
+        Raises:
+            GraphoptError: it is not a tensor, or has the wrong type or shape.
+        """
+        try:
+            value = to_ort(device, tensor, self.dtype)
+        except GraphoptError as error:
+            raise GraphoptError(f"{self}: {error}") from error
+        self.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
+        return value
 
     def check(self, array: np.ndarray) -> None:
         """Raise an error unless `array` has the right type and shape."""
@@ -167,13 +183,7 @@ class Signature:
         if isinstance(tensor, np.ndarray):
             accepted.check(tensor)
             return tensor.shape
-        try:
-            value = to_ort(self._device, tensor, accepted.dtype)
-        except GraphoptError as error:
-            raise GraphoptError(f"{accepted}: {error}") from error
-        shape: list[int] = value.shape()
-        accepted.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), shape)
-        return tuple(shape)
+        return tuple(accepted.converted(self._device, tensor).shape())
 
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:

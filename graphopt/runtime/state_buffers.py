@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import parted, state_of
+from graphopt.graph.names import state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
-from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, take_initial
-from graphopt.runtime.checkpoint import Property, load_state
+from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, accumulators, take_initial
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
@@ -27,7 +24,28 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-class StateBuffers:
+class State(Protocol):
+    """Read and replace the state of a training graph by name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all state."""
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of part of it, by name."""
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
+        """
+
+    def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the state and the hyperparameters for an evaluation to read."""
+
+
+class StateBuffers(State):
     """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
     Args:
@@ -45,13 +63,11 @@ class StateBuffers:
             device, {name: array for name, array in initial.items() if name in kept}, allocate
         )
         self.sets = (first, first)
-        self._totals: list[Total | Both] = [Total(device, first, memory)] * 2
+        self._totals = [[Total(device, first, memory)]] * 2  # of all numbers in each set
         self._updated = updated & set(first)
         self._double({name: initial[name] for name in first if name in updated})
         scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
-        self._may_overflow = {
-            name for name in kept if scaled and name != ACCUMULATED and parted(name)[1] == ACCUMULATED
-        }
+        self._may_overflow = {str(x.name) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
         self.current = 0
         fed = {name: array for name, array in initial.items() if name not in kept}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
@@ -59,10 +75,10 @@ class StateBuffers:
 
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
-        first, total = self.sets[0], self._totals[0]
+        first = self.sets[0]
         second, memory = buffers(self._device, arrays, self._allocate)
         self.sets = (first, first | second)
-        self._totals = [total, Total(self._device, second, memory)]
+        self._totals = [self._totals[0], [Total(self._device, second, memory)]]
 
     def share(self, names: Collection[str]) -> None:
         """Give state one buffer, which a step reads and writes in place. Bindings from before are for two buffers."""
@@ -70,7 +86,7 @@ class StateBuffers:
         left = {name: x.numpy() for name, x in second.items() if x is not first[name] and name not in names}
         if names and len(left) < sum(x is not first[name] for name, x in second.items()):
             self._double(left)
-            self._totals[1] = Both(*self._totals)
+            self._totals[1] += self._totals[0]
 
     def separate(self) -> None:
         """Give all state that steps update two buffers again. Bindings from before are for one buffer."""
@@ -118,7 +134,7 @@ class StateBuffers:
 
         A state that was already non-finite before the step does not count.
         """
-        if self._totals[1 - self.current].finite():
+        if all(total.finite() for total in self._totals[1 - self.current]):
             return None
         before, after = self.sets[self.current], self.sets[1 - self.current]
         for name, value in after.items():
@@ -130,16 +146,13 @@ class StateBuffers:
         return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
-        """Return the buffers for the next step to read."""
         return {**self.sets[self.current], **self.fed}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all state."""
         return list(self.sets[0])
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
@@ -149,11 +162,6 @@ class StateBuffers:
         return default if buffer is None else int(buffer.numpy())
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
@@ -201,21 +209,6 @@ class StateBuffers:
                 self.fed[name].update_inplace(array)
                 self.hyperparameters[name] = number_or_array(array)
 
-    def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:
-        """Return the state and the properties in a checkpoint.
-
-        Raises:
-            GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph.
-        """
-        arrays, properties = load_state(path)
-        unlike = sorted(set(arrays) ^ set(self.names))
-        if unlike:
-            raise GraphoptError(
-                f"{path}: expected the state of this training graph, found another's: "
-                f"{', '.join(unlike[:5])} are not in both"
-            )
-        return arrays, properties
-
 
 class Total:
     """Check that all numbers in buffers are finite by computing one sum.
@@ -239,17 +232,6 @@ class Total:
             total = self._session.compute(self._values, ["total"])["total"].numpy()
             return math.isfinite(total)
         return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
-
-
-@dataclass(frozen=True)
-class Both:
-    """Check that all numbers of two totals are finite."""
-
-    first: Total | Both
-    second: Total | Both
-
-    def finite(self) -> bool:
-        return self.first.finite() and self.second.finite()
 
 
 def _summed(

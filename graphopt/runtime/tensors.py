@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +60,8 @@ def buffers(
         raw = allocate(sum(sizes) + ALIGNED)
         start = -raw.ctypes.data % ALIGNED
         flat = raw[start : start + sum(sizes)].view(dtype)
-        for (name, array), part in zip(alike.items(), _cut(flat, sizes), strict=True):
+        parts = np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)
+        for (name, array), part in zip(alike.items(), parts, strict=True):
             part = part[: array.size].reshape(array.shape)
             part[...] = array
             values[name] = share(device, part)
@@ -170,8 +171,3 @@ def rows_of(feeds: Mapping[str, Tensor]) -> int:
     shapes: list[Any] = [getattr(x, "shape", ()) for x in feeds.values()]
     sizes = (shape() if callable(shape) else shape for shape in shapes)
     return next((int(size[0]) for size in sizes if len(size)), 1)
-
-
-def _cut(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Cut a byte vector into parts of the given sizes."""
-    return np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)

@@ -17,7 +17,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import gradient_of, slot_of
+from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
@@ -137,7 +137,7 @@ class Optimizer(Pass):
         assert w.shape is not None
         dims, dtype = w.shape.numpy(), wide_type(w).numpy()
         return tuple(
-            state.declare(model, slot_of(w, slot), np.full(dims, fill, dtype), Role.SLOT)
+            state.declare_slot(model, w, slot, np.full(dims, fill, dtype))
             for slot, fill in self.slots().items()
         )
 

@@ -1,4 +1,4 @@
-"""Split a training graph where workers meet: gradients of a batch, and the update from their mean."""
+"""Split a training graph where workers exchange gradients: the gradients of a batch, and the update from their mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
-from graphopt.graph.state import ACCUMULATED
 from graphopt.graph.traversal import ancestors, values_read
 from passes.parts.vector_jacobian import extract_part
 
@@ -38,7 +37,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     following = with_role(model, Role.NEXT)
     if not gradients or not following:
         raise GraphoptError("several workers need an optimizer's update, found none: set an optimizer")
-    if any(x.name == ACCUMULATED for x in with_role(model, Role.SLOT)):
+    if state.accumulators(model):
         raise GraphoptError(
             "several workers: expected a pipeline without accumulate, found one: give each worker larger batches"
         )
@@ -60,18 +59,18 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
             and (role_of(y) in (Role.NEXT, Role.DIAGNOSTIC) or _reads(nodes, local))
         ]
         read = {x for y in results for node in after[y] for x in values_read(node)}
-        met = [y for node in model.graph if node in local for y in node.outputs if y in read]
-        _scale(model, met, local)
-        for x in met:
+        summed = [y for node in model.graph if node in local for y in node.outputs if y in read]
+        _scale(model, summed, local)
+        for x in summed:
             if x in gradients:
                 x.name = gradient_of(gradients[x])
             set_role(x, Role.GRADIENT if x in gradients else Role.SAVED)
         model.graph.sort()
-        reported = [y for y in model.graph.outputs if y not in results and y not in met]
+        reported = [y for y in model.graph.outputs if y not in results and y not in summed]
     state.take_initial(model)
     inputs = list(model.graph.inputs)
-    grad = extract_part(model, inputs, [*reported, weight, *met])
-    apply = extract_part(model, [*inputs, *met], results)
+    grad = extract_part(model, inputs, [*reported, weight, *summed])
+    apply = extract_part(model, [*inputs, *summed], results)
     for half in (grad, apply):
         _drop_unused_inputs(half)
     return grad, apply
@@ -94,13 +93,13 @@ def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node]:
     return found
 
 
-def _scale(model: ir.Model, met: Sequence[ir.Value], local: set[ir.Node]) -> None:
+def _scale(model: ir.Model, summed: Sequence[ir.Value], local: set[ir.Node]) -> None:
     """Let the nodes that are not local read each value times the new input `share`."""
     state.check_free(model, SHARE)
     share = ir.Value(name=SHARE, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([]))
     model.graph.inputs.append(set_role(share, Role.SAVED))
     with Emitter(model) as op:
-        for x in met:
+        for x in summed:
             users = [(user, index) for user, index in x.uses() if user not in local]
             scaled = x * (share if x.dtype == share.dtype else op.Cast(share, to=x.dtype))
             for user, index in users:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.names import parted, state_of
+from graphopt.graph.names import state_of
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.state import owners
 from graphopt.graph.traversal import ancestors, values_read
 
 
@@ -100,11 +101,11 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, Kind]:
 
 def _next_by_owner(graph: ir.Graph) -> Iterable[list[ir.Value]]:
     """Group the next values of each parameter with those of its slots; other state forms groups of one."""
-    slots = {value.name for value in graph.inputs if role_of(value) is Role.SLOT}
+    slots = owners(graph)
     by_owner: dict[str, list[ir.Value]] = {}
     for value in _outputs(graph, Role.NEXT):
         state = state_of(value)
-        by_owner.setdefault(parted(state)[0] if state in slots else state, []).append(value)
+        by_owner.setdefault(slots.get(state, state), []).append(value)
     return by_owner.values()
 
 

@@ -7,8 +7,9 @@ import functools
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import parted, state_of
+from graphopt.graph.names import state_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import owners
 from graphopt.graph.values import is_floating
 from graphopt.targets.native.forms import Forms
 
@@ -21,13 +22,12 @@ def add_state_check(model: ir.Model, forms: Forms) -> str | None:
     Return None, and add nothing, unless elementwise operators compute all of the new state in float32: only then does
     the check cost no pass over memory.
     """
-    slots = {x.name for x in with_role(model, Role.SLOT)}
+    slots = owners(model.graph)
     written: dict[tuple[str, str], list[ir.Value]] = {}  # by the parameter that they belong to, and by shape
     for y in with_role(model, Role.NEXT):
         if is_floating(y):
             state = state_of(y)
-            owner = parted(state)[0] if state in slots else state
-            written.setdefault((owner, str(y.shape)), []).append(y)
+            written.setdefault((slots.get(state, state), str(y.shape)), []).append(y)
     values = [y for group in written.values() for y in group]
     if not written or not all(x.dtype == ir.DataType.FLOAT and forms.is_map(x.producer()) for x in values):
         return None

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.run_folder import OWN
-from graphopt.cli.validation import (
+from graphopt.cli.composition.hydra_config import CommandLine, leaves, on_the_command_line
+from graphopt.cli.composition.validation import (
     CALLBACKS,
     MISSING,
     TARGET,
@@ -21,6 +20,7 @@ from graphopt.cli.validation import (
     metrics_of,
     resolve,
 )
+from graphopt.cli.run_folder import OWN
 from graphopt.data.files import EXPANSION
 from graphopt.data.writing import check_ending
 from graphopt.errors import GraphoptError
@@ -30,42 +30,28 @@ from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 
+PARTS = ("data", "executor", "fit", "hosts", "limits", "models", "pipeline")
+OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
 PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 FILES = ("path",)  # names of fields whose values are files
-HOST = (
-    "executor.provider_options",
-    "executor.session_options",
-    "executor.custom_ops",
-)  # these may name libraries to load and files to write
-NAMES: dict[type, str] = {str: "a name", bool: "true or false"}
-MOST = {  # of numbers that take memory, however small the data is
-    "executor.steps_per_call": 10_000,
-    "fit.prefetch": 1_000,
-}
+# These may name libraries to load and files to write.
+HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
+# Of numbers that take memory, however small the data is.
+MOST = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
 }
 
+COMMAND_LINE_ONLY = {*HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
+
 
 def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
-    """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes.
-
-    Raises:
-        GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
-    """
-    for field, value in _values(fields, ""):
+    """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes."""
+    for field, value in leaves(fields):
         if isinstance(value, str) and "\0" in value:
-            raise GraphoptError(f"{field[1:]}: expected text without the character NUL, found {value!r}")
-    for key, kind in {"model": str, "run": str, "predictions": str, "quiet": bool}.items():
-        if not isinstance(fields.get(key), kind):
-            raise GraphoptError(f"{key}: expected {NAMES[kind]}, found {fields.get(key)!r}")
-    for key in ("data", "executor", "fit", "hosts", "limits", "models", "pipeline"):
-        if not isinstance(fields.get(key), dict):
-            raise GraphoptError(f"{key}: expected a mapping of fields, found {fields.get(key)!r}")
-    for name, model in fields["models"].items():
-        if not isinstance(model, dict):
-            raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
+            raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
+    _check_types(fields)
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         if key == "callbacks":
             for name, node in fields[key].items():
@@ -75,16 +61,10 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
                 _check_model(node, f"{key}.{name}", command_line)
         else:
             check(fields[key], str(key), command_line.trust, ("step",) if key == "executor" else ())
-    left = ("log_steps", "checkpoint")
-    training = {name: value for name, value in fields["fit"].items() if name not in left}
-    checkpoint = fields["fit"].get("checkpoint")
-    if checkpoint is not None:
-        if not isinstance(checkpoint, dict):
-            raise GraphoptError(f"fit.checkpoint: expected a mapping of fields or null, found {checkpoint!r}")
-        check_fields(Checkpoints, checkpoint, "fit.checkpoint", ("folder",))
-    if not isinstance(fields.get("resume", False), bool | str):
-        raise GraphoptError(f"resume: expected true, false or a path, found {fields['resume']!r}")
-    check_ending("predictions", str(fields.get("predictions", "")))
+    training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
+    if fields["fit"].get("checkpoint") is not None:
+        check_fields(Checkpoints, fields["fit"]["checkpoint"], "fit.checkpoint", ("folder",))
+    check_ending("predictions", fields["predictions"])
     check_fields(Limits, fields["limits"], "limits")
     check_fields(export_hosts, fields["hosts"], "hosts", ("step", "folder"))
     check_fields(
@@ -104,6 +84,26 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_files(fields, command_line)
         _check_written(fields, command_line)
         _check_host(fields, command_line)
+
+
+def _check_types(fields: Mapping[str, Any]) -> None:
+    """Raise an error if a field that names no class has another type than expected."""
+    expected: list[tuple[str, Any, Any, str]] = [
+        *((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions")),
+        ("quiet", fields.get("quiet"), bool, "true or false"),
+        *((key, fields.get(key), dict, "a mapping of fields") for key in PARTS),
+    ]
+    for key, value, kind, text in expected:
+        if not isinstance(value, kind):
+            raise GraphoptError(f"{key}: expected {text}, found {value!r}")
+    for name, model in fields["models"].items():
+        if not isinstance(model, dict):
+            raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
+    checkpoint, resume = fields["fit"].get("checkpoint"), fields.get("resume", False)
+    if not isinstance(checkpoint, dict | None):
+        raise GraphoptError(f"fit.checkpoint: expected a mapping of fields or null, found {checkpoint!r}")
+    if not isinstance(resume, bool | str):
+        raise GraphoptError(f"resume: expected true, false or a path, found {resume!r}")
 
 
 def _check_model(node: Mapping[str, Any], key: str, command_line: CommandLine) -> None:
@@ -157,14 +157,11 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
         if not (inspect.isclass(kind) and issubclass(kind, Log)):
             continue
         if issubclass(kind, Tracker | MLflow):
-            for field, value in _values(node, key) if command_line.folders else ():
-                name_of_class = f"{key}.{TARGET}"
-                is_short = field == name_of_class and value == CALLBACKS.get(name)
+            for field, value in leaves(node, key) if command_line.folders else ():
+                is_class = field == f"{key}.{TARGET}"
+                is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
-                    named = key if field == name_of_class else field
-                    raise GraphoptError(
-                        f"{named}: expected it on the command line alone, found it in a recipe"
-                    )
+                    raise on_the_command_line(key if is_class else field)
         elif isinstance(path, str):
             place = os.path.normpath(path)
             if place.split(os.sep)[0].casefold() in OWN:
@@ -198,12 +195,12 @@ def check_new_logs(
 def _check_host(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if the recipe sets options of the machine or raises limits."""
     for path, value in (
-        pair for group in ("executor", "data", "limits") for pair in _values(fields[group], group)
+        pair for group in ("executor", "data", "limits") for pair in leaves(fields[group], group)
     ):
         default = LIMITS.get(path)
         guarded = path.startswith(HOST) or path in LIMITS
         if guarded and value != default and not command_line.names(path):
-            raise GraphoptError(f"{path}: expected it on the command line alone, found it in a recipe")
+            raise on_the_command_line(path)
 
 
 def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -216,12 +213,3 @@ def _files(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in FILES:
             if isinstance(mapping.get(name), str) and mapping[name] != MISSING:
                 yield f"{where}.{name}", mapping[name]
-
-
-def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings, each with its path."""
-    if isinstance(node, Mapping) and node:
-        for name, value in node.items():
-            yield from _values(value, f"{path}.{name}")
-    else:
-        yield path, node

@@ -8,16 +8,17 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.hydra_config import CommandLine
-from graphopt.cli.recipe_checks import check_new_logs, check_recipe
-from graphopt.cli.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
+from graphopt.cli.composition.hydra_config import CommandLine, leaves
+from graphopt.cli.composition.recipe_checks import OF_COMMAND, check_new_logs, check_recipe
+from graphopt.cli.composition.validation import MISSING, TARGET, build, expanded, metrics_of, resolve
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
@@ -45,6 +46,14 @@ from graphopt.training.metrics import Wanted
 OWN_EXECUTOR = "graphopt.Executor"
 
 
+@dataclass(frozen=True)
+class Program:
+    """Hold a training graph, and what returns the executor of one of the workers that run it."""
+
+    step: ir.Model
+    executor: Callable[[Communicator], Executor]
+
+
 class Recipe:
     """Resolve and check a composed config once, and build its parts.
 
@@ -52,9 +61,6 @@ class Recipe:
         config: the config, without the node `hydra`.
         choices: the chosen option of each group.
         command_line: the arguments of the user.
-
-    Raises:
-        GraphoptError: the recipe names code, files or options that it may not name, or has invalid fields.
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
@@ -109,14 +115,13 @@ class Recipe:
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
         """Return the arguments of `fit`. If `fit.validation` is a file, load it."""
-        left = ("log_steps", "checkpoint")
-        fields = {name: value for name, value in self.fields["fit"].items() if name not in left}
+        fields = {name: value for name, value in self.fields["fit"].items() if name not in OF_COMMAND}
         validation = fields.pop("validation", None)
         if isinstance(validation, str):
             if "path" not in self.fields["data"]:
+                reader = self.choices["data"]
                 raise GraphoptError(
-                    f"fit.validation={validation}: data={self.choices['data']} reads no file; "
-                    f"give a share of the rows"
+                    f"fit.validation={validation}: data={reader} reads no file; give a share of the rows"
                 )
             validation = self._build("data", path=validation)
         elif validation is not None and not isinstance(validation, int | float):
@@ -152,16 +157,11 @@ class Recipe:
 
         Args:
             is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
-
-        Raises:
-            GraphoptError: such a log would be outside the folder, or replace a file.
         """
         if self._command_line.folders:
             check_new_logs(self.fields["callbacks"], folder, self._command_line, is_new)
-        return [
-            self._callback(f"callbacks.{name}", node, folder)
-            for name, node in self.fields["callbacks"].items()
-        ]
+        nodes = self.fields["callbacks"].items()
+        return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
         kind = resolve(node[TARGET], key, self._command_line.trust)
@@ -231,19 +231,25 @@ class Recipe:
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
-        launcher = self.launcher
-        return split_step(
-            self.pipeline, self.model(), statistics=launcher.statistics, overlap=launcher.overlap
-        )
+        return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
 
-    def training_step(self) -> tuple[ir.Model, ir.Model | StepHalves]:
-        """Return the training graph with the names of the data's classes, and what the executor is to run."""
-        averages = self.fields.get("launcher") and self.launcher.sync_every is None
-        parts = self.halves() if averages else self.compile()
-        step = parts.step if isinstance(parts, StepHalves) else parts
+    def program(self) -> Program:
+        """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
+        launcher, shared = self.launcher, self._shared
+        if not self.fields.get("launcher"):
+            step = self.compile()
+            program = Program(step, lambda _: self.executor(step))
+        elif launcher.sync_every is None:
+            halves = self.halves()
+            program = Program(
+                halves.step, lambda workers: DataParallel(halves, **shared(halves.step, workers))
+            )
+        else:
+            step, rounds = self.compile(), {"sync_every": launcher.sync_every, "outer": launcher.outer}
+            program = Program(step, lambda workers: LocalSGD(step, **rounds, **shared(step, workers)))
         if self.data.labels is not None:
-            LABELS.write(step, json.dumps(list(self.data.labels)))
-        return step, parts
+            LABELS.write(program.step, json.dumps(list(self.data.labels)))
+        return program
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph.
@@ -254,27 +260,17 @@ class Recipe:
         executor: Executor = self._build("executor", step=step, report=self._report(step), **changed)
         return executor
 
-    def worker(self, parts: ir.Model | StepHalves, communicator: Communicator) -> Executor:
-        """Return the executor of one of several workers, on a GPU of its own or on its share of the cores."""
-        if not self.fields.get("launcher"):
-            assert not isinstance(parts, StepHalves)
-            return self.executor(parts)
-        fields = dict(self.fields["executor"])
-        given: dict[str, Any] = {}
-        if fields.pop(TARGET) != OWN_EXECUTOR:
-            raise GraphoptError(
-                f"executor: expected {OWN_EXECUTOR} with a launcher, found {self.fields['executor'][TARGET]}"
-            )
+    def _shared(self, step: ir.Model, workers: Communicator) -> dict[str, Any]:
+        """Return the options of a worker's executor, on a GPU of its own or on its share of the cores."""
+        fields = {**self.fields["executor"], "communicator": workers, "report": self._report(step)}
+        target = fields.pop(TARGET)
+        if target != OWN_EXECUTOR:
+            raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
         if fields.get("device") == "cuda":
-            given = {"device": f"cuda:{communicator.local_rank}"}
+            fields["device"] = f"cuda:{workers.local_rank}"
         elif fields.get("threads") is None:
-            given = {"threads": max(1, (os.cpu_count() or 1) // communicator.local_size)}
-        launcher, options = self.launcher, {**fields, **given, "communicator": communicator}
-        if isinstance(parts, StepHalves):
-            options["report"] = self._report(parts.step)
-            return DataParallel(parts, **options)
-        options["report"] = self._report(parts)
-        return LocalSGD(parts, sync_every=launcher.sync_every or 1, outer=launcher.outer, **options)
+            fields["threads"] = max(1, (os.cpu_count() or 1) // workers.local_size)
+        return fields
 
     def _report(self, step: ir.Model) -> list[str]:
         report: list[str] | None = self.fields["executor"].get("report")
@@ -303,18 +299,7 @@ class Recipe:
         """Build a node of the recipe; `given` adds arguments."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
         node = {name: value for name, value in node.items() if name not in given}
-        if _missing(node):
-            raise GraphoptError(
-                f"{key}.{_missing(node)}: expected a value, found none: set {key}.{_missing(node)}=..."
-            )
+        for field, value in leaves(node, key):
+            if value == MISSING:
+                raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
         return build(node, key, self._command_line.trust, **given)
-
-
-def _missing(node: Mapping[str, Any]) -> str | None:
-    """Return the path of the first value that the recipe leaves unset (`???`)."""
-    for name, value in node.items():
-        if value == MISSING:
-            return str(name)
-        if isinstance(value, Mapping) and _missing(value):
-            return f"{name}.{_missing(value)}"
-    return None

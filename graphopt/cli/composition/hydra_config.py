@@ -27,13 +27,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from graphopt.cli.expansion import check_expansion
+from graphopt.cli.composition.expansion import check_expansion
 from graphopt.errors import GraphoptError
 
-RECIPES = (
-    Path(__file__).parents[2] / "recipes"
-)  # a path, because `recipes` could be a package in the working directory
+# A path, because `recipes` could be a package in the working directory.
+RECIPES = Path(__file__).parents[3] / "recipes"
 PRIMARY = "graphopt"
+BASE = "base"  # the base recipe of a group, which is not an option
 UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
 MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
 MOST_DEEP = 50  # levels of a recipe's mappings and lists
@@ -41,25 +41,10 @@ MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
-SET_BY_HYDRA = (
-    "job.override_dirname",
-    "runtime.choices",
-    "runtime.config_sources",
-)  # fields that Hydra sets itself
-REFUSED_RESOLVERS: dict[str, Any] = {
-    "oc.create": oc.create,
-    "oc.decode": oc.decode,
-    "oc.deprecated": oc.deprecated,
-    "oc.env": oc.env,
-}
-COMPOSITION_ERRORS = (
-    AssertionError,
-    AttributeError,
-    KeyError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)  # raised by configs of unexpected shapes
+SET_BY_HYDRA = ("job.override_dirname", "runtime.choices", "runtime.config_sources")
+REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
+# What Hydra raises for configs of unexpected shapes.
+COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -92,28 +77,23 @@ class CommandLine:
 
     @property
     def trust(self) -> tuple[str, ...]:
-        """Return the packages whose code recipes may name.
-
-        Raises:
-            GraphoptError: the argument `trust` is not a list of names.
-        """
-        trusted: tuple[str, ...] = ()
-        for override in parsed(self.overrides):
-            if override.key_or_group == "trust":
-                value = override.value()
-                if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-                    raise GraphoptError(
-                        f"trust: expected a list of packages, as in trust=[my_package], found {override.input_line!r}"
-                    )
-                trusted = tuple(value)
-        return trusted
+        """Return the packages whose code recipes may name."""
+        trusted: Any = []
+        for override in self._setting("trust"):
+            trusted = override.value()
+            if not isinstance(trusted, list) or not all(isinstance(name, str) and name for name in trusted):
+                raise GraphoptError(
+                    f"trust: expected a list of packages, as in trust=[my_package], found {override.input_line!r}"
+                )
+        return tuple(trusted)
 
     @property
     def is_sweep(self) -> bool:
         """Return whether the command line sets `hydra.mode=MULTIRUN`."""
-        return any(
-            one.key_or_group == "hydra.mode" and one.value() == "MULTIRUN" for one in parsed(self.overrides)
-        )
+        return any(override.value() == "MULTIRUN" for override in self._setting("hydra.mode"))
+
+    def _setting(self, field: str) -> list[Override]:
+        return [override for override in parsed(self.overrides) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, alone or in a mapping.
@@ -127,11 +107,8 @@ class CommandLine:
             if field == key:
                 return True
             is_choice = "." not in key and not isinstance(value, dict)
-            if (
-                field.startswith(f"{key}.")
-                and not is_choice
-                and _has(value, field[len(key) + 1 :].split("."))
-            ):
+            inside = field.removeprefix(f"{key}.")
+            if inside != field and not is_choice and _has(value, inside.split(".")):
                 return True
         return False
 
@@ -176,11 +153,7 @@ class _Reader(CachingConfigRepository):
 
 
 def _file(source: ConfigSource, config_path: str) -> Any:
-    """Return the file of a recipe, which is a path or a resource of a package.
-
-    Raises:
-        GraphoptError: a link leads out of the recipes' folder.
-    """
+    """Return the file of a recipe, which is a path or a resource of a package."""
     name = source._normalize_file_name(config_path)
     folder = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
     file = folder.joinpath(name)
@@ -210,7 +183,7 @@ def _count(node: Any) -> int:
     """Return the number of values in nested mappings and lists."""
     if isinstance(node, DictConfig | ListConfig):
         node = OmegaConf.to_container(node, resolve=False)
-    return sum(1 for _ in _leaves(node))
+    return sum(1 for _ in leaves(node))
 
 
 class RecipeLoader(ConfigLoaderImpl):
@@ -219,10 +192,6 @@ class RecipeLoader(ConfigLoaderImpl):
     Hydra calls `load_configuration` for a single run, for each run of a sweep and for help. The node `hydra` of a
     composed config must equal the one from graphopt's own recipes and the command line, except for the values to
     sweep over, `hydra.sweeper.params`.
-
-    Args:
-        search_path: the folders of Hydra's and graphopt's configs.
-        command_line: the arguments of the user.
     """
 
     def __init__(self, search_path: ConfigSearchPath, command_line: CommandLine) -> None:
@@ -285,20 +254,20 @@ class RecipeLoader(ConfigLoaderImpl):
                     f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
                 )
         self._check_runs(values or {})
-        ours, theirs = dict(_leaves(ours)), dict(_leaves(theirs))
+        ours, theirs = dict(leaves(ours)), dict(leaves(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
             populated = any(field == one or field.startswith(f"{one}.") for one in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
-                raise _on_the_command_line(f"hydra.{field}")
+                raise on_the_command_line(f"hydra.{field}")
         if config_name is not None:
             plain: Any = OmegaConf.to_container(config, resolve=False)
             own: Any = OmegaConf.to_container(expected, resolve=False)
             if plain.get("folder") != own["folder"] and not self._command_line.names("folder"):
-                raise _on_the_command_line("folder")
+                raise on_the_command_line("folder")
             if plain.get("launcher") != own["launcher"]:
-                raise _on_the_command_line("launcher")
+                raise on_the_command_line("launcher")
             if plain.get("trust") and not self._command_line.names("trust"):
-                raise _on_the_command_line("trust")
+                raise on_the_command_line("trust")
 
     def _check_runs(self, swept: Mapping[str, Any]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
@@ -332,11 +301,12 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
-def _on_the_command_line(field: str) -> GraphoptError:
+def on_the_command_line(field: str) -> GraphoptError:
+    """Return the error of a field that recipes must not set."""
     return GraphoptError(f"{field}: expected it on the command line alone, found it in a recipe")
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
@@ -344,4 +314,4 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not items:
         yield path, node
     for key, value in items:
-        yield from _leaves(value, f"{path}.{key}" if path else str(key))
+        yield from leaves(value, f"{path}.{key}" if path else str(key))

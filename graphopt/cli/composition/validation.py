@@ -19,22 +19,19 @@ from graphopt.training.metrics import Wanted, named
 MISSING = "???"
 TARGET = "_target_"
 CALLBACKS = {  # the short names of callbacks in recipes
-    name: f"graphopt.callbacks.{kind}"
-    for name, kind in {
-        "early_stopping": "EarlyStopping",
-        "time_limit": "TimeLimit",
-        "stop_on_nan": "StopOnNaN",
-        "median_stopping": "MedianStopping",
-        "reduce_on_plateau": "ReduceOnPlateau",
-        "adaptive": "Adaptive",
-        "learning_rate_finder": "LearningRateFinder",
-        "weight_average": "WeightAverage",
-        "jsonl": "JSONL",
-        "csv": "CSV",
-        "tensorboard": "TensorBoard",
-        "tracker": "Tracker",
-        "mlflow": "MLflow",
-    }.items()
+    "early_stopping": "graphopt.callbacks.EarlyStopping",
+    "time_limit": "graphopt.callbacks.TimeLimit",
+    "stop_on_nan": "graphopt.callbacks.StopOnNaN",
+    "median_stopping": "graphopt.callbacks.MedianStopping",
+    "reduce_on_plateau": "graphopt.callbacks.ReduceOnPlateau",
+    "adaptive": "graphopt.callbacks.Adaptive",
+    "learning_rate_finder": "graphopt.callbacks.LearningRateFinder",
+    "weight_average": "graphopt.callbacks.WeightAverage",
+    "jsonl": "graphopt.callbacks.JSONL",
+    "csv": "graphopt.callbacks.CSV",
+    "tensorboard": "graphopt.callbacks.TensorBoard",
+    "tracker": "graphopt.callbacks.Tracker",
+    "mlflow": "graphopt.callbacks.MLflow",
 }
 NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
     "callbacks": tuple(CALLBACKS.values()),
@@ -60,8 +57,6 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
         path: the path of the node in the recipe: `data`, `models.mlp`, `pipeline`, ...
         trust: names of packages or modules whose code recipes may also name.
         given: fields of the node's target that the caller adds.
-
-    Raises: GraphoptError: the node names such code, or has an unknown, missing or invalid field.
     """
     for where, mapping in mappings(node, path):
         if TARGET in mapping:
@@ -77,9 +72,6 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     """Return the callbacks of a recipe by name, each a mapping with `_target_`; null and false leave one out.
 
     A value that is not a mapping is that of the first field, and true sets no field.
-
-    Raises:
-        GraphoptError: a name is none of the short names, and its mapping has no `_target_`.
     """
     if not isinstance(callbacks, Mapping | None):
         raise GraphoptError(f"callbacks: expected a mapping of callbacks, found {callbacks!r}")
@@ -87,18 +79,15 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     for name, value in (callbacks or {}).items():
         if value is None or value is False:
             continue
-        if isinstance(value, Mapping) and TARGET in value:
-            found[name] = value
-            continue
-        if name not in CALLBACKS:
+        fields = {} if value is True else value
+        if name not in CALLBACKS and not (isinstance(fields, Mapping) and TARGET in fields):
             raise GraphoptError(
                 f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET}"
             )
-        fields = {} if value is True else value
         if not isinstance(fields, Mapping):
             first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
             fields = {first: value}
-        found[name] = {TARGET: CALLBACKS[name], **fields}
+        found[name] = fields if TARGET in fields else {TARGET: CALLBACKS[name], **fields}
     return found
 
 
@@ -125,11 +114,7 @@ def build(node: Any, path: str, trust: Sequence[str] = (), /, **given: Any) -> A
 
 
 def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
-    """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package.
-
-    Raises:
-        GraphoptError: a metric is unknown, or its code is not trusted.
-    """
+    """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package."""
     if wanted is None:
         return None
     chosen = [
@@ -143,10 +128,7 @@ def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
 def check_fields(
     target: Any, fields: Mapping[str, Any], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
 ) -> None:
-    """Raise an error if a class or function does not accept a field, or a value does not match its annotation.
-
-    Raises: GraphoptError: a field is unknown or missing, or its value has the wrong type.
-    """
+    """Raise an error if a class or function does not accept a field, or a value does not match its annotation."""
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(target).parameters.items()
@@ -174,11 +156,7 @@ def check_fields(
 
 
 def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
-    """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package.
-
-    Raises:
-        GraphoptError: the name is neither, or does not exist.
-    """
+    """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package."""
     if isinstance(name, str):
         if name in _offered(path):
             return pkgutil.resolve_name(name)
@@ -254,6 +232,8 @@ def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _hints(target: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
+        target = options
     is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
     try:
         return typing.get_type_hints(target.__init__ if is_plain_class else target)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.communicator import Communicator
+from graphopt.distributed.summed_buffers import SummedBuffers
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
@@ -18,7 +19,6 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.step_runner import StepRunner
-from graphopt.runtime.summed_buffers import SummedBuffers
 from graphopt.runtime.tensors import Tensor
 
 
@@ -120,12 +120,6 @@ class StagedRunner:
                     array[...] = 0
             self._sum(stage.sums)
             yield {}
-
-    @property
-    def native(self) -> bool | None:
-        """Return whether a stage is lowered to the machine; None as long as a measurement is to decide."""
-        found = [stage.runner.native for stage in self._stages]
-        return None if None in found else any(found)
 
     @property
     def sessions(self) -> list[Session]:

@@ -1,0 +1,128 @@
+"""Print lines of the command: what a run is about, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from rich.console import Console
+
+from graphopt.cli.composition.hydra_config import BASE
+from graphopt.errors import shortened, unknown
+from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.targets.native import toolchain
+from graphopt.training.callbacks import Callback, Run
+
+PLAIN_WIDTH = 10_000  # characters, of a file or a pipe
+NOT_FINITE = 3  # the exit code after a loss or a state that is not finite
+PLUGINS = {  # of recipes/sweep
+    "joblib": "hydra-joblib-launcher",
+    "optuna": "hydra-optuna-sweeper",
+    "ray": "hydra-ray-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+}
+
+
+def say(console: Console, what: str, text: str) -> None:
+    """Print a line that starts with its topic."""
+    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def wide(console: Console) -> Console:
+    """Return a console for tables, of which no column is cut in a file or a pipe."""
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH, quiet=console.quiet)
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class Header(Callback):
+    """Print the model, the data and the length of the run, as a callback of `fit`."""
+
+    reads_state = False
+    on_every_worker = False
+
+    def __init__(self, console: Console, title: str | None, model: str, data: str, workers: int) -> None:
+        self._console, self._title = console, title
+        self._model, self._data, self._workers = model, data, workers
+
+    def on_fit_begin(self, run: Run) -> None:
+        if self._title is not None:
+            self._console.print(self._title, markup=False, highlight=False, soft_wrap=True, style="bold")
+        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
+        rows = "rows" if run.rows is None else f"{run.rows:,} rows"
+        say(self._console, "model", self._model)
+        say(self._console, "data", f"{self._data}, {rows} to train on{held_out}")
+        steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
+        workers = f", {counted(self._workers, 'worker')}" if self._workers > 1 else ""
+        say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}{workers}")
+        if run.resumed is not None:
+            say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
+
+
+@contextlib.contextmanager
+def compilations(console: Console) -> Iterator[None]:
+    """Print a line whenever the compiler starts, which may take long."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(console, "kernels", record.getMessage())
+
+    handler, level = Lines(), toolchain.logger.level
+    toolchain.logger.addHandler(handler)
+    toolchain.logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        toolchain.logger.removeHandler(handler)
+        toolchain.logger.setLevel(level)
+
+
+def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning in one line; this is a `warnings.showwarning`."""
+    print(f"graphopt: warning: {shortened(' '.join(str(message).split()))}", file=sys.stderr)
+
+
+def complain(error: BaseException) -> int:
+    """Print an error in one line, and return the exit code."""
+    print(f"graphopt: error: {shortened(line_of(error))}", file=sys.stderr)
+    return NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
+
+
+def line_of(error: BaseException) -> str:
+    """Return an error as one line that lists the alternatives."""
+    text = " ".join(str(error).split()).partition("full_key:")[0].strip()
+    text = text or " ".join(str(error.__cause__).split())
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text}: try a smaller fit.batch_size or model"
+    if isinstance(error, MissingConfigException):
+        return _missing_recipe(error, text)
+    override = re.match(r"Could not override '([^']+)'", text)
+    parent = getattr(error.__cause__, "parent_node", None)
+    if override and isinstance(parent, DictConfig):
+        path, _, name = override[1].rpartition(".")
+        names = [key for key in parent if not str(key).startswith("_")]
+        return f"{path}: {unknown('field', name, names)}" if path else unknown("option", name, names)
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename}: {error.strerror}" if error.filename else text
+    text = re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)
+    field = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
+    return f"{field}: {text}" if field and str(field) not in text else text
+
+
+def _missing_recipe(error: MissingConfigException, text: str) -> str:
+    """Return the error of an option that a group does not have."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    if name in PLUGINS:
+        return f"{group}={name}: expected the package {PLUGINS[name]}, which is not installed: pip install it"
+    if error.options:
+        return unknown(group, name, [option for option in error.options if option != BASE])
+    return text.partition(" Config search path")[0]

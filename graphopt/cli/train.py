@@ -1,0 +1,236 @@
+"""Train by a recipe: in this process, or as one of several workers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+
+from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.messages import NOT_FINITE, Header, compilations, complain, counted, say
+from graphopt.cli.run_folder import RunFolder, check_new, held, result, resumed, write_hydra, write_result
+from graphopt.communicator import Communicator
+from graphopt.errors import GraphoptError
+from graphopt.graph.listing import size
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.storage import save
+from graphopt.runtime.executor import Executor, NonFiniteLoss
+from graphopt.training.callbacks import Callback, Record
+from graphopt.training.callbacks.page import Page
+from graphopt.training.callbacks.progress import ProgressBar, measures
+from graphopt.training.checkpoints import Checkpoints
+from graphopt.training.fit import fit
+from graphopt.training.signals import deferred
+
+PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first worker may do, too
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Hold what the first worker trains with, and its files."""
+
+    executor: Executor
+    files: RunFolder
+    page: Page
+    callbacks: list[Callback]
+    checkpoint: Checkpoints | None
+
+
+def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) -> float | None:
+    """Train by a recipe; return the loss of held-out rows, or of training, if this worker is the first one.
+
+    Args:
+        folder: the folder that Hydra has made for the run.
+        main: runs the command in this process.
+    """
+    launcher = recipe.launcher
+    if recipe.fields.get("launcher") and _is_sweep():
+        raise GraphoptError(
+            "launcher: expected a single run, found a sweep: leave it out, or run the jobs of the sweep one by one"
+        )
+    if launcher.starts():
+        folder, _ = _open(recipe, folder)
+        _leave_to_first(recipe, folder)
+        recipe.program()  # raises its errors before any worker starts
+        launcher.start(recipe.arguments, folder, main)
+    communicator = launcher.communicator()
+    with _together(communicator):
+        if communicator.leads:
+            return _lead(recipe, communicator, folder)
+        _follow(recipe, communicator, folder)
+    return None
+
+
+def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
+    """Train as the worker that prints and writes."""
+    console = Console(quiet=recipe.fields["quiet"])
+    hydra = HydraConfig.get()
+    title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if _is_sweep() else None
+    folder, resume = _open(recipe, folder)
+    with held(folder), compilations(console):
+        if title and (value := result(folder, recipe.text())) is not None:
+            say(console, "complete", f"{title}: {folder}")
+            return value
+        if not resume:
+            check_new(folder)
+        write_hydra(folder, recipe.composed)
+        training = _build(recipe, communicator, folder, console, title, is_new=not resume)
+        try:
+            records = _fit(recipe, training, folder, console, resume)
+        except NonFiniteLoss as error:
+            if not title:
+                raise
+            complain(error)
+            write_result(folder, math.inf)
+            return math.inf
+        value = _value(training.files.run.restored or records[-1])
+        if title:
+            write_result(folder, value)
+    _summarize(training, records, folder, console)
+    return value
+
+
+def _open(recipe: Recipe, folder: Path) -> tuple[Path, Path | bool]:
+    """Return the folder of the run, and what it continues; a sweep that is run again continues its runs."""
+    resume = recipe.fields.get("resume", False) or _is_sweep()
+    return resumed(resume, folder, recipe.text(), search=not _is_sweep() and not recipe.names_folder)
+
+
+def _build(
+    recipe: Recipe,
+    communicator: Communicator,
+    folder: Path,
+    console: Console,
+    title: str | None,
+    *,
+    is_new: bool,
+) -> _Training:
+    """Build the executor, the callbacks and the checkpoints of a run."""
+    fields, data = recipe.fields, recipe.choices["data"]
+    program = recipe.program()
+    executor = program.executor(communicator)
+    files = RunFolder(folder, program.step, recipe.text(), log_steps=bool(fields["fit"]["log_steps"]))
+    page = Page(
+        folder / "report.html",
+        f"{fields['model']} on {data}",
+        model=recipe.model(),
+        recipe=recipe.text(),
+        batch_size=fields["fit"]["batch_size"],
+    )
+    about = f"{fields['model']}, {parameters(program.step)}"
+    header = Header(console, title, about, data, communicator.size)
+    checkpoint = recipe.checkpoint(folder / "checkpoints")
+    callbacks = recipe.callbacks(folder, is_new=is_new)
+    callbacks += [files, header, ProgressBar(console, epochs=title is None), page]
+    return _Training(executor, files, page, callbacks, checkpoint)
+
+
+def _fit(
+    recipe: Recipe, training: _Training, folder: Path, console: Console, resume: Path | bool
+) -> list[Record]:
+    """Train, and write the trained model, also after a signal or a loss that is not finite."""
+    executor, trained = training.executor, folder / "trained.onnx"
+    try:
+        records = fit(
+            executor,
+            recipe.data,
+            **recipe.fit,
+            callbacks=training.callbacks,
+            checkpoint=training.checkpoint,
+            resume=False if resume is True else resume,
+        )
+    except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
+        spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
+        if executor.batches and not spoiled:
+            with deferred():
+                save(executor.trained(), trained)
+                say(console, "stopped", f"after step {executor.batches}: {trained}")
+                training.page.write()
+        raise
+    with deferred():
+        save(executor.trained(), trained)
+        training.page.write()
+    return records
+
+
+def _summarize(training: _Training, records: list[Record], folder: Path, console: Console) -> None:
+    """Print how a run has ended, and what it has written."""
+    run, last = training.files.run, records[-1]
+    final = run.restored or last
+    if run.stopped is not None:
+        say(console, "stopped", run.stopped)
+    seconds = sum(record["seconds"] for record in records)
+    say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
+    if run.restored is not None:
+        say(console, "restored", f"the weights of epoch {final['epoch']}")
+    if "validation_loss" in final:
+        names = list(final)
+        held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
+        say(console, "held out", measures(held_out))
+    written = "report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml"
+    say(console, "written", f"{folder}: {written}{', checkpoints' if training.checkpoint else ''}")
+
+
+def _value(record: Record) -> float:
+    return float(record["validation_loss"] if "validation_loss" in record else record["loss"])
+
+
+def _is_sweep() -> bool:
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def parameters(step: ir.Model) -> str:
+    """Return the numbers of parameters and nodes of a training graph in words."""
+    trained = with_role(step, Role.PARAMETER)
+    numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
+    tensors = counted(len(trained), "tensor")
+    return f"{counted(numbers, 'parameter')} in {tensors}, a step of {size(step)} nodes"
+
+
+def _leave_to_first(recipe: Recipe, folder: Path) -> None:
+    """Write no log, and remove the folder that Hydra has made: the first worker has the run's folder."""
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, logging.FileHandler):
+            logging.getLogger().removeHandler(handler)
+    if not recipe.names_folder:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
+    """Train as a worker that prints and writes nothing."""
+    _leave_to_first(recipe, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first worker has the same
+        executor = recipe.program().executor(communicator)
+        fit(executor, recipe.data, **recipe.fit, callbacks=recipe.callbacks(folder))
+
+
+@contextmanager
+def _together(communicator: Communicator) -> Iterator[None]:
+    """End all workers if one of them fails in a `with` block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:  # all workers end so, after the same step
+        communicator.gather(b"")
+        if isinstance(error, NonFiniteLoss) and not communicator.leads:
+            raise SystemExit(NOT_FINITE) from error
+        raise
+    except Exception as error:
+        if communicator.size == 1:
+            raise
+        if not communicator.leads:
+            time.sleep(PATIENCE)
+            print(f"graphopt: worker {communicator.rank} of {communicator.size}:", end=" ", file=sys.stderr)
+        communicator.abort(complain(error))
