@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
 import onnx_ir as ir
@@ -15,9 +18,7 @@ import pytest
 from graphopt.graph.rewriting import Pass
 from graphopt.targets.onnxruntime.fuse import FUSIONS
 
-os.environ.setdefault("GRAPHOPT_NATIVE", "false")  # kernels are compiled where a test asks for them
-
-SAMPLE = 8  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 
 
 @pytest.fixture(autouse=True)
@@ -85,15 +86,23 @@ def assert_sorted(model: ir.Model, name: str) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "whole: all cases of a test run by default, since each takes milliseconds"
-    )
+    for line in (
+        "whole: all cases of a test run by default, since each takes milliseconds",
+        "sample(count): CI runs so many of a test's cases; the others are `exhaustive`",
+    ):
+        config.addinivalue_line("markers", line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what a sample leaves out of a test with many cases: always the same cases, in no order."""
-    cases = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
-    for _, group in itertools.groupby(cases, key=lambda item: (item.path, item.originalname)):
-        drawn = sorted(group, key=lambda item: zlib.crc32(item.name.encode()))
-        for item in [item for item in drawn[SAMPLE:] if item.get_closest_marker("whole") is None]:
-            item.add_marker(pytest.mark.slow)
+    """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("exhaustive") is None:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
+        sample = cases[0].get_closest_marker("sample")
+        for case in cases[sample.args[0] :] if sample else []:
+            case.add_marker(pytest.mark.exhaustive)
+        for case in cases[SAMPLE:] if cases[0].get_closest_marker("whole") is None else []:
+            case.add_marker(pytest.mark.slow)
