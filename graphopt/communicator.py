@@ -73,13 +73,6 @@ class Communicator:
             own.close()
         return None if memory is None or is_missing else np.frombuffer(memory, np.uint8)
 
-    def beside(self) -> Communicator | None:
-        """Return a communicator of the same workers that another thread uses at the same time; None without one.
-
-        All workers call this.
-        """
-        return None
-
     def wait(self) -> None:
         """Wait until all workers have called this."""
         self.any(False)

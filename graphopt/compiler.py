@@ -193,11 +193,10 @@ class StepHalves:
     Args:
         step: the whole step, as `compile` returns it.
         grad: computes the loss, the gradients and `rows`, the weight of the batch, from data and state. It is one
-            graph, or several stages that are run in turn, if the workers compute batch statistics together or sum
-            gradients early. Workers sum the outputs with the role `summed` of a stage before the next one. A stage may
+            graph, or several stages that are run in turn, if the workers compute batch statistics together. Workers
+            sum the outputs with the role `summed` of a stage before the next one. A stage may
             read all outputs of earlier ones.
         apply: computes the new state from the gradients' sums over all workers.
-        overlap: whether workers sum the gradients of a stage while they compute the next ones.
 
     >>> from graphopt import models
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
@@ -209,7 +208,6 @@ class StepHalves:
     step: ir.Model
     grad: tuple[ir.Model, ...]
     apply: ir.Model
-    overlap: bool = False
 
 
 def split_step(
@@ -217,7 +215,6 @@ def split_step(
     model: Source,
     *,
     statistics: Literal["synchronized", "local"] = "synchronized",
-    overlap: bool = False,
 ) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 
@@ -229,8 +226,6 @@ def split_step(
         statistics: the mean and the variance by which BatchNormalization normalizes: with `synchronized`, those of the
             rows of all workers, as one process does; with `local`, those of a worker's own rows, which takes no
             exchanges. In both cases, running statistics are means over the workers.
-        overlap: let workers sum the gradients of the last layers while they compute the others, in a thread. It pays
-            between machines with a slow network, and is of no use if workers share one state.
 
     Raises:
         GraphoptError: the model cannot be read, a pass rejects it, the step cannot be split, or `statistics` is
@@ -248,19 +243,16 @@ def split_step(
     import passes
     from passes.parts.batch_statistics import stages_of_batch
     from passes.parts.halves import cut
-    from passes.parts.stages import early_gradients
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
     step = pipeline(model)
     grad, apply = cut(step.clone())
     parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]
-    if overlap and len(parts) == 1:
-        parts = early_gradients(grad)
     simplify = passes.Simplify()
     for half in (*parts, apply):
         simplify(half)
-    return StepHalves(step, tuple(parts), apply, overlap)
+    return StepHalves(step, tuple(parts), apply)
 
 
 def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:

@@ -64,7 +64,7 @@ def check_equal(found: dict[str, Any]) -> None:
         assert all(one["accuracy"]), name
 
 
-@pytest.mark.parametrize("state", ["equal", "copies", "overlapped"])
+@pytest.mark.parametrize("state", ["equal", "copies"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_workers_equal_one_process(workers: int, state: str) -> None:
     """On ragged batches, with weights, sums, ignored labels, masks, batch statistics, and a shared validation."""

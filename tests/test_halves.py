@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from graphopt import models
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
-from graphopt.runtime.step_runner import StepRunner
 
 RNG = np.random.default_rng(0)
 X = np.random.default_rng(0).standard_normal((24, 1, 8, 8)).astype(np.float32)
@@ -215,45 +213,3 @@ def test_halves_have_initializers_in_the_order_of_the_step() -> None:
         names = [name for name in halves.step.graph.initializers if name in half.graph.initializers]
         assert len(names) > 1
         assert [name for name in half.graph.initializers if name in names] == names
-
-
-class Waiting(Twins):
-    """Sum gradients beside another thread, and only once the second stage has begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums, self.begun = Event(), Event()
-
-    def beside(self) -> Communicator | None:
-        return self
-
-    def sum(self, array: np.ndarray) -> None:
-        if array.dtype == np.float32 and not self.sums.is_set():  # gradients
-            self.sums.set()
-            assert self.begun.wait(30)
-        super().sum(array)
-
-
-def test_workers_sum_some_gradients_while_they_compute_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.mlp((4,), 3, hidden=(512, 1024))
-    pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1, momentum=0.9))
-    halves = graphopt.split_step(pipeline, model, overlap=True)
-    late, early = (
-        {str(y.name) for y in stage.graph.outputs if role_of(y) is Role.GRADIENT} for stage in halves.grad
-    )
-    assert "layers.2.weight.grad" in late and "layers.0.weight.grad" in early
-    step, twins = StepRunner.step, Waiting()
-
-    def noted(self: StepRunner, source: int, feeds: dict[str, np.ndarray]) -> dict[str, Any]:
-        if feeds and "target" not in feeds:  # the second stage
-            assert twins.sums.wait(30)
-            twins.begun.set()
-        return step(self, source, feeds)
-
-    monkeypatch.setattr(StepRunner, "step", noted)
-    batch = {"x": np.ones((8, 4), np.float32), "target": np.arange(8) % 3}
-    together = graphopt.DataParallel(halves, communicator=twins, share_state=False, threads=1)
-    alone = graphopt.Executor(halves.step, threads=1)
-    for _ in range(3):
-        assert together.step(batch)["loss"] == alone.step(batch)["loss"]
-    assert twins.begun.is_set() and same(together.state, alone.state)

@@ -100,13 +100,6 @@ GRAPHS = {
             ),
         ).grad
     ),
-    "overlapped_stages": lambda: (
-        graphopt.split_step(
-            graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD()),
-            models.mlp((2,), 1, hidden=(4, 3)),
-            overlap=True,
-        ).grad
-    ),
     "attention_gradient": lambda: graphopt.compile(attention(), loss=passes.MeanSquaredError()),
 }
 

@@ -35,7 +35,7 @@ REQUIRED = {  # what a recipe leaves to be set, for the test to set
     "loss/custom": {"function": lambda op, p, t: op.Abs(p - t)},
     "loss/several": {"losses": {"y": passes.MeanSquaredError()}},
 }
-FROM_ELSEWHERE = {"executor": {"step"}, "launcher": {"overlap"}}
+FROM_ELSEWHERE = {"executor": {"step"}}
 
 
 def composed(*overrides: str) -> DictConfig:

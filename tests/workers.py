@@ -17,7 +17,6 @@ from builders import model as parsed
 import graphopt
 import passes
 from graphopt import models
-from graphopt.distributed import exchange
 
 ROWS = 203
 RANDOM = np.random.default_rng(0)
@@ -131,20 +130,15 @@ def copies(communicator: graphopt.MPI) -> dict[str, Any]:
     return equal(communicator, share_state=False)
 
 
-def overlapped(communicator: graphopt.MPI) -> dict[str, Any]:
-    exchange.BUCKET = 1
-    return equal(communicator, share_state=False, overlap=True)
-
-
-def equal(communicator: graphopt.MPI, share_state: bool = True, overlap: bool = False) -> dict[str, Any]:
+def equal(communicator: graphopt.MPI, share_state: bool = True) -> dict[str, Any]:
     """Train on several workers and on one; return the largest differences."""
     found = {}
     for name in CASES:
-        both, data = halves(name, overlap=overlap)
+        both, data = halves(name)
         together = graphopt.DataParallel(
             both, communicator=communicator, threads=1, report=["loss"], share_state=share_state
         )
-        assert together.share_state is share_state and (len(both.grad) > 1 or not overlap)
+        assert together.share_state is share_state
         records = graphopt.fit(together, data, epochs=2, batch_size=31)
         digests = sums(communicator, together)
         if communicator.leads:
@@ -314,7 +308,7 @@ def memory(communicator: graphopt.MPI) -> dict[str, Any]:
 
 if __name__ == "__main__":
     workers = graphopt.MPI(60)
-    programs = (equal, copies, overlapped, few_rows, replaced, refused, memory, bereaved)
+    programs = (equal, copies, few_rows, replaced, refused, memory, bereaved)
     result = {one.__name__: one for one in programs}[sys.argv[1]](workers)
     if workers.leads:
         print("RESULT", json.dumps(result), flush=True)

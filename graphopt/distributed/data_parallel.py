@@ -106,7 +106,7 @@ class SharedBuffers(StateBuffers):
 def _check_alike(step: StepHalves, model: ir.Model, options: DataParallelOptions) -> None:
     """Check that all workers have the same graphs, initial states and options."""
     values = [found.numpy() for x in model.graph.inputs if (found := initial(x)) is not None]
-    alike = {"share_state": options.share_state, "in_place": options.in_place, "overlap": step.overlap}
+    alike = {"share_state": options.share_state, "in_place": options.in_place}
     options.communicator.check_alike(
         {
             "training graph": ", ".join(map(storage.model_digest, (*step.grad, step.apply))),
@@ -126,9 +126,7 @@ def _split_runner(
     """Return the runner of a step in two halves."""
     communicator, parts = options.communicator, (device, halves.grad, report, options.communicator)
     exchange = (
-        SharedExchange(*parts, buffers.allocate)
-        if isinstance(buffers, SharedBuffers)
-        else Exchange(*parts, overlap=halves.overlap and device.on_cpu)
+        SharedExchange(*parts, buffers.allocate) if isinstance(buffers, SharedBuffers) else Exchange(*parts)
     )
     apply = exchange.update(halves.apply)
     updates = [name for name in report if name in {y.name for y in apply.graph.outputs}]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +10,6 @@ import onnx_ir as ir
 from graphopt.communicator import Communicator
 from graphopt.distributed.shared_update import part_of_update
 from graphopt.distributed.summed_buffers import SummedBuffers
-from graphopt.graph.memory import bytes_of
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
 from graphopt.graph.roles import Role, role_of
@@ -21,13 +18,11 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.tensors import Allocate, Tensor, buffer
 
-BUCKET = 2**20  # bytes of gradients to sum before the others are known; a sum of less is mostly waiting
-
 
 class Exchange:
     """Average over all workers what the half `grad` computes, weighted by their batches; each has copies of the sums.
 
-    Gradients of one type lie in one buffer, which both halves are bound to, or in several if sums overlap with `grad`.
+    Gradients of one type lie in one buffer, which both halves are bound to.
 
     Attributes:
         fixed: values for inputs and outputs of both halves.
@@ -35,7 +30,6 @@ class Exchange:
     Args:
         grad: computes the loss, gradients and the weight of a batch, in stages.
         report: the outputs to return.
-        overlap: whether a thread sums the gradients of a stage of `grad` while the next ones run.
     """
 
     def __init__(
@@ -44,8 +38,6 @@ class Exchange:
         grad: Sequence[ir.Model],
         report: Sequence[str],
         communicator: Communicator,
-        *,
-        overlap: bool = False,
     ) -> None:
         self._device, self._communicator = device, communicator
         outputs = [y for stage in grad for y in stage.graph.outputs]
@@ -55,16 +47,15 @@ class Exchange:
         self._weighed = max(  # the stage after which the numbers are known that are averaged
             i for i, stage in enumerate(grad) if {ROWS, *self._means} & {y.name for y in stage.graph.outputs}
         )
-        other = communicator.beside() if overlap else None
-        self._summing = other or communicator
-        self._thread = ThreadPoolExecutor(1) if other else None
-        self._pending: list[Future[None]] = []
         self._first_row = buffer(device, np.zeros((), np.int32))
         self._has_positions = any(x.name == FIRST_ROW for stage in grad for x in stage.graph.inputs)
         self._share = 1.0 if self._is_sum else 1 / communicator.size
         share = buffer(device, np.array(self._share, np.float32))
         self.fixed: dict[str, Tensor] = {FIRST_ROW: self._first_row, SHARE: share}
-        self._sums = [(stage, role, self._buffers(values)) for stage, role, values in self._buckets(grad)]
+        self._sums = [
+            (role, self._buffers([y for y in outputs if role_of(y) is role]))
+            for role in (Role.GRADIENT, Role.SAVED)
+        ]
 
     def update(self, apply: ir.Model) -> ir.Model:
         """Return what this worker computes of the half `apply`."""
@@ -94,12 +85,9 @@ class Exchange:
         for stage, found in enumerate(stages):
             reported |= found
             if stage == self._weighed:
-                self._exchange(functools.partial(self._average, reported))
-            for after, role, buffers in self._sums:
-                if after == stage:
-                    self._exchange(functools.partial(self._sum, role, buffers, rows))
-        while self._pending:
-            self._pending.pop(0).result()
+                self._average(reported)
+        for role, buffers in self._sums:
+            self._sum(role, buffers, rows)
         return reported
 
     def _buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
@@ -108,32 +96,13 @@ class Exchange:
         self.fixed |= own.values
         return own
 
-    def _buckets(self, grad: Sequence[ir.Model]) -> Iterator[tuple[int, Role, list[ir.Value]]]:
-        """Yield the stages after which workers sum, the role of what they sum, and the values."""
-        gradients: list[ir.Value] = []
-        for i, stage in enumerate(grad):
-            gradients += [y for y in stage.graph.outputs if role_of(y) is Role.GRADIENT]
-            is_large = sum(map(bytes_of, gradients)) >= BUCKET
-            if i == len(grad) - 1 or (self._thread and is_large and i >= self._weighed):
-                yield i, Role.GRADIENT, gradients
-                gradients = []
-        outputs = [y for stage in grad for y in stage.graph.outputs]
-        yield len(grad) - 1, Role.SAVED, [y for y in outputs if role_of(y) is Role.SAVED]
-
-    def _exchange(self, work: Callable[[], None]) -> None:
-        """Exchange numbers with the other workers: now, or in a thread, in the order of the calls."""
-        if self._thread:
-            self._pending.append(self._thread.submit(work))
-        else:
-            work()
-
     def _average(self, reported: Reported) -> None:
         """Replace numbers by their means over all workers, weighted by their batches, and learn the weight of all."""
         weight = reported.pop(ROWS)
         factors = [1.0 if name in self._losses else weight for name in self._means]
         weighted = [factor * reported[name] for factor, name in zip(factors, self._means, strict=True)]
         totals = np.array([weight, *weighted], np.float64)
-        self._summing.sum(totals)
+        self._communicator.sum(totals)
         total = totals[0] or 1.0
         for name, number in zip(self._means, totals[1:], strict=True):
             reported[name] = float(number if name in self._losses else number / total)
@@ -152,7 +121,7 @@ class Exchange:
 
     def _reduce(self, array: np.ndarray) -> None:
         """Sum an array over all workers."""
-        self._summing.sum(array)
+        self._communicator.sum(array)
 
 
 class SharedExchange(Exchange):
@@ -174,7 +143,7 @@ class SharedExchange(Exchange):
         super().__init__(device, grad, report, communicator)
 
     def update(self, apply: ir.Model) -> ir.Model:
-        names = [name for _, _, buffers in self._sums for name in buffers.values]
+        names = [name for _, buffers in self._sums for name in buffers.values]
         return part_of_update(apply, names, self._communicator.rank, self._communicator.size)
 
     def agree(self, is_finite: bool) -> bool:

@@ -51,7 +51,6 @@ class Launcher:
             to average their gradients in each step, as `graphopt.DataParallel` does.
         outer: as in `graphopt.LocalSGD`.
         statistics: as in `graphopt.split_step`.
-        overlap: as in `graphopt.split_step`.
 
     Raises:
         GraphoptError: a number is outside its interval, or an option is unknown.
@@ -60,7 +59,6 @@ class Launcher:
     sync_every: int | None = within("[1, inf)", None, whole=True, kw_only=True)
     outer: Any = field(default=None, kw_only=True)
     statistics: Literal["synchronized", "local"] = field(default="synchronized", kw_only=True)
-    overlap: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_intervals(self)

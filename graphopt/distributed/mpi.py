@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import os
 import sys
 import threading
@@ -86,14 +85,6 @@ class MPI(Communicator):
         with self._waiting():
             self._world.Allgatherv(np.frombuffer(content, np.uint8), [found, sizes])
         return [part.tobytes() for part in np.split(found, np.cumsum(sizes)[:-1])]
-
-    def beside(self) -> Communicator | None:
-        if self._library.Query_thread() < self._library.THREAD_MULTIPLE:
-            return None
-        other = copy.copy(self)
-        other._world = self._world.Dup()
-        other._start_watch()
-        return other
 
     def regroup(self, *, is_whole: bool) -> list[int]:
         if self.size == 1 or not self._may_lose:

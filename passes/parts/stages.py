@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from graphopt.graph.memory import bytes_of
 from graphopt.graph.operators import ARITHMETIC, PRODUCTS, VIEWS
-from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.traversal import values_read
 from passes.parts.vector_jacobian import extract_part
 
 
@@ -51,27 +50,6 @@ def prepare(grad: ir.Model) -> None:
     ensure_typed(grad)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(grad)
     grad.graph.sort()
-
-
-def early_gradients(grad: ir.Model) -> list[ir.Model]:
-    """Cut the half `grad`, which is not simplified yet, so that some gradients are known early; the graph is changed.
-
-    The first stage has the forward pass and the gradients that need the fewest nodes: those of the last layers. While
-    workers sum them, they compute the others. The cut maximizes the smaller of two shares: that of the gradients' bytes
-    in the first stage, and that of the backward pass's nodes in the second one.
-    """
-    prepare(grad)
-    gradients = with_role(grad, Role.GRADIENT)
-    needs = {y: ancestors([y]) for y in gradients}
-    forward = ancestors(y for y in grad.graph.outputs if y not in needs)
-    nodes, size = len(ancestors(gradients) - forward) or 1, sum(map(bytes_of, gradients))
-    first, known, done, most = forward, forward, 0, 0.0
-    for y in sorted(gradients, key=lambda y: len(needs[y])):
-        known = known | needs[y]
-        done += bytes_of(y)
-        if (least := min(done / size, (nodes - len(known - forward)) / nodes)) > most:
-            first, most = known, least
-    return stages(grad, {node: int(most > 0 and node not in first) for node in [*grad.graph, None]})
 
 
 def _is_repeated(y: ir.Value, known: Collection[ir.Value]) -> bool:
