@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; libraries read it when they are loaded
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
 import onnx_ir as ir

@@ -71,6 +71,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 @pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.sample(9)
 def test_twins_compute_what_the_fused_step_computes(name: str, network: str, native: bool) -> None:
     """Sums of two equal gradients and their halves are exact, so that all bits are those of the fused step."""
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), **PIPELINES[name])
@@ -234,6 +235,7 @@ class Waiting(Twins):
         super().sum(array)
 
 
+@pytest.mark.slow
 def test_workers_sum_some_gradients_while_they_compute_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.mlp((4,), 3, hidden=(512, 1024))
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1, momentum=0.9))
