@@ -142,6 +142,8 @@ def split(source: Any, **steps: Any) -> graphopt.StepHalves:
 
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sample(5)
+@pytest.mark.slow
 def test_workers_with_unequal_rows_equal_one_process(name: str, native: bool) -> None:
     halves = split(residual(), **VARIANTS[name])
     assert len(halves.grad) == 5 + (name == "recomputed")  # segments follow each other
@@ -156,6 +158,7 @@ def test_workers_in_mixed_precision_nearly_equal_one_process() -> None:
     assert largest_difference(halves, {"x": IMAGES, "target": LABELS}, [5, 3]) < 1e-3
 
 
+@pytest.mark.slow
 def test_workers_train_as_pytorch_does_on_the_whole_batch() -> None:
     torch = pytest.importorskip("torch")
     import torch_models

@@ -48,6 +48,7 @@ def test_gradients_of_convolutions_are_timed(monkeypatch):
     assert set(times) == {*module.FORMS} - {"blocked"}  # it takes whole blocks of channels
 
 
+@pytest.mark.slow
 def test_providers_are_timed(monkeypatch):
     found = benchmark("providers", monkeypatch).main(rounds=1, batch=4)
     assert {name for name, provider in found if provider == "CPUExecutionProvider"} == {
@@ -59,6 +60,7 @@ def test_providers_are_timed(monkeypatch):
 
 
 @pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+@pytest.mark.slow
 def test_native_steps_are_timed(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER / "peers")
     (found,) = benchmark("native", monkeypatch).main(["mlp-small"], rounds=1).values()

@@ -103,6 +103,7 @@ STATEFUL: dict[str, Any] = {
 @pytest.mark.parametrize("act", [lambda run: run.stop("test"), fail], ids=["stopped", "failed"])
 @pytest.mark.parametrize("step", [20, 34, 45])
 @pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.sample(12)
 def test_an_interrupted_run_continues_bit_for_bit(tmp_path: Path, name: str, step: int, act: Any) -> None:
     """The state, the rate, the records, the log and what a checkpoint keeps are those of a run in one go."""
     make, ends = STATEFUL[name], []
@@ -301,6 +302,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.slow
 def test_a_plateau_is_pytorch_s(mode: str) -> None:
     for seed in range(60):
         draw = np.random.default_rng(seed)
@@ -734,6 +736,7 @@ def test_a_recipe_s_callbacks(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(read_log("csv", here / "out/mine.csv")) == len(lines)
 
 
+@pytest.mark.slow
 def test_a_class_of_your_own(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -786,6 +789,7 @@ def test_wrong_callbacks_in_a_recipe(
     assert not (here / "out/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_continues_with_its_callbacks(here: Path) -> None:
     used = ["callbacks.csv={path: log.csv, log_steps: true}", "callbacks.weight_average=0.9"]
     used += ["callbacks.reduce_on_plateau={patience: 1, min_delta: 0.5}"]

@@ -57,6 +57,7 @@ def whole() -> tuple[graphopt.Executor, list[Record]]:
 @pytest.mark.parametrize("reads_state", [True, False])
 @pytest.mark.parametrize("step", [1, 16, 17, 18, 40])
 @pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+@pytest.mark.sample(10)
 def test_a_stopped_run_continues_bit_for_bit(
     tmp_path: Path, step: int, shuffle: Any, reads_state: bool
 ) -> None:
@@ -352,6 +353,7 @@ def test_killed_at_random_moments(
 @pytest.mark.parametrize(
     ("number", "times"), [("SIGTERM", 1), ("SIGHUP", 1), ("SIGUSR1", 1), ("SIGINT", 1), ("SIGINT", 2)]
 )
+@pytest.mark.slow
 def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: str, times: int) -> None:
     folder = tmp_path / "run"
     process = start(folder, "fit.epochs=100000", "fit.validation=null")
@@ -373,6 +375,7 @@ def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: st
     assert not error
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = start(folder, "fit.epochs=100000", "fit.validation=null")

@@ -150,6 +150,7 @@ def test_report_says_all_that_blocks(
     assert "== after loss" in Path("out/report.txt").read_text()
 
 
+@pytest.mark.slow
 def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
     assert cli.main(sweep) == 0
@@ -367,6 +368,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("words", WORDS)
+@pytest.mark.slow
 def test_a_file_and_a_verb_stand_for_fields(words: str) -> None:
     onnx.save(mlp((4, 8, 3)), "it's (1).onnx")
     assert cli.main([*WORDS[words], *MINE[1:]]) == 0
@@ -380,6 +382,7 @@ def test_a_file_and_a_verb_stand_for_fields(words: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_trained_model() -> None:
     command = [sys.executable, "-c", "import sys; from graphopt.cli import main; sys.exit(main())", *MINE]
     environment = {**os.environ, "PYTHONPATH": str(Path(graphopt.__file__).parents[1])}

@@ -155,6 +155,7 @@ class Recognizer(torch.nn.Module):
 @pytest.mark.parametrize(
     "options", [{"native": False}, {"native": True, "verify": True}, {"steps_per_call": 3}], ids=str
 )
+@pytest.mark.slow
 def test_a_recognizer_trains_as_in_pytorch(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     network = Recognizer()

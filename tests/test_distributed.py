@@ -26,7 +26,7 @@ from graphopt.training.checkpoints import find, read
 
 pytest.importorskip("mpi4py")
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
-pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="expects mpiexec")
+pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="expects mpiexec"), pytest.mark.slow]
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
@@ -66,6 +66,7 @@ def check_equal(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("state", ["equal", "copies"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.sample(2)
 def test_workers_equal_one_process(workers: int, state: str) -> None:
     """On ragged batches, with weights, sums, ignored labels, masks, batch statistics, and a shared validation."""
     check_equal(program(state, workers))
@@ -205,6 +206,7 @@ def test_halves_are_files_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("statistics", "stages"), [("synchronized", 3), ("local", 1)])
+@pytest.mark.sample(1)
 def test_a_recipe_says_whose_statistics_normalize(tmp_path: Path, statistics: str, stages: int) -> None:
     onnx.save(NORMALIZED, tmp_path / "normalized.onnx")
     np.savez(tmp_path / "data.npz", **FLAT)

@@ -205,6 +205,7 @@ def test_a_network_of_lbfgs_continues_with_adam() -> None:
 # --- Models from elsewhere ---
 
 
+@pytest.mark.slow
 def test_a_model_of_one_s_own() -> None:
     X, y = load_digits(return_X_y=True)
     X = (X / 16).astype(np.float32).reshape(-1, 1, 8, 8)
@@ -273,6 +274,7 @@ def test_it_survives_pickle(through: Any, tmp_path: Path) -> None:
     assert (again.predict_proba(X_IRIS) == fitted.predict_proba(X_IRIS)).all()
 
 
+@pytest.mark.slow
 def test_searches_pipelines_and_clones() -> None:
     X, y = load_breast_cancer(return_X_y=True)
     network = (

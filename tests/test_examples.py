@@ -78,6 +78,7 @@ NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_example(path, monkeypatch):
     needed = NEEDS.get(path.stem)
     if needed and importlib.util.find_spec(needed) is None:

@@ -290,6 +290,7 @@ def test_the_trained_model_has_the_names_and_the_predictions():
     np.testing.assert_allclose(session.run(None, {"x": X})[0], executor.predict(x=X)["y"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_executor_needs_the_file_alone(tmp_path):
     graphopt.save(compiled(), tmp_path / "step.onnx")
     program = f"""
@@ -494,6 +495,7 @@ def test_an_empty_report_reads_nothing(executor):
     assert silent.step(x=np.full_like(X, np.nan), target=T) == {}
 
 
+@pytest.mark.slow
 def test_tensors_of_other_packages_are_read_where_they_are(executor):
     torch = pytest.importorskip("torch")
     expected = executor.step(x=X, target=T)["loss"]

@@ -103,6 +103,7 @@ def check(module: nn.Module, proto: onnx.ModelProto, draw) -> graphopt.Executor:
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.slow
 def test_the_row_that_pads_does_not_train(
     padding: int | None, tied: bool, optimize: bool, dynamic: bool
 ) -> None:
@@ -119,6 +120,7 @@ def test_the_row_that_pads_does_not_train(
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.slow
 def test_parts_of_a_split_weight_have_their_own_sizes(optimize: bool, dynamic: bool) -> None:
     torch.manual_seed(0)
     module = Queries()
@@ -126,6 +128,7 @@ def test_parts_of_a_split_weight_have_their_own_sizes(optimize: bool, dynamic: b
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.slow
 def test_the_attribute_tells_the_size_of_a_recurrence(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     module = Repeated(kind)

@@ -140,6 +140,7 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("reads_state", [None, True, False])
+@pytest.mark.slow
 def test_a_callback_sees_the_state_of_its_step(tmp_path: Path, reads_state: bool | None) -> None:
     """A checkpoint taken at step 7 is that of seven steps; who says not to look may see later ones."""
 
@@ -183,6 +184,7 @@ def test_skipped_steps_do_not_stop_it() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+@pytest.mark.slow
 def test_batches_made_ahead_are_the_same_training(tmp_path: Path, shuffle: Any) -> None:
     for name, array in DATA.items():
         np.save(tmp_path / f"{name}.npy", array)

@@ -175,6 +175,8 @@ def assert_trains_as_pytorch(module: nn.Module, inputs: Callable[[], torch.Tenso
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sample(9)
+@pytest.mark.slow
 def test_folded_values_train_as_their_parameters(name: str, optimize: bool, dynamic: bool) -> None:
     make, inputs = MODULES[name]
     torch.manual_seed(0)
@@ -184,6 +186,7 @@ def test_folded_values_train_as_their_parameters(name: str, optimize: bool, dyna
 
 
 @pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.slow
 def test_ties_and_literals_survive_another_tool(tool: str, tmp_path) -> None:
     torch.manual_seed(0)
     module = Tied().eval()
@@ -199,6 +202,7 @@ def test_missing_records_are_said() -> None:
 
 
 @pytest.mark.parametrize("field", ["freeze", "pattern"])
+@pytest.mark.slow
 def test_patterns_name_the_parameters_from_which_values_were_made(field: str) -> None:
     module = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
     proto = exported(module, torch.randn(2, 5, 8), True)

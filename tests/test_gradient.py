@@ -189,6 +189,7 @@ def test_gradient(case: Case) -> None:
 
 
 @each_case
+@pytest.mark.sample(150)
 def test_gradient_of_a_gradient(case: Case) -> None:
     first = differentiated(case, np.float64) if case.double else None
     if first is None or case.once or not first.graph.outputs:

@@ -788,6 +788,7 @@ def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixt
     assert not Path("pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_of_someone_else_runs_where_it_is_harmless() -> None:
     np.savez("../evil/theirs.npz", **np.load("train.npz"))
     text = (
@@ -821,6 +822,7 @@ def test_a_log_of_a_recipe_replaces_no_file(capfd: pytest.CaptureFixture[str]) -
     assert "expected a new file in the run's folder" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_log_of_a_recipe_is_continued_with_its_run() -> None:
     files = experiment("callbacks: {csv: log.csv}")
     assert run(files, NAMED, ["folder=out"]) == 0
@@ -837,6 +839,7 @@ def test_a_log_of_a_recipe_is_continued_with_its_run() -> None:
         ["callbacks.jsonl={path: ../named}"],
     ],
 )
+@pytest.mark.slow
 def test_what_the_command_line_names_is_allowed(arguments: list[str]) -> None:
     assert run(experiment("fit: {batch_size: 8}"), [*NAMED, *arguments], ["folder=out"]) == 0
     assert Path("named").is_file()

@@ -76,6 +76,7 @@ def close(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1
         np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_host_trains_as_the_executor_does(exported: Any) -> None:
     step, folder, fed = exported
     executor, host = graphopt.Executor(step, threads=1), Host(folder)
@@ -189,6 +190,7 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.slow
 def test_without_loops_a_host_trains_the_same(name: str, tmp_path: Path) -> None:
     step, fed = GRAPHS[name][0](), batches(name, 3)
     graphopt.export_hosts(step, tmp_path, batch=len(fed[0]["target"]), unroll=True)

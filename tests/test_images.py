@@ -227,6 +227,7 @@ def catching(found: list[str]) -> Iterator[None]:
         raise
 
 
+@pytest.mark.slow
 def test_training_on_images_gives_the_bits_of_training_on_arrays(tmp_path: Path) -> None:
     for i in range(40):
         bright = RNG.integers(0, 256, (8, 8), np.uint8) // 2 + (i % 2) * 120

@@ -543,6 +543,7 @@ def processes(job: str, folder: Path, count: int = 2) -> tuple[int, list[dict[st
 
 
 @PROCESSES
+@pytest.mark.slow
 def test_processes_that_meet_after_each_step_train_as_together(tmp_path: Path) -> None:
     code, said, errors = processes("equal", tmp_path)
     assert code == 0, errors
@@ -555,6 +556,7 @@ def test_processes_that_meet_after_each_step_train_as_together(tmp_path: Path) -
 
 
 @PROCESSES
+@pytest.mark.slow
 def test_after_the_death_of_a_process_training_resumes_from_the_last_synchronisation(tmp_path: Path) -> None:
     code, said, _ = processes("dies", tmp_path)
     assert code != 0

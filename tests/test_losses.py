@@ -204,6 +204,7 @@ class Answers(torch.nn.Module):
 
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.slow
 def test_question_answering_trains_as_in_pytorch(exporter):
     torch.manual_seed(3)
     network = Answers()

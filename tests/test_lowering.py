@@ -400,7 +400,6 @@ def lowered(proto: onnx.ModelProto) -> ir.Model:
     return model
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.runs])
 def test_a_lowering_computes_what_the_runtime_does(name):
     if OLD and name in NEWER:

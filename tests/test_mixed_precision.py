@@ -78,6 +78,7 @@ def operators(step: ir.Model, dtype: ir.DataType) -> set[str]:
 
 
 @each_network
+@pytest.mark.slow
 def test_training_is_as_in_float32_but_for_rounding(network: str) -> None:
     expected, found = compiled(network), compiled(network, **SCALED)
     feeds = batch(expected, network)
@@ -269,6 +270,7 @@ NARROW_CASES = [case for case in CASES if case.op_type in NARROW and case.double
 
 
 @pytest.mark.parametrize("op_type", sorted({case.op_type for case in NARROW_CASES}))
+@pytest.mark.sample(12)
 def test_gradients_of_what_is_computed_in_16_bits_are_as_in_64_but_for_rounding(op_type: str) -> None:
     for case in (case for case in NARROW_CASES if case.op_type == op_type):
         feeds = seeded(case, np.float16)

@@ -126,6 +126,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
         np.testing.assert_allclose(states[1][name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
     graphopt.Executor(step_of(), native="auto").run(batches(2))
     assert not cache.exists()  # small: nothing was compiled
@@ -147,6 +148,7 @@ def test_the_fastest_call_is_remembered(cache):
     assert len(called) == 6
 
 
+@pytest.mark.slow
 def test_a_deterministic_executor_measures_nothing(cache):
     executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto", deterministic=True)
     executor.run(batches(2))
@@ -199,6 +201,8 @@ def filled(tmp_path_factory):
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, piped, linked, emptied])
 @pytest.mark.parametrize("suffix", ["onnx", "json", "so", "o", "so.sum", "json.sum"])
+@pytest.mark.sample(9)
+@pytest.mark.slow
 def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, filled, suffix, damage):
     shutil.copytree(filled, cache)
     model = load(step_of())
@@ -221,6 +225,7 @@ def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
     assert flushed == [4, len((cache / "x.so.sum").read_bytes())]
 
 
+@pytest.mark.slow
 def test_a_damaged_library_does_not_switch_kernels_off(cache):
     step = step_of(mlp((4, 200, 60, 3)))
     lower(load(step)).library.write_bytes(b"damaged")
@@ -366,6 +371,7 @@ run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
     step, full = step_of(mlp((4, 200, 60, 3))), OSError("No space left on device")
 
@@ -388,6 +394,7 @@ def test_the_environment_lowers_nothing_for_other_providers(cache, monkeypatch):
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_not_in_the_cache(cache):
     step = step_of(mlp((4, 400, 3)), parameters=passes.Parameters(freeze="fc1.weight"))
     x, target = batches(1)[0].values()

@@ -198,6 +198,7 @@ def sizes(rng):
 
 
 @pytest.mark.parametrize("real", TYPES)
+@pytest.mark.slow
 def test_against_numpy(library, real):
     dtype = TYPES[real]
     rng = np.random.default_rng(14)

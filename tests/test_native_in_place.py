@@ -38,6 +38,7 @@ def shared(executor):
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "static"])
+@pytest.mark.slow
 def test_steps_in_place_are_those_of_two_sets(name):
     steps, options = STEPS[name]
     executors = pair(step_of(**steps), **options)
@@ -65,6 +66,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_models_in_place(name):
     proto, shape, out = MODELS[name]()
     executors = pair(step_of(proto))

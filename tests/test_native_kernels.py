@@ -364,6 +364,7 @@ def test_denormals_are_flushed_where_the_runtime_flushes_them() -> None:
     check(grown(0, PARTS, OPSET), flush=True)
 
 
+@pytest.mark.slow
 def test_worst_errors_of_functions() -> None:
     """The runtime's: Erf 0.90, Exp 0.86, Log 2.71, Softsign 2.00; Tanh and Sigmoid lose digits of small results."""
     x = np.arange(0, 2**32, 1009, dtype=np.uint64).astype(np.uint32).view(np.float32)

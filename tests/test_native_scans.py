@@ -285,6 +285,8 @@ UNINFERRED = {
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("variant", [variant for variant in recurrent.VARIANTS if variant.runtime], ids=str)
+@pytest.mark.sample(12)
+@pytest.mark.slow
 def test_gradients_of_recurrent_layers(variant, dynamic, within, monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
     feeds = recurrent.inputs(variant, np.float32)
@@ -323,6 +325,7 @@ def trained(layer, features=24, hidden=40):
 
 
 @pytest.mark.parametrize("layer", recurrent.GATES)
+@pytest.mark.slow
 def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
     graph = load(trained(layer))

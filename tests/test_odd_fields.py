@@ -84,6 +84,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("path", "odd"), EVERY)
+@pytest.mark.slow
 def test_an_odd_value_of_a_field_works_or_is_an_error_of_one_line(
     path: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,6 +136,7 @@ class Labelled(nn.Module):
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.slow
 def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
     torch.manual_seed(1)
     network = Labelled(logits)

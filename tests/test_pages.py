@@ -126,6 +126,7 @@ def test_a_resumed_run_s_report_has_the_whole_curve() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", "folder=runs", "optimizer=sgd,adamw", "fit.epochs=3"]
     assert cli.main(sweep) == 0
@@ -164,6 +165,7 @@ def test_a_long_curve_keeps_the_mean() -> None:
     assert np.average(means, weights=counts) == pytest.approx(values.mean())
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_of_an_interrupted_run() -> None:
     folder = Path("run")
     command = [sys.executable, "-m", "graphopt", *RECIPE, "fit.epochs=100000", "fit.validation=null"]

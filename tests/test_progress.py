@@ -101,6 +101,7 @@ def test_a_quiet_run_prints_nothing(
 
 
 @pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+@pytest.mark.slow
 def test_the_command_says_that_the_compiler_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def wrong(seeds: range) -> list[str]:
 
 @pytest.mark.parametrize("start", range(0, FEW, 20))
 @pytest.mark.slow
+@pytest.mark.sample(2)
 def test_gradients_of_random_graphs_are_pytorchs(start: int) -> None:
     assert not wrong(range(start, start + 20))
 

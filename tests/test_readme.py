@@ -99,6 +99,7 @@ def test_the_first_example_learns(folder_of: Callable[[Path], Path]) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_the_commands_run(
     page: Path, folder_of: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

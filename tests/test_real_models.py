@@ -196,6 +196,7 @@ def pretrained(package: str, path: str) -> ir.Model:
     return graphopt.load(Path(spec.origin).parent / path)
 
 
+@pytest.mark.slow
 def test_a_detector_of_file_types_is_fine_tuned() -> None:
     model = pretrained("magika", "models/standard_v3_3/model.onnx")
     random = np.random.default_rng(0)
@@ -244,6 +245,7 @@ def speech(**more: np.ndarray) -> Feeds:
 
 
 @pytest.mark.parametrize("name", ["silero_vad", "silero_vad_16k_op15"])
+@pytest.mark.slow
 def test_a_detector_of_speech_is_fine_tuned(name: str) -> None:
     """An LSTM, the size of the input and the sampling rate decide between branches of dozens of Ifs."""
     feeds = speech(target=np.array([[0], [1]], np.float32))

@@ -134,12 +134,14 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @each_variant
+@pytest.mark.sample(16)
 def test_gradient_equals_finite_differences(variant: Variant, large: bool) -> None:
     proved(variant, large)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.runtime], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.sample(24)
 def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool, large: bool) -> None:
     model, feeds = model_of(variant, np.float32, dynamic), inputs(variant, np.float32)
     outputs = testing.evaluate_reference(ir.from_proto(model), feeds)
@@ -154,6 +156,7 @@ def test_gradient_is_the_same_in_onnxruntime(variant: Variant, dynamic: bool, la
 
 @pytest.mark.parametrize("hidden", [8, 64])
 @pytest.mark.parametrize("op_type", GATES)
+@pytest.mark.slow
 def test_inference_has_the_operator_again(op_type: str, hidden: int) -> None:
     random, gates = np.random.default_rng(0), GATES[op_type] * hidden
     arrays = {
@@ -216,6 +219,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.slow
+@pytest.mark.sample(2)
 def test_losses_are_pytorchs(kind: Any, exporter: str) -> None:
     options = {} if kind is nn.RNN else {"bidirectional": True, "num_layers": 2}
     torch.manual_seed(0)

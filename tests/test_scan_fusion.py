@@ -41,6 +41,7 @@ RECURRENT = {
 
 @pytest.mark.parametrize("fusion", ["hoist_weight_gradients", "vectorize_steps"])
 @pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.slow
 def test_what_steps_of_a_scan_need_not_wait_for_is_done_at_once(name, fusion):
     random = np.random.default_rng(0)
     node, gates, units = RECURRENT[name]

@@ -51,6 +51,7 @@ BAGS = [
     ("options", "inputs"), BAGS, ids=lambda value: str(value) if isinstance(value, dict) else ""
 )
 @pytest.mark.slow
+@pytest.mark.sample(6)
 def test_bags_of_embeddings_train_as_in_pytorch(options, inputs, exporter):
     if exporter == "torchscript" and "padding_idx" in options:
         pytest.skip("the exporter refuses padding_idx")

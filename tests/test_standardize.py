@@ -586,6 +586,7 @@ def test_a_recipe_learns_from_the_rows_that_train_and_says_what_it_does(folder: 
     assert cli.main(["evaluate", "run/trained.onnx", "folder=out", *RECIPE, "standardize=inputs"]) == 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_to_the_same_bits(folder: Path) -> None:
     given = ["my.onnx", *RECIPE, *LEARNT, "fit.checkpoint.every=1 epoch"]
     assert cli.main([*given, "fit.epochs=4", "folder=whole"]) == 0
@@ -638,6 +639,7 @@ def test_wrong_recipes_are_errors_of_one_line_before_anything_is_written(
     assert not Path("run/trained.onnx").exists() and not Path("run/config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_labels_in_text_and_images_are_learnt_from(folder: Path) -> None:
     names = np.array(["low", "middle", "high"])[Y]
     lines = [
@@ -673,6 +675,7 @@ def test_a_folder_of_images_is_read_in_pieces(folder: Path, monkeypatch: pytest.
     assert [float(x) for x in logged[1].split(",")] == [12 / 2 / 8, 12 / 2 / 4]
 
 
+@pytest.mark.slow
 def test_other_runs_of_a_recipe_that_learns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in ("compile", "hosts", "report"):
         assert cli.main([run, "my.onnx", *RECIPE, *LEARNT, f"folder={run}"]) == 0

@@ -137,6 +137,7 @@ def test_the_bits_are_those_of_arrays(prefetch: int, steps_per_call: int) -> Non
     assert [one["loss"] for one in found] == [one["loss"] for one in expected]
 
 
+@pytest.mark.slow
 def test_a_list_of_batches_tells_its_length() -> None:
     seen: list[Run] = []
 
@@ -194,6 +195,8 @@ def test_validation_and_evaluation_by_iterables() -> None:
 @pytest.mark.parametrize("steps", [None, 7])
 @pytest.mark.parametrize("data", [Shuffled, Counted, lambda: Counted(is_bytes=True)])
 @pytest.mark.parametrize("step", [1, 5, 10, 11, 12, 14, 20])
+@pytest.mark.sample(20)
+@pytest.mark.slow
 def test_a_stopped_run_continues_bit_for_bit(
     tmp_path: Path, step: int, data: Any, steps: int | None, reads_state: bool
 ) -> None:
@@ -395,6 +398,7 @@ def test_the_learning_rate_finder_leaves_all_batches_to_the_training() -> None:
 
 @pytest.mark.parametrize(("step", "workers"), [(3, 0), (11, 0), (15, 0), (None, 0), (15, 2)])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.slow
 def test_torchdata_s_loader(tmp_path: Path, workers: int, step: int) -> None:
     torch = pytest.importorskip("torch")
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
@@ -432,6 +436,7 @@ def test_pytorch_s_loader() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 11, 15, None])
+@pytest.mark.slow
 def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
     grain = pytest.importorskip("grain")
     handler = pytest.importorskip("absl.logging").get_absl_handler()
@@ -451,6 +456,7 @@ def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [None, "shuffled"])
 @pytest.mark.parametrize("step", [3, 10, 11, 15, 22, None])
+@pytest.mark.slow
 def test_a_hugging_face_stream(tmp_path: Path, workers: str | None, step: int) -> None:
     datasets = pytest.importorskip("datasets")
 

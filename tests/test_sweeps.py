@@ -45,6 +45,7 @@ def state(run: int) -> dict[str, np.ndarray]:
     return dict(read(find(f"out/{run}")).state)
 
 
+@pytest.mark.slow
 def test_jobs_in_processes_equal_jobs_one_by_one() -> None:
     done = command(*SWEEP, "sweep=parallel", "hydra.launcher.n_jobs=2")
     assert done.returncode == 0, done.stderr
@@ -147,6 +148,7 @@ def test_a_job_of_ray_that_is_killed_continues_to_the_same_bits(ray: Any) -> Non
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_others(launcher: str) -> None:
     failing = ["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", f"hydra/launcher={launcher}"]
     done = command(*failing)
@@ -173,6 +175,7 @@ def test_a_launcher_that_is_not_installed_is_named(recipe: str, capsys: pytest.C
     assert "which is not installed: pip install it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_run_again_does_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(SWEEP) == 0
     whole = state(1)
@@ -201,6 +204,7 @@ def test_another_sweep_needs_another_folder(capsys: pytest.CaptureFixture[str]) 
     assert "expected a run of the same recipe, found one with fit.seed=0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_search_minimizes_the_validation_loss() -> None:
     search = ["-m", "folder=out", "sweep=optuna", "fit.epochs=1", "hydra.sweeper.n_trials=3"]
     rate = "optimizer.learning_rate=tag(log,interval(1e-4,1e-1))"
@@ -259,6 +263,7 @@ def test_runs_stop_where_optunas_pruner_prunes(direction: str, warmup: int) -> N
     assert 5 < stops < 20
 
 
+@pytest.mark.slow
 def test_a_sweep_stops_bad_runs_early(capsys: pytest.CaptureFixture[str]) -> None:
     rates = "optimizer.learning_rate=1e-2,1e-3,1e-8"
     stop = ["callbacks.median_stopping={at_least: 2, warmup: 1}"]

@@ -56,6 +56,7 @@ def batches(name, steps):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", torch_models.MODELS)
 @pytest.mark.slow
+@pytest.mark.sample(6)
 def test_losses_are_pytorchs(name, exporter, optimizer):
     step = graphopt.compile(
         exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0]
@@ -88,6 +89,7 @@ def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(nam
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", torch_models.MODELS)
+@pytest.mark.slow
 def test_every_parameter_of_the_network_trains_and_nothing_else(name, exporter):
     network, _, _ = torch_models.build(name)
     step = graphopt.load(exported(name, exporter))

@@ -459,6 +459,7 @@ def export(row: Row) -> tuple[nn.Module, onnx.ModelProto]:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.sample(24)
 def test_parameters_train_and_buffers_do_not(name: str) -> None:
     module, proto = export(ROWS[name])
     loaded, _ = decided(proto)

@@ -44,6 +44,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", ["folder=run", "resume=run", "model=run/trained.onnx"])
+@pytest.mark.slow
 def test_evaluate_writes_and_prints_metrics(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     folder = "out" if source.startswith("model") else "run"
@@ -74,6 +75,7 @@ def test_evaluate_on_other_rows_and_with_a_checkpoint_by_name() -> None:
 
 @pytest.mark.parametrize("source", ["folder=run", "resume=run", "model=run/trained.onnx"])
 @pytest.mark.parametrize("ending", ["npz", "csv", "parquet"])
+@pytest.mark.slow
 def test_predict_writes_the_outputs(source: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = "out" if source.startswith("model") else "run"
     given = [source, *(["folder=out"] if folder == "out" else [])]
@@ -150,6 +152,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.slow
 def test_errors_are_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     os.makedirs("other")
     Path("other/step.onnx").write_bytes(Path("run/step.onnx").read_bytes())

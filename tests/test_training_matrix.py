@@ -44,12 +44,15 @@ def wrong(training: Training) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("loss", "static"), [("classes", False), ("squares", True)])
+@pytest.mark.slow
 def test_plain_descent_trains_each_network(loss: str, static: bool) -> None:
     trainings = [Training(network=name, loss=loss, static=static) for name in NETWORKS]
     assert {training.network: found for training in trainings if (found := wrong(training))} == {}
 
 
 @pytest.mark.parametrize("training", PAIRS, ids=str)
+@pytest.mark.sample(32)
+@pytest.mark.slow
 def test_each_pair_of_settings_trains_as_pytorch_does(training: Training) -> None:
     assert wrong(training) == {}
 

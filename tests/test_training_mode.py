@@ -102,6 +102,7 @@ def test_batch_normalization_trains_as_pytorchs(mode):
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize("rows", [3, 8])
+@pytest.mark.slow
 def test_the_running_variance_of_a_pytorch_model_is_pytorchs(exporter, rows):
     torch.manual_seed(5)
     network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=0.3), nn.Tanh(), nn.Linear(4, 2))
@@ -434,6 +435,7 @@ def test_a_ratio_that_is_no_constant_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (3, 2, 4, 3)])
+@pytest.mark.slow
 def test_gradients_through_batch_statistics_equal_finite_differences(shape):
     proto = model(
         f"""g (double[{",".join(map(str, shape))}] x) => (double[{",".join(map(str, shape))}] y) {{
@@ -476,6 +478,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.slow
 def test_calls_of_one_normalization_move_one_pair_of_statistics_in_turn(exporter, calls):
     torch.manual_seed(3)
     network = Shared(calls).eval()

@@ -124,6 +124,7 @@ def test_a_reproducer_runs(cache, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_wrong_kernel_is_seen_and_the_graph_runs_without_it(monkeypatch):
     use_wrong_kernel(monkeypatch)
     executor = graphopt.Executor(table_step(), native=True, threads=1)
@@ -136,6 +137,7 @@ def test_a_wrong_kernel_is_seen_and_the_graph_runs_without_it(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_wrong_kernel_in_place_is_seen_before_the_state_changes(monkeypatch):
     use_wrong_kernel(monkeypatch)
     executor = graphopt.Executor(table_step(), native=True, in_place=True, threads=1)
@@ -145,6 +147,7 @@ def test_a_wrong_kernel_in_place_is_seen_before_the_state_changes(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_in_place_steps_count_once_although_the_first_is_compared():
     executor = graphopt.Executor(table_step(), native=True, in_place=True, threads=1, verify=True)
     plain = graphopt.Executor(table_step(), threads=1, target="plain")
@@ -238,6 +241,7 @@ def test_rounding_is_no_difference(optimizer):
 
 @needs_compiler
 @pytest.mark.parametrize("network", [attention, linear, mlp])
+@pytest.mark.slow
 def test_kernels_are_compared_with_the_graph_before_its_fusion(network):
     step = graphopt.compile(network(), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
     x = next(x for x in step.graph.inputs if x.name == "x")

@@ -40,6 +40,7 @@ def equal(first, second):
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("count", [1, 7, 50, 64])
+@pytest.mark.sample(4)
 def test_calls_of_several_steps_are_single_steps(name, count):
     step = compiled(**STEPS[name])
     single, several = graphopt.Executor(step, threads=1), graphopt.Executor(step, threads=1)

@@ -61,6 +61,7 @@ def carried(case: gradient_cases.Case) -> dict[int, bool]:
     return {i: f"x{i}.grad" in found for i in arrays}
 
 
+@pytest.mark.slow
 def test_inputs_without_flow_are_those_that_no_rule_has_a_gradient_of() -> None:
     flows: dict[tuple[str, int], bool] = {}
     for case in gradient_cases.CASES:
@@ -187,6 +188,7 @@ def export(module: nn.Module, x: torch.Tensor, exporter: str, **options) -> onnx
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_as_many_numbers_train_as_in_pytorch(kind: type[nn.Module], exporter: str) -> None:
     loaded, _ = decided(exported(kind, exporter))
     expected = sorted(parameter.numel() for parameter in network(kind).parameters())
@@ -196,6 +198,7 @@ def test_as_many_numbers_train_as_in_pytorch(kind: type[nn.Module], exporter: st
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_ten_steps_are_pytorchs(kind: type[nn.Module], exporter: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -457,6 +460,7 @@ def test_roles_and_reasons_survive_saving(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Attention, Positioned])
+@pytest.mark.slow
 def test_a_step_leaves_stack_traces_out_and_trains_the_same_when_it_is_compiled_again(
     kind: type[nn.Module],
 ) -> None:
