@@ -135,17 +135,17 @@ def protect(nodes: Iterable[ir.Node]) -> Iterator[None]:
 
     Nodes with different notes are in different domains, so that no rewriter takes one for another.
     """
-    nodes = list(nodes)
+    domains = {node: node.domain for node in nodes}
     kinds: dict[object, int] = {}
-    for node in nodes:
+    for node, domain in domains.items():
         holders: list[metadata.Holder] = [node, *node.outputs]
         notes = [tuple(sorted(metadata.all_of(holder).items())) for holder in holders]
-        node.domain = f"graphopt.hidden.{kinds.setdefault((*notes,), len(kinds))}"
+        node.domain = f"graphopt.hidden.{kinds.setdefault((domain, *notes), len(kinds))}"
     try:
         yield
     finally:
-        for node in nodes:
-            node.domain = ""
+        for node, domain in domains.items():
+            node.domain = domain
 
 
 def needed(model: ir.Model) -> list[ir.Node]:
