@@ -36,7 +36,9 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     }
     following = with_role(model, Role.NEXT)
     if not gradients or not following:
-        raise GraphoptError("several workers need an optimizer's update, found none: set an optimizer")
+        raise GraphoptError(
+            "several workers need gradients and an optimizer's update, found none: set an optimizer, and leave fuse out"
+        )
     if state.accumulators(model):
         raise GraphoptError(
             "several workers: expected a pipeline without accumulate, found one: give each worker larger batches"
