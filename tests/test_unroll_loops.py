@@ -91,7 +91,7 @@ def test_training_graphs_train_the_same(name):
     passes.UnrollLoops()(written)
     assert has_loops(step)
     assert not has_loops(written)
-    first, second = (graphopt.Executor(m, threads=1, native=False) for m in (step, written))
+    first, second = (graphopt.Executor(m, threads=1, target="plain") for m in (step, written))
     for batch in batches(name, 20):
         assert second.step(batch)["loss"] == first.step(batch)["loss"]
     for key, value in first.state.items():
