@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_node_tests
 import onnxruntime
 import pytest
 import torch_models
@@ -26,7 +27,6 @@ from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME, Role
 from graphopt.inspection.report import report
 from graphopt.runtime.executor import run as execute
-from graphopt.testing import coverage
 from graphopt.testing.gradients import FATAL, distance, finite, gradient_model
 from passes.ort_gradient import limits as forms
 
@@ -161,7 +161,7 @@ def test_the_command_prints_who_refuses_and_why(
         "ConvTranspose",
     ]
     monkeypatch.setattr("sys.argv", arguments)
-    coverage.main()
+    onnx_node_tests.main()
     _, transposed, softplus, tanh, total = capsys.readouterr().out.splitlines()
     assert tanh.split() == ["Tanh", "2", "2"]
     assert softplus.endswith("OrtGradient: Softplus: onnxruntime-training has none")

@@ -151,15 +151,16 @@ def test_a_list_of_batches_tells_its_length() -> None:
     assert [(run.steps, run.rows, run.validation_rows) for run in seen] == [(11, None, None), (None, None, 0)]
 
 
-def test_several_workers_need_data_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_workers_need_data_with_rows() -> None:
     class Two(Communicator):
         size = 2
 
-    monkeypatch.setattr(graphopt.Executor, "workers", Two())
+    several = executor()
+    several.workers = Two()
     with pytest.raises(
         GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"
     ):
-        fit(executor(), Again())
+        fit(several, Again())
 
 
 def test_an_endless_iterable() -> None:

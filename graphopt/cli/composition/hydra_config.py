@@ -302,8 +302,9 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def on_the_command_line(field: str) -> GraphoptError:
-    """Return the error of a field that recipes must not set."""
-    return GraphoptError(f"{field}: expected it on the command line alone, found it in a recipe")
+    """Return the error of a field, or of an item of a list in it, that recipes must not set."""
+    name = field.rstrip("0123456789").removesuffix(".")
+    return GraphoptError(f"{name}: expected it on the command line alone, found it in a recipe")
 
 
 def flattened(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -135,6 +135,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     result, lowerings = Plan(model), set(LOWERINGS) - set(without)
     if not is_well_formed(model):  # ONNX Runtime says what is wrong
         return result
+    infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
     unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()})
