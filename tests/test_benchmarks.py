@@ -25,6 +25,7 @@ def benchmark(name, monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_scikit_learn_and_pytorch_take_the_same_steps(monkeypatch, tmp_path):
     path = tmp_path / "curves.svg"
     found = benchmark("scikit_learn", monkeypatch).main(epochs=3, rounds=1, path=str(path))
@@ -218,6 +219,7 @@ def test_networks_of_other_shapes_are_timed():
     assert "| regression, tanh | 46,601 |" in done.stdout
 
 
+@pytest.mark.slow
 def test_workers_apart_send_fewer_bytes(monkeypatch):
     found = benchmark("local_sgd", monkeypatch).main(seeds=1, epochs=2, sync_every=29)
     (together, often), (apart, seldom) = found.values()

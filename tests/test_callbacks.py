@@ -484,6 +484,7 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [callbacks.JSONL, callbacks.CSV])
+@pytest.mark.slow
 def test_a_damaged_log_and_a_folder_in_its_place(tmp_path: Path, kind: Any) -> None:
     path, stop = tmp_path / "log", At(20, lambda run: run.stop("test"))
     options = {**OPTIONS, "checkpoint": tmp_path / "checkpoints"}

@@ -58,6 +58,7 @@ def whole() -> tuple[graphopt.Executor, list[Record]]:
 @pytest.mark.parametrize("step", [1, 16, 17, 18, 40])
 @pytest.mark.parametrize("shuffle", [True, "consecutive", False])
 @pytest.mark.sample(10)
+@pytest.mark.slow
 def test_a_stopped_run_continues_bit_for_bit(
     tmp_path: Path, step: int, shuffle: Any, reads_state: bool
 ) -> None:
@@ -117,6 +118,7 @@ def test_rates_and_callbacks_continue(tmp_path: Path) -> None:
     assert first.count == second.count and (first.kept == second.kept).all()
 
 
+@pytest.mark.slow
 def test_which_checkpoints_stay(tmp_path: Path, whole: tuple[graphopt.Executor, list[Record]]) -> None:
     checkpoints = graphopt.Checkpoints(tmp_path, every="7 steps", keep=2, best="accuracy", keep_best=1)
     runner = executor(steps_per_call=5)

@@ -104,6 +104,7 @@ def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str
     assert "hosts: unknown field 'bach'; known: batch, target, unroll" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_artifacts_have_the_recipe_s_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["model=my.onnx", "run=artifacts", "folder=out"]
     assert cli.main([*arguments, "optimizer=sgd", "optimizer.momentum=0.9", "clip=global_norm"]) == 0
@@ -173,6 +174,7 @@ def test_a_table_in_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one in said for one in options) and "…" not in said
 
 
+@pytest.mark.slow
 def test_a_diverged_run_does_not_end_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-m", *MINE, "optimizer=sgd", "optimizer.learning_rate=1e38,1e-3"]) == 0
     said = capsys.readouterr()
@@ -336,6 +338,7 @@ def test_too_little_memory_is_one_line(
     assert capfd.readouterr().err.startswith("graphopt: error: out of memory: Unable to allocate")
 
 
+@pytest.mark.slow
 def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
     monkeypatch.syspath_prepend(here)

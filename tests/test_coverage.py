@@ -66,6 +66,7 @@ def test_all_recorded_cases_pass() -> None:
     assert sum(proof.vacuous for proof in found) <= VACUOUS
 
 
+@pytest.mark.slow
 def test_finite_differences_of_the_runtime_prove_what_pytorch_does() -> None:
     """Without PyTorch, as users run it: of an operator that ONNX Runtime has in float64, and of one that it has not."""
     for op_type in ("Tanh", "LogSoftmax", "Conv", "GatherND"):

@@ -200,6 +200,7 @@ def test_options_that_do_not_suit_the_prediction_are_refused(options: dict[str, 
         step_of(passes.CTC(**options))
 
 
+@pytest.mark.slow
 def test_the_command_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(network((0, 1, 2)), "y.onnx")

@@ -66,6 +66,7 @@ def test_a_file_that_is_no_library_is_refused(library: str) -> None:
         graphopt.Device("cpu", custom_ops=library)
 
 
+@pytest.mark.slow
 def test_the_command_line_names_a_library_and_a_recipe_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -522,6 +522,7 @@ def test_arrow_buffers_are_measured_before_they_are_expanded(
     assert pyarrow.total_allocated_bytes() - before < 10**6
 
 
+@pytest.mark.slow
 def test_a_column_that_is_not_used_is_not_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

@@ -169,6 +169,7 @@ def test_detached_values_get_no_gradient(use: Callable, optimize: bool, dynamic:
     assert_trains_as_pytorch(use, step)
 
 
+@pytest.mark.slow
 def test_values_merged_across_a_detach_are_refused_until_the_file_keeps_them() -> None:
     with pytest.raises(GraphoptError, match=r"merged or dropped 'mse_loss_1'.*optimize=False"):
         compiled(exported(codebook, True))
@@ -176,6 +177,7 @@ def test_values_merged_across_a_detach_are_refused_until_the_file_keeps_them() -
     assert_trains_as_pytorch(codebook, step)
 
 
+@pytest.mark.slow
 def test_a_detach_without_a_record_is_said() -> None:
     class Viewed(Network):
         def forward(self, x, y):
@@ -203,6 +205,7 @@ def test_a_block_without_gradients_is_said_and_can_be_stopped() -> None:
     assert_trains_as_pytorch(teacher, step)
 
 
+@pytest.mark.slow
 def test_a_detached_output_gives_no_gradient() -> None:
     def outputs(m, x, y):
         h = m.f(x)

@@ -293,6 +293,7 @@ def test_searches_pipelines_and_clones() -> None:
     assert "OnnxClassifier(max_iter=8, random_state=0)" in repr(network).replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_graphopt_imports_without_scikit_learn(tmp_path: Path) -> None:
     (tmp_path / "sklearn.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"

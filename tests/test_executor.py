@@ -155,6 +155,7 @@ def test_state_can_be_read_and_put_back(executor):
     assert [executor.step(x=X, target=T)["loss"] for _ in range(3)] == losses
 
 
+@pytest.mark.slow
 def test_run_trains_when_it_is_called_and_iterate_when_it_is_read(executor):
     twin = graphopt.Executor(compiled(), threads=1)
     batches = [{"x": X, "target": T}] * 5
@@ -304,6 +305,7 @@ assert not {{"passes", "recipes", "hydra"}} & set(sys.modules), sys.modules.keys
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_without_a_runtime_compiling_works_and_executing_names_the_extras(tmp_path):
     graphopt.save(mlp(), tmp_path / "mlp.onnx")
     program = f"""

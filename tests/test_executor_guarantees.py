@@ -121,6 +121,7 @@ def test_large_numbers_and_infinite_ones_that_were_there_before_are_no_error() -
     np.testing.assert_array_equal(executor.state["mask"][[0, 2]], mask[[0, 2]])
 
 
+@pytest.mark.slow
 def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
     for wrong in (0.0, np.inf, -np.inf, np.nan):
         executor = graphopt.Executor(compiled(mlp(), passes.AdamW(0.1)), threads=1)

@@ -245,6 +245,7 @@ def bomb() -> str:
         pytest.param(None, id="bomb"),
     ],
 )
+@pytest.mark.slow
 def test_notes_that_do_not_fit_are_refused(packed):
     step = ir.to_proto(graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)))
     kept = [each for each in step.metadata_props if each.key != Notes.KEY]

@@ -224,6 +224,7 @@ def test_patterns_name_the_parameters_from_which_values_were_made(field: str) ->
     assert len(one if field == "pattern" else every - one) == 1
 
 
+@pytest.mark.slow
 def test_groups_regularizers_and_diagnostics_name_them_too() -> None:
     module = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
     proto = exported(module, torch.randn(2, 5, 8), True)

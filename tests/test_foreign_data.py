@@ -55,6 +55,7 @@ def hugging_face(columns: dict[str, Any] = DATA) -> Any:
 
 
 @pytest.mark.parametrize("shuffle", [True, "consecutive", False])
+@pytest.mark.slow
 def test_a_hugging_face_data_set_gives_the_bits_of_arrays(shuffle: Any) -> None:
     one, other = executor(), executor()
     expected = graphopt.fit(one, DATA, **OPTIONS, shuffle=shuffle)

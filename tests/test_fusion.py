@@ -174,6 +174,7 @@ def test_sums_over_many_columns_are_products(optimizer):
         {"optimizer": passes.SGD(0.05), "clip": passes.ReportGradients()},
     ],
 )
+@pytest.mark.slow
 def test_scaled_gradients_change_nothing_that_is_reported(steps):
     left_out = passes.Fuse(leave_out=["fold_rate_into_loss_gradient"])
     compiled = [

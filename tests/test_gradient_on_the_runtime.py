@@ -72,6 +72,7 @@ ALL = [(pair, symbolic) for pair in itertools.product(SCALES, repeat=2) for symb
     "cases", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.slow
 def test_resize_by_scales_that_leave_the_size_of_an_axis(transformation, cases):
     """ONNX Runtime copies what keeps its shape, whatever the scales are, and only then."""
     for mode, attributes in MODES:
@@ -82,6 +83,7 @@ def test_resize_by_scales_that_leave_the_size_of_an_axis(transformation, cases):
 
 
 @pytest.mark.parametrize("roi", [[0.1, 0.2, 0.8, 0.9], [-0.2, 0, 1.3, 1]])
+@pytest.mark.slow
 def test_resize_of_a_region(roi):
     region = [0, 0, *roi[:2], 1, 1, *roi[2:]]
     for mode, pair in itertools.product(("nearest", "linear", "cubic"), [(1.3, 2.0), (1.0, 1.0), (1.3, 1.1)]):

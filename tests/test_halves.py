@@ -69,6 +69,8 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 @pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.slow
+@pytest.mark.sample(9)
 def test_twins_compute_what_the_fused_step_computes(name: str, network: str, native: bool) -> None:
     """Sums of two equal gradients and their halves are exact, so that all bits are those of the fused step."""
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), **PIPELINES[name])

@@ -775,6 +775,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("attack", EVERY)
+@pytest.mark.slow
 def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
     files, arguments, error = ATTACKS[attack]
     before = os.listdir("..")
@@ -810,6 +811,7 @@ def test_a_file_elsewhere_is_read_if_the_command_line_names_it(capfd: pytest.Cap
     assert run(files, named, ["folder=out"]) == 0
 
 
+@pytest.mark.slow
 def test_a_log_of_a_recipe_replaces_no_file(capfd: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     for name, callbacks in (("victim.csv", "{csv: victim.csv}"), ("victim", "{jsonl: victim}")):
@@ -845,6 +847,7 @@ def test_what_the_command_line_names_is_allowed(arguments: list[str]) -> None:
     assert Path("named").is_file()
 
 
+@pytest.mark.slow
 def test_a_recipe_of_someone_else_trains_with_the_processes_of_the_user() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     Path("../evil/experiment").mkdir()

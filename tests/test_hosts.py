@@ -103,6 +103,7 @@ def test_a_host_evaluates_and_predicts_as_the_executor_does(exported: Any, graph
     close(Host(folder, executor.state).run(graph, fed[0]), getattr(executor, graph)(data))
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_and_are_the_model(exported: Any, tmp_path: Path) -> None:
     step, folder, fed = exported
     whole, executor, host = graphopt.Executor(step), graphopt.Executor(step), Host(folder)

@@ -50,6 +50,7 @@ def train(program: Path, folder: Path, state: Path, fed: Sequence[Batch], saved:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.slow
 def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_path: Path) -> None:
     step, fed = GRAPHS[name][0](), batches(name, STEPS)
     graphopt.export_hosts(step, tmp_path / "host")

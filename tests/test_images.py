@@ -242,6 +242,7 @@ def test_training_on_images_gives_the_bits_of_training_on_arrays(tmp_path: Path)
     assert records[-1]["accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_command_trains_evaluates_and_predicts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +262,7 @@ def test_the_command_trains_evaluates_and_predicts(
     assert "images/cat/broken.jpg: expected an image" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_recipe_reads_no_image_beyond_its_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_recipe_reads_no_image_beyond_its_folder(
 
 
 @pytest.mark.parametrize("size", [None, [8, 8]])
+@pytest.mark.slow
 def test_an_image_that_expands_too_far_is_refused_before_it_is_decoded(tmp_path: Path, size: Any) -> None:
     for name in ("cat", "dog"):
         save(tmp_path / name / "0.png", np.zeros((9_000, 9_000), np.uint8))

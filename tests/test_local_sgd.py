@@ -199,6 +199,7 @@ def test_the_outer_momentum_is_saved(tmp_path: Path) -> None:
         graphopt.Executor(compiled()).load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_running_statistics_are_averaged() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))

@@ -444,6 +444,7 @@ def outputs_of(case: Case) -> np.ndarray:
     return run(ir.to_proto(lowered(proto)), case.feeds)["y"]
 
 
+@pytest.mark.slow
 def test_forms_that_the_cpu_provider_lacks_compute_what_their_parts_do():
     q, k, v = (floats(B, S, N, H) for _ in range(3))
     flat = [x.reshape(B, S, D) for x in (q, k, v)]

@@ -274,6 +274,7 @@ def test_each_target_has_the_metrics_of_its_task() -> None:
     assert {name for name in found if "." in name} == {"target_y.accuracy", "target_z.rmse"}
 
 
+@pytest.mark.slow
 def test_metrics_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

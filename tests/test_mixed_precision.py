@@ -116,6 +116,7 @@ def test_what_reads_a_wide_value_stays_wide() -> None:
 
 
 @each_network
+@pytest.mark.slow
 def test_inference_is_the_models_own(network: str) -> None:
     own, step = compiled(network), compiled(network, **SCALED, training=passes.TrainingMode())
     expected, executor = graphopt.Executor(own), graphopt.Executor(step)
@@ -249,6 +250,7 @@ def test_accumulated_gradients_that_are_not_finite_are_thrown_away() -> None:
         np.testing.assert_array_equal(value, before[name])
 
 
+@pytest.mark.slow
 def test_several_steps_a_call_and_checkpoints_are_bit_for_bit_the_same(tmp_path: Any) -> None:
     batches = [{"x": np.roll(X, i, 0), "target": np.roll(T, i, 0)} for i in range(6)]
     step = dynamic(2.0**12, precision=passes.MixedPrecision())

@@ -408,6 +408,7 @@ def test_frozen_weights_are_not_in_the_cache(cache):
     assert weight not in kept.read_bytes()
 
 
+@pytest.mark.slow
 def test_processes_may_compile_at_once(cache, tmp_path):
     graphopt.save(step_of(), tmp_path / "step.onnx")
     code = "import graphopt, sys; graphopt.Executor(sys.argv[1], native=True); print('opened')"

@@ -224,6 +224,7 @@ def test_names_of_sizes_change_nothing(name, seed):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.slow
 def test_names_cost_no_kernels(name):
     """A graph whose declarations are gone has the same kernels."""
     proto = step_of(name)

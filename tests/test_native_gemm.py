@@ -249,6 +249,7 @@ def test_against_numpy(library, real):
 
 
 @pytest.mark.parametrize("real", TYPES)
+@pytest.mark.slow
 def test_nan_and_infinity(library, real):
     rng = np.random.default_rng(15)
     for _ in range(30):

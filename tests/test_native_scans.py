@@ -349,6 +349,7 @@ def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypa
         assert_same(found[1], computed(graph, feeds, within(graph)))
 
 
+@pytest.mark.slow
 def test_several_steps_in_a_call_are_single_steps(monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
     step = trained("LSTM")

@@ -107,6 +107,7 @@ def test_the_report_of_a_regression() -> None:
     assert len(re.findall(r'class="dot', text)) >= 88
 
 
+@pytest.mark.slow
 def test_a_browser_draws_the_report() -> None:
     assert cli.main(RECIPE) == 0
     text = browsed(Path("run/report.html"))
@@ -114,6 +115,7 @@ def test_a_browser_draws_the_report() -> None:
     assert "No data" not in text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_s_report_has_the_whole_curve() -> None:
     assert cli.main(RECIPE) == 0
     whole = re.findall(r"loss, by step.*?</svg>", Path("run/report.html").read_text(), re.DOTALL)
@@ -142,6 +144,7 @@ def test_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.tags.count("svg") == 3 and page.references == []
 
 
+@pytest.mark.slow
 def test_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "folder=empty"]) == 1
     assert "expected a folder with runs, found none" in capsys.readouterr().err

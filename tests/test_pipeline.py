@@ -40,6 +40,7 @@ def losses(step, count=5):
 
 
 @pytest.mark.parametrize("cut", [name for name in STANDARD if name != "simplify"])
+@pytest.mark.slow
 def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
     pipeline = full_pipeline(
         precision=passes.MixedPrecision(),

@@ -88,6 +88,7 @@ def test_the_sparkline_has_the_means_of_equal_parts() -> None:
     assert line(2, [1.0, float("inf")]) == ""
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

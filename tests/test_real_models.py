@@ -176,6 +176,7 @@ def opset_23() -> onnx.ModelProto:
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_opset_23_trains() -> None:
     random = np.random.default_rng(1)
     proto = opset_23()

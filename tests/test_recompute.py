@@ -166,6 +166,7 @@ def test_what_is_not_finite_ties_segments_all_the_same(bad):
     np.testing.assert_equal(other, plain)
 
 
+@pytest.mark.slow
 def test_every_copy_waits_for_a_gradient():
     (plain, other), _ = case("transformer", [None, "least"])
     seeds = {y.producer() for y in with_role(other, Role.LOSS)}
@@ -187,6 +188,7 @@ def test_every_copy_waits_for_a_gradient():
 
 
 @pytest.mark.parametrize("order", ["file", "runtime"])
+@pytest.mark.slow
 def test_the_order_of_the_file_and_that_of_the_runtime_are_valid(order):
     (graph,), _ = case("cnn", ["least"])
     nodes = list(graph.graph) if order == "file" else memory.execution_order(graph.graph)
@@ -281,6 +283,7 @@ def test_the_estimate_is_near_what_a_process_takes(monkeypatch):
     assert other.by_default < 0.75 * plain.by_default
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said():
     for budget in (0, -1, 1.5):
         with pytest.raises(

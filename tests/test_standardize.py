@@ -181,6 +181,7 @@ def test_a_training_graph_evaluates_predicts_and_exports_for_hosts_on_raw_input(
     }
 
 
+@pytest.mark.slow
 def test_the_statistics_of_a_trained_model_do_not_train_again() -> None:
     arrays = {"x": X, "target": Y}
     proto, _ = trained(adapted(mlp(), arrays), arrays, epochs=1)
@@ -560,6 +561,7 @@ RECIPE = ("data=npz", "data.path=train.npz", "executor.threads=1", "fit.batch_si
 LEARNT = ("standardize=inputs", "loss.class_weights=balanced")
 
 
+@pytest.mark.slow
 def test_a_recipe_learns_from_the_rows_that_train_and_says_what_it_does(folder: Path) -> None:
     assert cli.main(["my.onnx", *RECIPE, *LEARNT, "fit.epochs=2", "folder=run"]) == 0
     rows, held = hold_out(len(X), 0.2, seed=3)
@@ -597,6 +599,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(folder: Path) -> None:
     assert cli.main([*given, "fit.epochs=5", "folder=parts", "resume=parts"]) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_graph_is_not_measured_by_other_statistics(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def interrupt(data: Any, folder: Path, step: int | None) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.slow
 def test_the_bits_are_those_of_arrays(prefetch: int, steps_per_call: int) -> None:
     arrays, stream = executor(), executor(steps_per_call=steps_per_call)
     expected = fit(arrays, DATA, batch_size=SIZE, shuffle=False)
@@ -218,6 +219,7 @@ def test_a_stopped_run_continues_bit_for_bit(
 @pytest.mark.parametrize("steps", [None, 7])
 @pytest.mark.parametrize("data", [Shuffled, Counted])
 @pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.slow
 def test_a_run_continues_between_two_epochs(
     tmp_path: Path, epochs: int, data: Any, steps: int | None
 ) -> None:
@@ -348,6 +350,7 @@ def test_batches_that_do_not_fit(items: list[Any], error: str) -> None:
         (Again(lambda: iter([{"x": X, "target": X}])), {}, "data 'target'"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_iterables_that_do_not_fit(data: Any, options: dict[str, Any], error: str) -> None:
     with pytest.raises(GraphoptError, match=error) as raised:
         fit(executor(), data, **options)

@@ -197,6 +197,7 @@ def test_a_sweep_that_is_run_again_does_what_is_left(capsys: pytest.CaptureFixtu
     assert len(Path("out/1/metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_another_sweep_needs_another_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(SWEEP) == 0
     assert cli.main([*SWEEP, "seed.unknown=1"]) == 1
@@ -221,6 +222,7 @@ def test_a_search_minimizes_the_validation_loss() -> None:
     assert before == [Path(f"out/{run}/trained.onnx").stat().st_mtime_ns for run in range(3)]
 
 
+@pytest.mark.slow
 def test_a_job_that_diverges_is_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     rates = [*SWEEP[:3], "optimizer=sgd", "optimizer.learning_rate=1e38,1e-3"]
     assert cli.main(rates) == 0

@@ -64,6 +64,7 @@ def test_evaluate_writes_and_prints_metrics(source: str, capsys: pytest.CaptureF
     assert not Path("runs").exists() or not any(path.is_file() for path in Path("runs").rglob("*"))
 
 
+@pytest.mark.slow
 def test_evaluate_on_other_rows_and_with_a_checkpoint_by_name() -> None:
     np.savez("test.npz", x=X[:7], target=LABELS[:7])
     checkpoint = next(Path("run/checkpoints").glob("step-*"))
@@ -96,6 +97,7 @@ def test_predict_writes_the_outputs(source: str, ending: str, capsys: pytest.Cap
     np.testing.assert_allclose(found, expected(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_names_of_classes_stay_in_the_model_and_in_predictions() -> None:
     names = ["blue", "green", "red"]
     header = [*"abcd", "target"]
@@ -170,6 +172,7 @@ def test_errors_are_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> No
     assert "metrics.json" not in os.listdir("run")
 
 
+@pytest.mark.slow
 def test_a_run_s_recipe_is_not_overwritten() -> None:
     assert cli.main(["predict", "folder=run", *NPZ]) == 0
     assert yaml.safe_load(Path("run/config.yaml").read_text())["run"] == "train"

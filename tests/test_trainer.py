@@ -150,6 +150,7 @@ def test_weights_go_into_another_model_of_the_same_names():
         trainer.get_trained_onnx(linear(features=4))
 
 
+@pytest.mark.slow
 def test_scikit_learns_tools_take_it():
     trainer = classification()
     search = GridSearchCV(trainer, {"optimizer__learning_rate": [1e-6, 0.03], "batch_size": [16]}, cv=2)
@@ -253,6 +254,7 @@ def test_what_is_wrong_is_said():
 
 
 @pytest.mark.parametrize("shape", [(103,), (103, 1)])
+@pytest.mark.slow
 def test_a_prediction_has_the_shape_of_the_targets(shape):
     y = (X @ W[:, :1] + 0.5).reshape(shape)
     trainer = graphopt.Trainer(linear(3, 1), optimizer=passes.SGD(0.1), max_iter=20)
@@ -327,6 +329,7 @@ def test_scikit_learns_own_checks_of_what_does_not_depend_on_data(check):
 
 
 @pytest.mark.parametrize("shuffle", [True, "consecutive"])
+@pytest.mark.slow
 def test_two_epochs_and_two_more_are_four_bit_for_bit(shuffle, tmp_path):
     options = {"optimizer": passes.AdamW(0.01), "schedule": passes.Cosine(steps=60), "shuffle": shuffle}
     four = regression(**options, max_iter=4).fit(X, Y)

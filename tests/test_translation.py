@@ -154,6 +154,7 @@ def test_in_place_steps_count_once_although_the_first_is_compared():
     assert_trains_as_plain(executor, plain, [rows() for _ in range(3)])
 
 
+@pytest.mark.slow
 def test_calls_that_lose_a_state_are_seen_and_steps_run_alone(monkeypatch):
     lose_state(monkeypatch)
     batches = [rows() for _ in range(6)]

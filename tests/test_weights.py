@@ -221,6 +221,7 @@ def test_ten_steps_are_pytorchs(kind: type[nn.Module], exporter: str) -> None:
     np.testing.assert_allclose(found, twin(x).detach().numpy(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_folded_transposes_are_the_weight_again() -> None:
     for exporter in EXPORTERS:
         loaded, _ = decided(exported(Attention, exporter))
