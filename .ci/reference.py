@@ -48,7 +48,11 @@ def resolve_inherited_fields() -> None:
                     init.__annotations__ |= {
                         name: hint for name, hint in hints.items() if name in init.__annotations__
                     }
-            elif isinstance(member, type) and isinstance(vars(member).get("Options"), type):
+            elif (
+                isinstance(member, type)
+                and "__init__" in vars(member)
+                and isinstance(getattr(member, "Options", None), type)
+            ):
                 hints = typing.get_type_hints(member.Options)
                 shown = inspect.signature(member.__init__)
                 typed = [
