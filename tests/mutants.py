@@ -33,7 +33,6 @@ class Mutant:
         operators: whose cases are tried, space-separated.
         tests: the file of the tests.
         chosen: which tests are tried, in place of cases of operators: an expression of pytest's `-k`.
-        marked: which tests are tried: an expression of pytest's `-m`.
         folder: relative to the repository.
     """
 
@@ -43,7 +42,6 @@ class Mutant:
     new: str
     tests: str = "test_gradient.py"
     chosen: str = ""
-    marked: str = "not exhaustive"
     folder: Path = RULES
 
     def __str__(self) -> str:
@@ -342,7 +340,7 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
         "-p",
         "no:cacheprovider",
         "-m",
-        mutant.marked,
+        "not exhaustive",
         f"tests/{mutant.tests}",
         *(["-k", chosen] if chosen else []),
     ]

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from mutants import Mutant, unnoticed
 
-FAST = "not exhaustive and not slow"
-
 
 def of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutant]:
     """Return mutants of a file: for each, which tests of a file notice it, and the change."""
-    return [Mutant(file, "", old, new, f"test_{tests}.py", chosen, FAST, Path()) for chosen, old, new in rows]
+    return [Mutant(file, "", old, new, f"test_{tests}.py", chosen, Path()) for chosen, old, new in rows]
 
 
 FUSIONS = [

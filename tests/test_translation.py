@@ -240,6 +240,28 @@ def test_rounding_is_no_difference(optimizer):
         executor.run([batch] * 4)
 
 
+CANCELLING = """g (int64[N,512] x) => (float[N,3] y) {
+    e = Gather(table, x) squares = Mul(e, e) s = ReduceMean<keepdims = 0>(e, axis) s2 = Mul(s, s)
+    q = ReduceMean<keepdims = 0>(squares, axis) v = Sub(q, s2) f = Sqrt(v) y = MatMul(f, m)
+}"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_frozen_weights_make_of_rounding_is_no_difference(optimizer):
+    """Here, variance is what is left of large sums, as in some exported LayerNormalizations."""
+    table = 60 + RNG.standard_normal((256, 16))
+    network = model(CANCELLING, table=table, axis=np.array([1]), m=RNG.standard_normal((16, 3)))
+    step = graphopt.compile(
+        network,
+        parameters=passes.Parameters(["m"]),
+        loss=passes.CrossEntropy(),
+        optimizer=OPTIMIZERS[optimizer],
+    )
+    batch = {"x": RNG.integers(0, 256, (8, 512)), "target": RNG.integers(0, 3, 8)}
+    graphopt.Executor(step, threads=1, verify=True, native=True).step(**batch)
+
+
 @needs_compiler
 @pytest.mark.parametrize("network", [attention, linear, mlp])
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.storage import skeleton
+from graphopt.graph.storage import skeleton, whole
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 STEPS = 2  # of a call of several
 TRIALS = 3  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
-LARGEST = 2**26  # bytes of inputs that a reproducer has
+LARGEST = 2**26  # bytes of inputs and constants that a reproducer has
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 
 
@@ -64,7 +64,7 @@ class Translation:
     """Compare forms of a step with the plain step, on the state and the batch at hand.
 
     Reported values, and the change of each state, may differ by a multiple of float rounding, and else by a multiple of
-    what noise of some roundings in state and data changes. So a sign or a factor is seen, and a tie that falls the
+    what noise of some roundings in weights, state and data changes. So a sign or a factor is seen, and a tie that falls the
     other way is not, nor the direction of Adam's first step where a gradient is 0 but for rounding.
 
     Args:
@@ -119,7 +119,9 @@ class Translation:
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
         state = _arrays(self._buffers.sets[source])
-        expected = self._stepped(state, feeds)
+        if self._reference is None:
+            self._reference = Session(self._device, self._plain)
+        expected = self._stepped(self._reference, state, feeds)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return {}, {}
         found = self._run(form, source, feeds, state)
@@ -140,29 +142,27 @@ class Translation:
             self._buffers.sets[source][name].update_inplace(state[name])
         return found | reported
 
-    def _stepped(self, state: Arrays, feeds: Mapping[str, Tensor], rng: Any = None) -> Arrays:
+    def _stepped(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
         """Return the numbers of the plain step, or of several on stacked batches."""
         if not self._several:
-            return self._once(state, feeds)
+            return self._once(session, state, feeds)
         reports: list[Arrays] = []
         first = next(iter(feeds.values()))
         for i in range(len(first)):
-            outputs = self._once(state, {name: np.asarray(x[i]) for name, x in feeds.items()})
+            outputs = self._once(session, state, {name: np.asarray(x[i]) for name, x in feeds.items()})
             state = {name: outputs.pop(next_of(name), x) for name, x in state.items()}
             reports.append(outputs)
         stacked = {name: np.array([report[name] for report in reports]) for name in reports[0]}
         return stacked | {next_of(name): x for name, x in state.items()}
 
-    def _once(self, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
-        if self._reference is None:
-            self._reference = Session(self._device, self._plain)
-        session, alive = self._reference.ort, []
-        binding = session.io_binding()
+    def _once(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
+        alive = []
+        binding = session.ort.io_binding()
         values = (
             {name: buffer(self._device, x) for name, x in state.items()} | self._buffers.fed | self._fixed
         )
         types = {x.name: x.dtype.numpy() for x in self._plain.graph.inputs if x.dtype is not None}
-        for x in session.get_inputs():
+        for x in session.ort.get_inputs():
             if x.name in values:
                 binding.bind_ortvalue_input(x.name, values[x.name])
             else:
@@ -170,10 +170,10 @@ class Translation:
                 if isinstance(fed, np.ndarray):
                     fed = fed.astype(dtype, copy=False)
                 alive.append(bind(self._device, binding, x.name, fed, dtype))
-        names = [y.name for y in session.get_outputs()]
+        names = [y.name for y in session.ort.get_outputs()]
         for name in names:
             binding.bind_output(name, "cpu")
-        self._reference.execute(binding)
+        session.execute(binding)
         return {name: np.array(y.numpy()) for name, y in zip(names, binding.get_outputs(), strict=True)}
 
     def _beyond_rounding(
@@ -184,12 +184,13 @@ class Translation:
         state: Arrays,
         feeds: Mapping[str, Tensor],
     ) -> dict[str, float]:
-        """Return the errors that noise of some roundings in state and data does not explain, in a few trials."""
+        """Return the errors that noise of some roundings in weights and data does not explain, in a few trials."""
         rng, data = np.random.default_rng(0), {x.name for x in with_role(self._plain, Role.DATA)}
         for _ in range(TRIALS):
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
             fed = {name: self._noisy(x, rng) if name in data else x for name, x in feeds.items()}
-            noise = self._errors(expected, self._stepped(noisy, fed), state, noisy)
+            session = Session(self._device, self._with_noisy_weights(rng))
+            noise = self._errors(expected, self._stepped(session, noisy, fed), state, noisy)
             errors = {
                 name: error
                 for name, error in errors.items()
@@ -198,6 +199,14 @@ class Translation:
             if not errors:
                 break
         return errors
+
+    def _with_noisy_weights(self, rng: np.random.Generator) -> ir.Model:
+        """Return a copy of the plain graph, with noise in its weights that do not train."""
+        model = self._plain.clone()
+        for name, x in model.graph.initializers.items():
+            if x.const_value is not None and x.const_value.size > 1:
+                x.const_value = ir.tensor(self._noisy(x.const_value.numpy(), rng), name=name)
+        return model
 
     def _noisy(self, x: Any, rng: np.random.Generator) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
@@ -247,11 +256,10 @@ class Translation:
         """Write a reproducer, and return the line that tells of a difference."""
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
-        files: dict[str, bytes] = {
-            "rewritten.onnx": skeleton(form.model)[0],
-            "plain.onnx": skeleton(self._plain)[0],
-        }
-        if sum(x.nbytes for x in inputs.values()) <= LARGEST:
+        is_small = sum(x.nbytes for x in [*inputs.values(), *_constants(self._plain)]) <= LARGEST
+        written = whole if is_small else lambda model: skeleton(model)[0]
+        files = {"rewritten.onnx": written(form.model), "plain.onnx": written(self._plain)}
+        if is_small:
             archive = io.BytesIO()
             np.savez(archive, **inputs)  # type: ignore[arg-type]
             files["inputs.npz"] = archive.getvalue()
@@ -305,6 +313,10 @@ def _arrays(values: Mapping[str, onnxruntime.OrtValue]) -> Arrays:
 
 def _values(model: ir.Model) -> list[ir.Value]:
     return [y for node in model.graph for y in node.outputs]
+
+
+def _constants(model: ir.Model) -> list[ir.TensorProtocol]:
+    return [x.const_value for x in model.graph.initializers.values() if x.const_value is not None]
 
 
 def _on_host(x: Any) -> Any:
