@@ -64,8 +64,8 @@ class Translation:
     """Compare forms of a step with the plain step, on the state and the batch at hand.
 
     Reported values, and the change of each state, may differ by a multiple of float rounding, and else by a multiple of
-    what noise of some roundings in weights, state and data changes. So a sign or a factor is seen, and a tie that falls the
-    other way is not, nor the direction of Adam's first step where a gradient is 0 but for rounding.
+    what noise of some roundings in weights, state and data changes. So a sign or a factor is seen, and a tie that falls
+    the other way is not, nor the direction of Adam's first step where a gradient is 0 but for rounding.
 
     Args:
         plain: the graph of one plain step.
