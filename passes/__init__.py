@@ -8,104 +8,54 @@ from graphopt.graph.simplify import Simplify
 from graphopt.graph.unroll import Unroll
 from graphopt.targets.onnxruntime.fuse import Fuse
 from graphopt.targets.portable import Portable
+from passes import clipping, losses, optimizers, regularizers, schedules
 from passes.accumulate import Accumulate
-from passes.clipping import Clip, ClipGlobalNorm, ClipValue
+from passes.clipping import *
 from passes.diagnostics import GradientNorm, ReportGradients
 from passes.differentiate import Differentiate
 from passes.gradient_stops import StopGradient, stop_gradient
 from passes.gradients import Gradient, GradientSource
 from passes.gradients.registry import gradient
-from passes.losses.classification import BinaryCrossEntropy, CrossEntropy, Hinge, KLDivergence
-from passes.losses.combined import CustomLoss, Losses
-from passes.losses.loss import Loss
-from passes.losses.own import OwnLoss
-from passes.losses.regression import Elastic, Huber, MeanAbsoluteError, MeanSquaredError, Poisson, Quantile
-from passes.losses.sequence import CTC
+from passes.losses.classification import *
+from passes.losses.combined import *
+from passes.losses.loss import *
+from passes.losses.own import *
+from passes.losses.regression import *
+from passes.losses.sequence import *
 from passes.mixed_precision import DynamicLossScale, MixedPrecision
 from passes.normalize import Normalize
-from passes.optimizers.adaptive import Adagrad, Adam, AdamW, Lion, RMSprop
-from passes.optimizers.descent import SGD
-from passes.optimizers.optimizer import Group, Optimizer
+from passes.optimizers.adaptive import *
+from passes.optimizers.descent import *
+from passes.optimizers.optimizer import *
 from passes.ort_gradient import OrtGradient
 from passes.parameters import Parameters, Untie
 from passes.parts.vector_jacobian import VectorJacobianProduct
 from passes.recompute import Recompute
-from passes.regularizers import L1, L2, ElasticPenalty, Regularizer
-from passes.schedules import (
-    Constant,
-    Cosine,
-    Exponential,
-    InverseScaling,
-    Linear,
-    OneCycle,
-    Optimal,
-    Polynomial,
-    Schedule,
-    StepDecay,
-)
+from passes.regularizers import *
+from passes.schedules import *
 from passes.sort_initializers import SortInitializers
 from passes.standardize import Standardize
 from passes.training_mode import TrainingMode
 from passes.unroll_loops import UnrollLoops
 
 __all__ = [
-    "CTC",
     "Accumulate",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "BinaryCrossEntropy",
-    "Clip",
-    "ClipGlobalNorm",
-    "ClipValue",
-    "Constant",
-    "Cosine",
-    "CrossEntropy",
-    "CustomLoss",
     "Differentiate",
     "DynamicLossScale",
-    "Elastic",
-    "ElasticPenalty",
-    "Exponential",
     "Fuse",
     "Gradient",
     "GradientNorm",
     "GradientSource",
-    "Group",
-    "Hinge",
-    "Huber",
-    "InverseScaling",
-    "KLDivergence",
-    "L1",
-    "L2",
-    "Linear",
-    "Lion",
-    "Loss",
-    "Losses",
-    "MeanAbsoluteError",
-    "MeanSquaredError",
     "MixedPrecision",
     "Normalize",
-    "OneCycle",
-    "Optimal",
-    "Optimizer",
     "OrtGradient",
-    "OwnLoss",
     "Parameters",
-    "Poisson",
-    "Polynomial",
     "Portable",
-    "Quantile",
-    "RMSprop",
     "Recompute",
-    "Regularizer",
     "ReportGradients",
-    "SGD",
-    "Schedule",
     "Simplify",
     "SortInitializers",
     "Standardize",
-    "StepDecay",
     "StopGradient",
     "TrainingMode",
     "Unroll",
@@ -115,3 +65,18 @@ __all__ = [
     "gradient",
     "stop_gradient",
 ]
+for _family in (
+    clipping,
+    losses.classification,
+    losses.combined,
+    losses.loss,
+    losses.own,
+    losses.regression,
+    losses.sequence,
+    optimizers.adaptive,
+    optimizers.descent,
+    optimizers.optimizer,
+    regularizers,
+    schedules,
+):
+    __all__ += _family.__all__

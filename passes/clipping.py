@@ -20,6 +20,8 @@ from graphopt.intervals import within
 from passes import ort_kernels as fused
 from passes.diagnostics import report_norm
 
+__all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
+
 
 @dataclass(frozen=True)
 class Clip(Pass):

@@ -20,6 +20,8 @@ from graphopt.graph.roles import Role
 from graphopt.graph.values import name_of
 from graphopt.intervals import within
 
+__all__ = ["ElasticPenalty", "L1", "L2", "Regularizer"]
+
 
 @dataclass(frozen=True)
 class Regularizer(Pass):

@@ -21,6 +21,19 @@ from graphopt.graph.roles import Role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.intervals import within
 
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "InverseScaling",
+    "Linear",
+    "OneCycle",
+    "Optimal",
+    "Polynomial",
+    "Schedule",
+    "StepDecay",
+]
+
 
 @dataclass(frozen=True)
 class Schedule(Pass):

@@ -20,6 +20,7 @@ from graphopt.files import write, write_folder
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import skeleton, whole
+from graphopt.graph.values import tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -256,9 +257,10 @@ class Translation:
         """Write a reproducer, and return the line that tells of a difference."""
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
-        is_small = sum(x.nbytes for x in [*inputs.values(), *_constants(self._plain)]) <= LARGEST
+        constants = sum(tensor_bytes(x.const_value) for x in self._plain.graph.initializers.values())
+        is_small = constants + sum(x.nbytes for x in inputs.values()) <= LARGEST
         written = whole if is_small else lambda model: skeleton(model)[0]
-        files = {"rewritten.onnx": written(form.model), "plain.onnx": written(self._plain)}
+        files: dict[str, bytes] = {"rewritten.onnx": written(form.model), "plain.onnx": written(self._plain)}
         if is_small:
             archive = io.BytesIO()
             np.savez(archive, **inputs)  # type: ignore[arg-type]
@@ -313,10 +315,6 @@ def _arrays(values: Mapping[str, onnxruntime.OrtValue]) -> Arrays:
 
 def _values(model: ir.Model) -> list[ir.Value]:
     return [y for node in model.graph for y in node.outputs]
-
-
-def _constants(model: ir.Model) -> list[ir.TensorProtocol]:
-    return [x.const_value for x in model.graph.initializers.values() if x.const_value is not None]
 
 
 def _on_host(x: Any) -> Any:

@@ -17,6 +17,8 @@ from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.losses.loss import Loss, epsilon, positive
 
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Hinge", "KLDivergence"]
+
 _MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 
 

@@ -18,6 +18,8 @@ from graphopt.graph.values import name_of, tensor_type
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_target, report_loss
 
+__all__ = ["CustomLoss", "Losses"]
+
 
 @dataclass(frozen=True)
 class CustomLoss(Loss):

@@ -19,6 +19,8 @@ from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import dtype_of, is_floating, name_of
 
+__all__ = ["Loss"]
+
 
 @dataclass(frozen=True)
 class Loss(Pass):

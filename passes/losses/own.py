@@ -15,6 +15,8 @@ from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating, name_of
 from passes.losses.loss import report_loss
 
+__all__ = ["OwnLoss"]
+
 
 @dataclass(frozen=True)
 class OwnLoss(Pass):

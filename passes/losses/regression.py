@@ -10,6 +10,8 @@ from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
 from passes.losses.loss import Loss, positive
 
+__all__ = ["Elastic", "Huber", "MeanAbsoluteError", "MeanSquaredError", "Poisson", "Quantile"]
+
 
 @dataclass(frozen=True)
 class MeanSquaredError(Loss):

@@ -17,6 +17,8 @@ from passes.gradients.loop_bodies import scan_over
 from passes.losses.classification import log_probabilities
 from passes.losses.loss import Loss, new_target
 
+__all__ = ["CTC"]
+
 IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
 

@@ -13,6 +13,8 @@ from graphopt.intervals import within
 from passes.optimizers.emission import ValueTuple
 from passes.optimizers.optimizer import Optimizer
 
+__all__ = ["Adagrad", "Adam", "AdamW", "Lion", "RMSprop"]
+
 
 @dataclass(frozen=True)
 class Adam(Optimizer):

@@ -13,6 +13,8 @@ from graphopt.intervals import within
 from passes.optimizers.emission import ValueTuple
 from passes.optimizers.optimizer import Optimizer
 
+__all__ = ["SGD"]
+
 
 @dataclass(frozen=True)
 class SGD(Optimizer):

@@ -25,6 +25,8 @@ from graphopt.graph.values import name_of, wide_type
 from graphopt.intervals import check_intervals, within
 from passes.optimizers.emission import Emission, Row, ValueTuple
 
+__all__ = ["Group", "Optimizer"]
+
 
 @dataclass(frozen=True)
 class Group:
