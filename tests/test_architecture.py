@@ -79,6 +79,7 @@ def test_imports_go_down(path: Path) -> None:
         assert other == room or FLOOR[other] < FLOOR[room], f"{name_of(path)} imports {module}"
 
 
+@pytest.mark.slow
 def test_no_imports_circle() -> None:
     graph = {
         module_of(path): imports(ast.parse(path.read_text())) & MODULES
@@ -127,6 +128,7 @@ def test_no_import_hides_in_a_string(path: Path) -> None:
         ("pygraphviz", {"graphopt/inspection/plot/__init__.py"}),
     ],
 )
+@pytest.mark.slow
 def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) -> None:
     def users(path: Path) -> bool:
         body = [node for node in ast.parse(path.read_text()).body if not is_typing_only(node)]

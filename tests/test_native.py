@@ -156,6 +156,7 @@ def test_a_deterministic_executor_measures_nothing(cache):
     assert not [*cache.glob("*.time.json")]
 
 
+@pytest.mark.slow
 def test_a_library_is_compiled_once(cache, monkeypatch):
     model = load(step_of())
     first = lower(model).library
