@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 STEPS = 2  # of a call of several
-TRIALS = 3  # steps on noisy numbers, to see how much of a difference is rounding
+TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
 LARGEST = 2**26  # bytes of inputs and constants that a reproducer has
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
