@@ -73,7 +73,7 @@ def test_an_error_of_a_worker_ends_the_run_with_its_code(tmp_path: Path) -> None
 
 
 def wait_for_epochs(run: subprocess.Popen[str], folder: Path, count: int) -> None:
-    metrics, end = folder / "run/metrics.jsonl", time.monotonic() + 90
+    metrics, end = folder / "run/metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
         assert time.monotonic() < end and run.poll() is None
         time.sleep(0.1)
