@@ -236,7 +236,7 @@ def split_step(
     >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> halves = graphopt.split_step(pipeline, models.linear((2,), 1))
     >>> [output.name for output in halves.grad[0].graph.outputs]
-    ['loss', 'y', 'rows', 'layers.0.bias.grad', 'layers.0.weight.grad']
+    ['loss', 'y', 'rows', 'layers.0.weight.grad', 'layers.0.bias.grad']
     >>> [output.name for output in halves.apply.graph.outputs]
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """

@@ -104,13 +104,37 @@ class ScanParts:
         graph.remove(self.node, safe=True)
 
 
+def is_scan(node: ir.Node) -> bool:
+    """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
+    if node.domain != "" or node.op_type != "Scan":
+        return False
+    body, read = body_of(node), node.attributes["num_scan_inputs"].as_int()
+    written = len(node.outputs) - (len(node.inputs) - read)
+    lengths = {
+        f"scan_{kind}_{what}": many
+        for kind, many in (("input", read), ("output", written))
+        for what in ("axes", "directions")
+    }
+    return (
+        1 <= read <= len(node.inputs) == len(body.inputs)
+        and len(node.outputs) == len(body.outputs)
+        and written >= 0
+        and all(len(x.as_ints()) == lengths[name] for name, x in node.attributes.items() if name in lengths)
+    )
+
+
+def body_of(scan: ir.Node) -> ir.Graph:
+    """Return the body of a Scan."""
+    return scan.attributes["body"].as_graph()
+
+
 def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[[ir.Model], bool]:
     """Turn a rewriting of one Scan into a rewriting of all Scans of a model's graph."""
 
     def rewritten(model: ir.Model) -> bool:
         changed = False
         with Emitter(model) as op:
-            for node in [node for node in model.graph if node.op_type == "Scan" and node.domain == ""]:
+            for node in [node for node in model.graph if is_scan(node)]:
                 steps = ScanParts(op, node)
                 if rewrite(op, steps):
                     steps.replace_scan(model.graph)

@@ -10,33 +10,10 @@ from graphopt.graph.operators import VIEWS
 from graphopt.graph.traversal import subgraphs
 from graphopt.targets.native.forms import Forms, sizes_of
 from graphopt.targets.native.products import accepts_product
+from graphopt.targets.scan import body_of, is_scan
 
 BY_ROWS = "rows"  # a note on a body
 _MOVES = {*VIEWS, "Split", "Concat"}
-
-
-def is_scan(node: ir.Node) -> bool:
-    """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
-    if node.domain != "" or node.op_type != "Scan":
-        return False
-    body, read = body_of(node), node.attributes["num_scan_inputs"].as_int()
-    written = len(node.outputs) - (len(node.inputs) - read)
-    lengths = {
-        f"scan_{kind}_{what}": many
-        for kind, many in (("input", read), ("output", written))
-        for what in ("axes", "directions")
-    }
-    return (
-        1 <= read <= len(node.inputs) == len(body.inputs)
-        and len(node.outputs) == len(body.outputs)
-        and written >= 0
-        and all(len(x.as_ints()) == lengths[name] for name, x in node.attributes.items() if name in lengths)
-    )
-
-
-def body_of(scan: ir.Node) -> ir.Graph:
-    """Return the body of a Scan."""
-    return scan.attributes["body"].as_graph()
 
 
 def bodies(graph: ir.Graph) -> list[ir.Graph]:

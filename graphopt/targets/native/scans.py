@@ -8,16 +8,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
-from graphopt.targets.native.bodies import (
-    BY_ROWS,
-    body_of,
-    goes_along_first_axes,
-    move_constants_out,
-    states_of,
-)
+from graphopt.targets.native.bodies import BY_ROWS, goes_along_first_axes, move_constants_out, states_of
 from graphopt.targets.native.forms import Forms, rank_of
 from graphopt.targets.native.library import Kernel, Replacement, braced
 from graphopt.targets.native.operators import STORED
+from graphopt.targets.scan import body_of
 
 _MOST_TENSORS, _MOST_AXES = 2**12, 2**6  # which a task holds on its stack
 
