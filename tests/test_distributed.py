@@ -259,7 +259,7 @@ def training(folder: Path, *arguments: str, name: str) -> tuple[subprocess.Popen
     return run, workers_of(run)
 
 
-def wait_for(condition: Any, run: subprocess.Popen[str] | None = None, seconds: float = 60) -> None:
+def wait_for(condition: Any, run: subprocess.Popen[str] | None = None, seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"

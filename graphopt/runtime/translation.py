@@ -239,8 +239,8 @@ class Translation:
         return errors
 
     def _digest(self, form: Form) -> str:
-        """Return a hash of a form and of all that its numbers depend on."""
-        parts = [skeleton(form.model)[0], skeleton(self._plain)[0]]
+        """Return a hash of a form, of what its numbers depend on, and of how they are compared."""
+        parts = [skeleton(form.model)[0], skeleton(self._plain)[0], Path(__file__).read_bytes()]
         text = repr(
             (
                 form.library and form.library.name,
