@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -35,6 +36,7 @@ MALLOC = {  # a separate mapping for each array, which is returned to the system
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+MEASURED: dict[str, Any] = {"report": ["loss"], "target": "onnxruntime", "verify": False}  # one form alone
 WARM = 2  # steps before memory is read: ONNX Runtime plans a step's memory after the first
 
 
@@ -94,7 +96,7 @@ def feeds(step: ir.Model, batch: int) -> dict[str, np.ndarray]:
 
 def grown(path: str, batch: int, threads: int, low_memory: bool) -> int:
     """Return the number of bytes by which steps make this process grow."""
-    executor = graphopt.Executor(path, threads=threads, report=["loss"], low_memory=low_memory)
+    executor = graphopt.Executor(path, threads=threads, low_memory=low_memory, **MEASURED)
     data = feeds(executor.model, batch)
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
@@ -116,7 +118,7 @@ def apart(*arguments: object) -> int:
 
 def times(paths: Sequence[str], batch: int, threads: int, rounds: int) -> list[list[float]]:
     """Return the seconds of a step of each graph, in each round."""
-    executors = [graphopt.Executor(path, threads=threads, report=["loss"], low_memory=True) for path in paths]
+    executors = [graphopt.Executor(path, threads=threads, low_memory=True, **MEASURED) for path in paths]
     data = feeds(executors[0].model, batch)
     found: list[list[float]] = []
     for _ in range(rounds + 1):
