@@ -23,9 +23,7 @@ from passes.losses.regression import Elastic, Huber, MeanAbsoluteError, MeanSqua
 from passes.losses.sequence import CTC
 from passes.mixed_precision import DynamicLossScale, MixedPrecision
 from passes.normalize import Normalize
-from passes.optimizers.adaptive import Adagrad, Adam, AdamW, Lion, RMSprop
-from passes.optimizers.descent import SGD
-from passes.optimizers.optimizer import Group, Optimizer
+from passes.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Optimizer, RMSprop
 from passes.ort_gradient import OrtGradient
 from passes.parameters import Parameters, Untie
 from passes.parts.vector_jacobian import VectorJacobianProduct
