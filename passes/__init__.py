@@ -16,10 +16,8 @@ from passes.gradient_stops import StopGradient, stop_gradient
 from passes.gradients import Gradient, GradientSource
 from passes.gradients.registry import gradient
 from passes.losses.classification import BinaryCrossEntropy, CrossEntropy, Hinge, KLDivergence
-from passes.losses.combined import CustomLoss, Losses
-from passes.losses.loss import Loss
-from passes.losses.own import OwnLoss
-from passes.losses.regression import Elastic, Huber, MeanAbsoluteError, MeanSquaredError, Poisson, Quantile
+from passes.losses.combined import CustomLoss, Losses, OwnLoss
+from passes.losses.loss import Elastic, Huber, Loss, MeanAbsoluteError, MeanSquaredError, Poisson, Quantile
 from passes.losses.sequence import CTC
 from passes.mixed_precision import DynamicLossScale, MixedPrecision
 from passes.normalize import Normalize
