@@ -122,16 +122,19 @@ class Optimizer(Pass):
             w = parameters[name_of(gradient)]
             group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
             decay = self.weight_decay if group.weight_decay is None else group.weight_decay
-            row = w, gradient, *self._declare_slots(model, w)
-            groups.setdefault((group.learning_rate, decay), []).append(row)
+            assert w.shape is not None
+            dims, dtype = w.shape.numpy(), wide_type(w).numpy()
+            starts = {slot: np.full(dims, fill, dtype) for slot, fill in self.slots().items()}
+            slots = (state.declare_slot(model, w, slot, start) for slot, start in starts.items())
+            groups.setdefault((group.learning_rate, decay), []).append((w, gradient, *slots))
         with Emitter(model) as op:
             step = op.Add(counter, 1)
             for (factor, decay), rows in groups.items():
                 scaled = rate if factor == 1 else rate * factor
                 updates = self._fused_updates if self.fused else self._updates
                 results = updates(model, op, rows, decay, scaled, step)
-                for (w, _, *slots), updated in zip(rows, results, strict=True):
-                    for x, value in zip((w, *slots), updated, strict=True):
+                for (w, _, *held), updated in zip(rows, results, strict=True):
+                    for x, value in zip((w, *held), updated, strict=True):
                         state.set_next(model, x, op.Identity(op.cast(value, x.dtype)))
 
     def _updates(
@@ -161,14 +164,6 @@ class Optimizer(Pass):
         tensors = (scalars[: len(updated)], columns, updated)
         results = ort_kernels.call(op, model, kernel[0], *tensors, flag=True, **kernel[1])
         return zip(*results, strict=True)
-
-    def _declare_slots(self, model: ir.Model, w: Value) -> ValueTuple:
-        assert w.shape is not None
-        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
-        return tuple(
-            state.declare_slot(model, w, slot, np.full(dims, fill, dtype))
-            for slot, fill in self.slots().items()
-        )
 
     def _check_groups(self, parameters: list[Value]) -> None:
         for group in self.groups:
