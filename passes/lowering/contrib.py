@@ -1,4 +1,4 @@
-"""Lower the operators of com.microsoft that ONNX Runtime's optimizer and its quantization create, but attention.
+"""Lower operators of com.microsoft that ONNX Runtime's optimizer and quantization create, except attention.
 
 See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
