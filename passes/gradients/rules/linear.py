@@ -13,8 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import constant_size, pads_of_all_axes, reshape_like
-from passes.gradients.walk import expansion
+from passes.gradients.rules.shape import constant_size, gather, pads_of_all_axes, reshape_like
 
 
 @rule("MatMul")
@@ -174,15 +173,30 @@ def dft(
     return [like(back if is_complex else op.Slice(back, [0], op.shape_of(x, rank(x) - 1), [-1]), x)]
 
 
-@expansion("STFT")
+@rule("STFT")
 def stft(
-    op: Emitter, x: Value, step: Value, window: Input = None, length: Input = None, *, y: Value, onesided: int
-) -> list[Value]:
-    """Gather, weight and transform the frames."""
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    step: Value,
+    window: Input = None,
+    length: Input = None,
+    *,
+    onesided: int,
+) -> Gradients:
+    """Transform, weight and gather the frames in reverse: add the gradient of each frame at its position."""
     size = op.Reshape(op.Shape(window) if length is None else op.cast(length, ir.DataType.INT64), [1])
-    stride = op.Squeeze(op.cast(step, ir.DataType.INT64))
-    starts = op.Range(0, op.Squeeze(op.Shape(y, start=1, end=2)), 1) * stride
+    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(
+        op.cast(step, ir.DataType.INT64)
+    )
     at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
     frames = op.Gather(x, at, axis=1)
-    weighed = frames if window is None else frames * op.Unsqueeze(window, [1])
-    return [op.DFT(weighed, None, op.constant(2), onesided=onesided)]
+    weights = window and op.Unsqueeze(window, [1])
+    weighed = frames if weights is None else frames * weights
+    (dweighed,) = dft(op, dy, weighed, None, op.constant(2), inverse=0, onesided=onesided)
+    assert dweighed is not None
+    dframes = dweighed if weights is None else dweighed * weights
+    dx = gather(op, dframes, x, at, axis=1)[0]
+    if window is None:
+        return [dx]
+    return [dx, None, like(op.ReduceSum(dweighed * frames, [0, 1, 3], keepdims=0), window)]
