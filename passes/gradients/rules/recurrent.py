@@ -17,6 +17,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
+from passes.gradients.rules.shape import elements_along
 from passes.gradients.walk import expansion, further_output
 
 Activation = Callable[[Any, Value], Value]
@@ -115,8 +116,8 @@ def _expanded(
         ways, weights, states, functions, known, strict=True
     ):
         gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
-        rows = op.Concat(op.Shape(x, start=1, end=2), [width(ri)], axis=0)
-        nothing = op.ConstantOfShape(rows, value=ir.tensor([0], dtype=dtype_of(x)))
+        shape = op.Concat(op.Shape(x, start=1, end=2), [width(ri)], axis=0)
+        nothing = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))
         start = [nothing if state is None else state for state in initial]
         for state in start:  # a computation may hide its shape
             state.shape = ir.Shape([dims_of(x)[1], width(ri)])
@@ -224,10 +225,7 @@ def _activated(
 
 def _parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:
     """Return the part of an input for each direction, or None for each if the input is left out."""
-    if value is None or count == 1:
-        return [None if value is None else op.Squeeze(value, [axis])] * count
-    split = op.Split(value, num_outputs=count, axis=axis, _outputs=count)
-    return [op.Squeeze(part, [axis]) for part in split]
+    return [None] * count if value is None else list(elements_along(op, value, count, axis))
 
 
 def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:

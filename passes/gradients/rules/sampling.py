@@ -21,7 +21,7 @@ from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.linear import identity, transpose
-from passes.gradients.rules.shape import constant_size, reshape_like
+from passes.gradients.rules.shape import constant_size, elements_along, reshape_like
 from passes.gradients.rules.windows import window_of
 from passes.gradients.walk import expansion
 
@@ -117,12 +117,6 @@ def _numbers(op: Emitter, count: Value, *, axes: int) -> Value:
 def one_size(op: Emitter, x: Value, axis: int) -> Value:
     """Return the size of an axis as a scalar."""
     return op.Squeeze(op.shape_of(x, axis, axis + 1))
-
-
-def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
-    """Return the elements of an axis."""
-    parts = op.Split(x, num_outputs=count, axis=axis, _outputs=count)
-    return [op.Squeeze(part, [axis]) for part in ([parts] if count == 1 else parts)]
 
 
 @expansion("GridSample")

@@ -28,6 +28,12 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
     return like(op.Reshape(value, op.shape_of(x), allowzero=1), x)
 
 
+def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
+    """Return the elements of an axis."""
+    parts = [x] if count == 1 else op.Split(x, num_outputs=count, axis=axis, _outputs=count)
+    return [op.Squeeze(part, [axis]) for part in parts]
+
+
 def constant_size(*sizes: int) -> int:
     """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
