@@ -91,25 +91,22 @@ def multi_head_attention(
 
 
 def _parts(op: Emitter, query: Value, key: Input, value: Input) -> list[Value]:
-    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already."""
-    if key is None and rank(query) == 5:
-        return _unpacked(op, query)
-    if key is not None and value is None and rank(key) == 5:
-        return [query, *_unpacked(op, key)]
-    if key is None or value is None:
+    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already.
+
+    A packed query or key of [B,S,N,parts,H] contains those that are left out.
+    """
+    if key is not None and value is not None:
+        return [query, key, value]
+    packed, first = (query, []) if key is None else (key, [query])
+    if rank(packed) != 5:
         raise GraphoptError(
             "expected query, key and value, or a packed query or key of 5 axes, found neither"
         )
-    return [query, key, value]
-
-
-def _unpacked(op: Emitter, packed: Value) -> list[Value]:
-    """Split [B,S,N,parts,H] into parts of [B,N,S,H]."""
     count = _size(packed, 3)
     if count not in (2, 3):
         raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
     parts = (op.Gather(packed, i, axis=3) for i in range(count))
-    return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
+    return [*first, *(op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts)]
 
 
 def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
