@@ -67,10 +67,9 @@ def _type(op: Emitter, node: ir.Node) -> None:
     branches = subgraphs(node)
     if node.op_type == "If":
         for y, *results in zip(node.outputs, *(branch.outputs for branch in branches), strict=True):
-            shapes = [result.shape for result in results]
-            if None not in shapes and len({len(shape) for shape in shapes if shape is not None}) == 1:
-                dims = zip(*(shape for shape in shapes if shape is not None), strict=True)
-                y.shape = ir.Shape([a if a == b else None for a, b in dims])
+            shapes = [result.shape for result in results if result.shape is not None]
+            if len(shapes) == len(results) and len(set(map(len, shapes))) == 1:
+                y.shape = ir.Shape([a if a == b else None for a, b in zip(*shapes, strict=True)])
     elif not branches:
         op.infer(node)
 
