@@ -19,14 +19,10 @@ from passes.gradients.registry import gradient
 from passes.losses.classification import *
 from passes.losses.combined import *
 from passes.losses.loss import *
-from passes.losses.own import *
-from passes.losses.regression import *
 from passes.losses.sequence import *
 from passes.mixed_precision import DynamicLossScale, MixedPrecision
 from passes.normalize import Normalize
-from passes.optimizers.adaptive import *
-from passes.optimizers.descent import *
-from passes.optimizers.optimizer import *
+from passes.optimizers import *
 from passes.ort_gradient import OrtGradient
 from passes.parameters import Parameters, Untie
 from passes.parts.vector_jacobian import VectorJacobianProduct
@@ -70,12 +66,8 @@ for _family in (
     losses.classification,
     losses.combined,
     losses.loss,
-    losses.own,
-    losses.regression,
     losses.sequence,
-    optimizers.adaptive,
-    optimizers.descent,
-    optimizers.optimizer,
+    optimizers,
     regularizers,
     schedules,
 ):

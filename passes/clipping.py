@@ -76,9 +76,8 @@ class ClipGlobalNorm(Clip):
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         if self.fused:
             tensors: Any = ([], [gradients], [gradients])
-            return fused.call(op, model, "InplaceClipGradNorm", *tensors, flag=False, max_norm=self.max_norm)[
-                0
-            ]
+            options: Any = {"flag": False, "max_norm": self.max_norm}
+            return fused.call(op, model, "InplaceClipGradNorm", *tensors, **options)[0]
         norm = report_norm(op, model, gradients)
         scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
         return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]

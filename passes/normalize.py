@@ -33,8 +33,7 @@ from graphopt.graph.state import make_room
 from graphopt.graph.values import constant_of, is_floating, name_of, swap
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.lowering import classical
-from passes.lowering.gelu_pattern import GELU
-from passes.lowering.padding import pad_all_axes, pads_for_output_shapes, whole_windows
+from passes.lowering.forms import GELU, pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
 from passes.weights import exporters
 

@@ -272,19 +272,14 @@ class OneCycle(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self._top < self.steps - 1:
+        if not 0 < self.rise * self.steps - 1 < self.steps - 1:
             raise GraphoptError(
                 f"{self}: expected a share `rise` that leaves at least one step to rise and one to fall, found "
                 f"{self.rise} of {self.steps} steps"
             )
 
-    @property
-    def _top(self) -> float:
-        """Return the step of the highest rate."""
-        return self.rise * self.steps - 1
-
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
-        top, last = self._top, self.steps - 1
+        top, last = self.rise * self.steps - 1, self.steps - 1
         up = _half_cosine(op, op.Min(t / top, 1.0))
         down = _half_cosine(op, op.Min(op.Max(t - top, 0.0) / (last - top), 1.0))
         low, lowest = 1 / self.start, 1 / self.start / self.finish

@@ -19,7 +19,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, like, name_of, swap
 from graphopt.intervals import within
-from passes.gradients.rules.normalization import channels
+from passes.gradients.rules.reduction import channels
 from passes.weights import initializers
 from passes.weights.masters import promote_with_master
 

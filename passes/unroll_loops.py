@@ -16,7 +16,7 @@ from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, like, swap
-from passes.gradients.loop_bodies import numbers_of
+from passes.gradients.rules.control_flow import numbers_of
 
 LOOPS = ("Loop", "Scan")
 

@@ -120,7 +120,7 @@ MUTANTS = [
         ("ReduceSum", "whole = keepdims or self.axes is None or is_uniform(value)", "whole = True"),
     ),
     *of(
-        "normalization.py",
+        "reduction.py",
         ("LpNormalization", "(op.Sign(x) if p == 1 else y)", "y"),
         ("LpNormalization", "/ nonzero(op, norm)]", "/ norm]"),
         ("LRN", "before, after = (size - 1) // 2, size // 2", "before, after = size // 2, (size - 1) // 2"),
@@ -135,7 +135,7 @@ MUTANTS = [
         ("BatchNormalization", "2 * share * z / inverse if i", "share * z / inverse if i"),
     ),
     *of(
-        "pooling.py",
+        "windows.py",
         (
             "MaxPool",
             "share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))",
@@ -158,7 +158,7 @@ MUTANTS = [
         ("MaxUnpool", "op.Max(where - 1, 0)", "op.Max(where, 0)"),
     ),
     *of(
-        "convolution.py",
+        "windows.py",
         ("Conv", 'auto_pad == "SAME_UPPER" else (more, less)', 'auto_pad == "SAME_LOWER" else (more, less)'),
         (
             "Conv",
@@ -170,7 +170,7 @@ MUTANTS = [
             "op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)",
             "op.ReduceMean(dy, [0, *range(2, rank(dy))], keepdims=0)",
         ),
-        ("ConvTranspose", "more = output_padding or [0]", "more = [0]"),
+        ("ConvTranspose", 'get_ints("output_padding", ', 'get_ints("", '),
         ("Col2Im", "np.eye(places)", "np.eye(places)[::-1]"),
     ),
     *of(
@@ -187,7 +187,7 @@ MUTANTS = [
         ("Det", "(-1.0) ** np.add.outer", "(1.0) ** np.add.outer"),
     ),
     *of(
-        "indexing.py",
+        "shape.py",
         (
             "ScatterElements ScatterND",
             'share = dy / op.Max(scatter(unchanged, taken, "add"), 1.0)',
@@ -217,12 +217,12 @@ MUTANTS = [
         ("Trilu", "op.Trilu(dy, k, upper=upper)", "op.Trilu(dy, None, upper=upper)"),
     ),
     *of(
-        "softmax.py",
+        "reduction.py",
         ("Softmax", "y * (dy - op.ReduceSum(y * dy, [axis]))", "y * (dy - op.ReduceSum(y * dy, [-1]))"),
         ("LogSoftmax", "op.Exp(y) * op.ReduceSum(dy, [axis])", "y * op.ReduceSum(dy, [axis])"),
     ),
     *of(
-        "quantization.py",
+        "elementwise.py",
         ("", "low, high = float(dtype.min), float(dtype.max)", "low, high = -1e9, 1e9"),
         (
             "",
@@ -232,7 +232,7 @@ MUTANTS = [
         tests="test_quantization.py",
     ),
     *of(
-        "resampling.py",
+        "sampling.py",
         (
             "Resize",
             'left_out = ("axes", "extrapolation_value", ',
@@ -261,7 +261,7 @@ MUTANTS = [
     *of(
         "sampling.py",
         ("RoiAlign", "(sample + 0.5) / count", "sample / count"),
-        ("MaxRoiPool", "op.Floor(x + 0.5)", "op.Round(x)"),
+        ("MaxRoiPool", "op.Floor(corner * spatial_scale + 0.5)", "op.Round(corner * spatial_scale)"),
         ("DeformConv", "steps[i] * window.dilations[i] - ", "steps[i] - "),
     ),
     *of(
@@ -270,11 +270,11 @@ MUTANTS = [
         ("LSTM", "forget + pf * c", "forget + pi * c"),
         ("LSTM", "None if i % count == 2 else clip", "clip"),
         ("", "[slices[1] * following[0]]", "following[:1]"),
-        ("", "(rest, first) if reverse else (first, rest)", "(first, rest)"),
+        ("", "(rest, first) if backwards else (first, rest)", "(first, rest)"),
         tests="test_recurrent.py",
     ),
     *of(
-        "expansion.py",
+        "../walk.py",
         ("", "gradients.pop(x, None) for x in inputs", "gradients.get(x) for x in inputs"),
         tests="test_recurrent.py",
     ),
@@ -284,10 +284,6 @@ MUTANTS = [
         ("", "reverse = [1 - direction for direction in directions]", "reverse = list(directions)"),
         ("", "(end_, dy_, axis, 1 - direction)", "(end_, dy_, axis, direction)"),
         ("", "at = inner.Sub(last, turn)", "at = turn"),
-        tests="test_control_flow.py",
-    ),
-    *of(
-        "../loop_bodies.py",
         ("", "like(total[y] + dy, y) if y in total else dy", "dy"),
         tests="test_control_flow.py",
     ),
@@ -298,7 +294,7 @@ MUTANTS = [
         tests="test_losses.py",
     ),
     *of(
-        "spectral.py",
+        "linear.py",
         ("DFT", "back / count if inverse else back * count", "back * count"),
         ("DFT", "op.Unsqueeze(2 - once,", "op.Unsqueeze(1 + once,"),
     ),

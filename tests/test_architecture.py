@@ -121,7 +121,7 @@ def test_no_import_hides_in_a_string(path: Path) -> None:
             {
                 "graphopt/on_device/artifacts.py",
                 "graphopt/runtime/device.py",
-                "passes/ort_gradient/builder.py",
+                "passes/ort_gradient.py",
             },
         ),
         ("hydra", COMMAND),

@@ -41,7 +41,7 @@ from graphopt.on_device.update import update_model
 from graphopt.pipeline import Pipeline, Step
 from passes.accumulate import Accumulate
 from passes.clipping import Clip
-from passes.optimizers.optimizer import Optimizer
+from passes.optimizers import Optimizer
 from passes.schedules import Schedule
 
 RESET = "lazy_reset_grad"

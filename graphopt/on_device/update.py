@@ -10,9 +10,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
-from passes.optimizers.adaptive import Adam, AdamW
-from passes.optimizers.descent import SGD
-from passes.optimizers.optimizer import Optimizer
+from passes.optimizers import SGD, Adam, AdamW, Optimizer
 
 # the names of a, rate and b in an update a - rate * b of sequences a and b
 _Step = tuple[str, str, str]

@@ -27,6 +27,7 @@ from onnxscript import OnnxFunction
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
+Active = frozenset[Value]
 Gradients = Sequence[Value | None]
 Rule = Callable[..., Gradients]
 Local = Callable[..., Value | float]
@@ -48,23 +49,24 @@ WITHOUT_FLOW: dict[str, tuple[int, ...]] = {
 }
 
 
-def enter(table: dict[tuple[str, str], F], operator: tuple[str, str], function: F) -> None:
-    """Register a function for an operator in a table."""
-    if table.setdefault(operator, function) is not function:
-        raise GraphoptError(
-            f"{'::'.join(filter(None, operator))}: expected one rule, found a second: passes.gradient replaces a rule"
-        )
+def registering(table: dict[tuple[str, str], Any], domain: str, op_types: Sequence[str]) -> Callable[[F], F]:
+    """Return a decorator that enters a function for operators into a table."""
+
+    def register(function: F) -> F:
+        for op_type in op_types:
+            if table.setdefault((domain, op_type), function) is not function:
+                raise GraphoptError(
+                    f"{'::'.join(filter(None, (domain, op_type)))}: expected one rule, found a second: "
+                    f"passes.gradient replaces a rule"
+                )
+        return function
+
+    return register
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register the decorated function as the gradient rule of these operators."""
-
-    def register(function: Rule) -> Rule:
-        for op_type in op_types:
-            enter(RULES, (domain, op_type), function)
-        return function
-
-    return register
+    return registering(RULES, domain, op_types)
 
 
 def one_line_rules(table: Mapping[str, Rule]) -> None:
@@ -129,24 +131,20 @@ def carries(node: Node, index: int) -> bool:
 
 def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the `named` values that are parameters of `function`."""
-    names, takes_all = _parameters(function)
-    return {name: value for name, value in named.items() if takes_all or name in names}
-
-
-def names(function: Callable[..., Any], name: str) -> bool:
-    """Return whether `function` has a parameter of this name."""
-    return name in _parameters(function)[0]
+    parameters = parameters_of(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in named.items() if takes_all or name in parameters}
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    parameters = inspect.signature(function).parameters
-    return frozenset(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name."""
+    return inspect.signature(function).parameters
 
 
 def _chain(locals_: tuple[Local, ...]) -> Rule:
     def chained(
-        op: Emitter, dy: Value, *inputs: Value, y: Value, active: frozenset[Value], **attributes: Any
+        op: Emitter, dy: Value, *inputs: Value, y: Value, active: Active, **attributes: Any
     ) -> Gradients:
         return [
             _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.schemas import full_attributes
 from graphopt.graph.traversal import ancestors, captured
@@ -19,9 +20,12 @@ from passes.gradients.registry import (
     RULES,
     UNIFORM,
     WITH_LOCAL_DERIVATIVES,
+    Active,
     Gradients,
+    Rule,
     accepted,
-    names,
+    parameters_of,
+    rule,
 )
 
 
@@ -30,12 +34,8 @@ def backward(
 ) -> dict[ir.Value, ir.Value]:
     """Emit the vector-Jacobian product of `graph`, and return the gradient of each of `wrt` that affects the seeds.
 
-    A gradient may be a scalar that stands for equal elements, such as that of a mean, until an operator needs all
-    elements.
-
-    Args:
-        seeds: the gradient of the objective with respect to each value, in that value's shape.
-        wrt: the values to differentiate by.
+    A seed has its value's shape. A gradient may be a scalar that stands for equal elements, such as that of a mean,
+    until an operator needs all elements.
     """
     wrt = list(wrt)
     path = between(graph, seeds, wrt)
@@ -87,16 +87,16 @@ def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return like(op.Expand(gradient, op.shape_of(x)), x)
 
 
-def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: frozenset[ir.Value]) -> Gradients:
+def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, with the arguments that the rule requests."""
-    rule = RULES[node.domain, node.op_type]
+    function = RULES[node.domain, node.op_type]
     named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
-    if names(rule, "dys"):
+    if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
         named["dys"] = dys = [
             zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs
         ]
-    elif names(rule, "further"):
+    elif "further" in parameters_of(function):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
@@ -104,7 +104,7 @@ def _apply(op: Emitter, node: ir.Node, dys: list[ir.Value | None], active: froze
             f"its rule differentiates only the first output, and the objective depends on "
             f"{unused!r}: freeze the parameters before it"
         )
-    return rule(op, dys[0], *inputs_of(node), **accepted(rule, named))
+    return function(op, dys[0], *inputs_of(node), **accepted(function, named))
 
 
 def inputs_of(node: ir.Node) -> list[ir.Value | None]:
@@ -148,15 +148,14 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
         if (node.domain, node.op_type) not in RULES:
             missing.setdefault((node.domain, node.op_type), []).append(node)
     if missing:
-        raise NoGradient([_blocking(nodes, wrt) for _, nodes in sorted(missing.items())])
+        found = sorted(missing.items())
+        raise NoGradient([blocking(nodes, wrt, REFUSED.get(operator)) for operator, nodes in found])
 
 
-def _blocking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> BlockingOperator:
+def blocking(nodes: Sequence[ir.Node], wrt: Iterable[ir.Value], reason: str | None) -> BlockingOperator:
+    """Describe the nodes of one operator that block gradients, and which values they block."""
     blocks = tuple(name_of(x) for x in wrt if reaches(x, nodes))
-    domain, op_type = nodes[0].domain, nodes[0].op_type
-    return BlockingOperator(
-        domain, op_type, tuple(map(name_of, nodes)), blocks, REFUSED.get((domain, op_type))
-    )
+    return BlockingOperator(nodes[0].domain, nodes[0].op_type, tuple(map(name_of, nodes)), blocks, reason)
 
 
 def dead_ends(x: ir.Value) -> list[ir.Node]:
@@ -196,7 +195,7 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
             f"the gradient with respect to {x.name!r}: expected the shape {x.shape}, or one that it broadcasts to, "
             f"found {gradient.shape}: correct the rule of the operator that uses {x.name!r}"
         )
-    if any(may_broadcast(h, w) for h, w in tails):
+    if any(not isinstance(w, int) and h != 1 and (w.value is None or h != w) for h, w in tails):
         return like(_sum_to_dynamic(op, gradient, x), x)
     added, stretched = [*range(lead)], [lead + i for i, (h, w) in enumerate(tails) if w == 1 and h != 1]
     if not added and not stretched:
@@ -205,12 +204,8 @@ def sum_to(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return like(op.Squeeze(gradient, added) if added and stretched else gradient, x)
 
 
-def may_broadcast(have: int | ir.SymbolicDim, want: int | ir.SymbolicDim) -> bool:
-    """Return whether only run-time shapes tell if a dimension `want` was broadcast to `have`."""
-    return not isinstance(want, int) and have != 1 and (want.value is None or have != want)
-
-
 def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
+    """Sum over the axes along which `x` was broadcast, which only run-time shapes tell."""
     have, want = op.Shape(gradient), op.shape_of(x)
     lead = len(dims_of(gradient)) - len(dims_of(x))
     aligned = op.Concat([1] * lead, want, axis=0) if lead > 0 else want
@@ -244,3 +239,36 @@ def reaches(x: ir.Value, nodes: Iterable[ir.Node]) -> bool:
     nodes = list(nodes)
     before = ancestors(y for node in nodes for y in inputs_of(node) if y is not None)
     return any(x in inputs_of(node) for node in before.union(nodes))
+
+
+def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], Rule]:
+    """Register a traced function `f(op, *inputs, **named)` that computes the outputs of these operators.
+
+    It may request the same values as a rule. Only the gradient of the function is emitted: the operator itself stays,
+    because its kernel is faster and the exported model keeps it.
+    """
+
+    def register(function: Callable[..., Sequence[ir.Value]]) -> Rule:
+        def differentiated(
+            op: Emitter,
+            dy: Input,
+            *inputs: ir.Value,
+            node: ir.Node,
+            further: list[Input],
+            active: Active,
+            **named: Any,
+        ) -> Gradients:
+            graph = node.graph
+            assert isinstance(graph, ir.Graph)
+            start = len(graph)
+            outputs = function(op, *inputs, **accepted(function, named | {"node": node}))
+            part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
+            pairs = zip(outputs, [dy, *further], strict=False)
+            seeds = {y: like(op.Identity(dy), y) for y, dy in pairs if dy is not None}
+            wrt = [x for x in dict.fromkeys(inputs) if x in active and is_floating(x)]
+            gradients = backward(op, part, seeds, wrt)
+            return [gradients.pop(x, None) for x in inputs]
+
+        return rule(*op_types)(differentiated)
+
+    return register

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import dims_of, is_floating, rank
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.losses.loss import Loss, epsilon, positive
@@ -78,8 +78,6 @@ class BinaryCrossEntropy(Loss):
         return self.class_weights == "balanced"
 
     def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
-        if not self.learns:
-            return self
         return replace(self, class_weights=weights_of(map(_class_numbers, read(target_name)), 2))
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
@@ -112,7 +110,30 @@ class BinaryCrossEntropy(Loss):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Loss):
+class _OverClasses(Loss):
+    """Compare the distributions over the classes along an axis."""
+
+    axis: int = 1
+    from_logits: bool = True
+
+    task = "classification"
+
+    def metric(self, prediction: ir.Value) -> dict[str, Any]:
+        return {
+            "axis": self.axis,
+            "classes": self._classes(prediction),
+            "target_probabilities": True,
+            "from_logits": self.from_logits,
+        }
+
+    def _classes(self, prediction: ir.Value) -> int | None:
+        """Return the number of classes of a prediction, or None if it is only known at run time."""
+        classes = dims_of(prediction)[self.axis]
+        return classes if isinstance(classes, int) else None
+
+
+@dataclass(frozen=True)
+class CrossEntropy(_OverClasses):
     """Compute -sum_c q_c w_c log p_c over the classes c along `axis`, for predicted probabilities p and targets q.
 
     Args:
@@ -133,8 +154,6 @@ class CrossEntropy(Loss):
     1.3863
     """
 
-    axis: int = 1
-    from_logits: bool = True
     target_probabilities: bool = False
     label_smoothing: float = within("[0, 1]", 0.0)
     class_weights: tuple[float, ...] | Literal["balanced"] | None = within(
@@ -142,15 +161,11 @@ class CrossEntropy(Loss):
     )
     ignore_index: int | None = None
 
-    task = "classification"
-
     @property
     def learns(self) -> bool:
         return self.class_weights == "balanced"
 
     def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
-        if not self.learns:
-            return self
         if self.target_probabilities:
             raise GraphoptError(
                 "CrossEntropy(class_weights='balanced'): expected class numbers as targets, found "
@@ -162,13 +177,8 @@ class CrossEntropy(Loss):
     def _classes_of(self, model: ir.Model) -> int | None:
         """Return the number of classes that a model predicts, or None if its file does not say."""
         outputs = [y for y in model.graph.outputs if is_floating(y) and self.output in (None, y.name)]
-        if (
-            len(outputs) != 1
-            or (shape := outputs[0].shape) is None
-            or not -len(shape) <= self.axis < len(shape)
-        ):
-            return None
-        return _classes(outputs[0], self.axis)
+        axes = len(outputs[0].shape or ()) if len(outputs) == 1 else 0
+        return self._classes(outputs[0]) if -axes <= self.axis < axes else None
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
@@ -199,8 +209,7 @@ class CrossEntropy(Loss):
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
         if self.target_probabilities:
             return super().target_type(prediction)
-        assert prediction.shape is not None
-        dims = list(prediction.shape)
+        dims = list(dims_of(prediction))
         if not -len(dims) <= self.axis < len(dims):
             raise GraphoptError(
                 f"CrossEntropy(axis={self.axis}): expected an axis of {prediction.name!r}, found that it has "
@@ -215,22 +224,17 @@ class CrossEntropy(Loss):
         return ir.DataType.INT64, ir.Shape(dims)
 
     def metric(self, prediction: ir.Value) -> dict[str, Any]:
-        return {
-            "axis": self.axis,
-            "classes": _classes(prediction, self.axis),
-            "ignore_index": self.ignore_index,
-            "target_probabilities": self.target_probabilities,
-            "from_logits": self.from_logits,
-        }
+        own = {"ignore_index": self.ignore_index, "target_probabilities": self.target_probabilities}
+        return super().metric(prediction) | own
 
     def _along_axis(self, prediction: ir.Value) -> list[int]:
         """Return the shape in which one number per class broadcasts to the prediction."""
-        assert prediction.shape is not None
-        rank = len(prediction.shape)
-        return [-1 if axis == self.axis % rank else 1 for axis in range(rank)]
+        shape = [1] * rank(prediction)
+        shape[self.axis] = -1
+        return shape
 
     def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        classes = _classes(prediction, self.axis)
+        classes = self._classes(prediction)
         if classes is None or classes > _MANY:
             size = op.Squeeze(op.Gather(op.shape_of(prediction), [self.axis]))
             numbers = op.Reshape(op.Range(0, size, 1), self._along_axis(prediction))
@@ -245,7 +249,7 @@ class CrossEntropy(Loss):
     def _weights(self, op: Emitter, prediction: ir.Value) -> ir.Value:
         assert self.class_weights is not None
         weights = np.array(_known(self, self.class_weights))
-        classes = _classes(prediction, self.axis)
+        classes = self._classes(prediction)
         if classes not in (None, len(weights)):
             raise GraphoptError(
                 f"CrossEntropy(class_weights=...): expected {classes} numbers, one per class, found {len(weights)}"
@@ -254,7 +258,7 @@ class CrossEntropy(Loss):
 
 
 @dataclass(frozen=True)
-class KLDivergence(Loss):
+class KLDivergence(_OverClasses):
     """Compute sum_c t_c (log t_c - log p_c) over the classes c along `axis`, for target probabilities t.
 
     Args:
@@ -267,24 +271,10 @@ class KLDivergence(Loss):
     True
     """
 
-    axis: int = 1
-    from_logits: bool = True
-
-    task = "classification"
-
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
         divergence = target * (op.Log(positive(op, target)) - log_p)
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
-
-    def metric(self, prediction: ir.Value) -> dict[str, Any]:
-        classes = _classes(prediction, self.axis)
-        return {
-            "axis": self.axis,
-            "classes": classes,
-            "target_probabilities": True,
-            "from_logits": self.from_logits,
-        }
 
 
 def _known(loss: Loss, weights: tuple[float, ...] | Literal["balanced"]) -> tuple[float, ...]:
@@ -311,13 +301,6 @@ def _times(factor: float, value: ir.Value) -> ir.Value:
     return value if factor == 1 else factor * value
 
 
-def _classes(prediction: ir.Value, axis: int) -> int | None:
-    """Return the number of classes of a prediction, or None if it is only known at run time."""
-    assert prediction.shape is not None
-    classes = prediction.shape[axis]
-    return classes if isinstance(classes, int) else None
-
-
 def _logits(
     prediction: ir.Value, activation: str, from_logits: bool, axis: int | None = None
 ) -> ir.Value | None:
@@ -325,9 +308,8 @@ def _logits(
     node = prediction.producer()
     activated = node is not None and node.op_type == activation and node.domain == ""
     if activated and axis is not None:
-        assert node is not None and prediction.shape is not None
-        rank = len(prediction.shape)
-        activated = node.attributes.get_int("axis", -1) % rank == axis % rank
+        assert node is not None
+        activated = (node.attributes.get_int("axis", -1) - axis) % rank(prediction) == 0
     if from_logits:
         if activated:
             warnings.warn(

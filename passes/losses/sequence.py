@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, wide_type
 from graphopt.intervals import within
 from passes.gradient_stops import stop_gradient
-from passes.gradients.loop_bodies import scan_over
+from passes.gradients.rules.control_flow import scan_over
 from passes.losses.classification import log_probabilities
 from passes.losses.loss import Loss, new_target
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -12,11 +12,10 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import swap
-from passes.gradients.registry import RULES
+from passes.gradients.registry import RULES, parameters_of
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
-from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 
 
@@ -74,9 +73,8 @@ def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
 
 def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value | None]:
     """Call a lowering with the inputs and attributes of a node, and refuse those that it has no parameter for."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = list(parameters_of(function).values())[1:]
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    values = {name: attribute.value for name, attribute in node.attributes.items()}
     for i, x in enumerate(node.inputs):
         if x is not None and i >= len(inputs):
             raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
@@ -86,17 +84,17 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
             )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    for name, value in values.items():
-        if name not in named and not takes_all:
-            raise GraphoptError(f"its attribute {name}={value!r} is not covered")
-    present = dict(zip(inputs, node.inputs, strict=False))
-    missing = [
-        p.name
-        for p in parameters
-        if p.kind is not p.VAR_KEYWORD and p.default is p.empty and p.name not in {*present, *values, "node"}
-    ]
+    values: dict[str, Any] = dict(zip(inputs, node.inputs, strict=False))
+    for name, attribute in node.attributes.items():
+        if (takes_all or name in named) and name not in inputs:
+            values[name] = attribute.value
+        elif attribute.value:
+            raise GraphoptError(f"its attribute {name}={attribute.value!r} is not covered")
+    if "node" in named:
+        values["node"] = node
+    required = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    missing = [name for name in required if name not in values]
     if missing:
         raise GraphoptError(f"expected attributes or inputs {', '.join(missing)}, found none")
-    more = {"node": node} if "node" in named else {}
-    result = function(op, **present, **values, **more)
+    result = function(op, **values)
     return [result] if isinstance(result, ir.Value) else list(result)

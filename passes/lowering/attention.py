@@ -16,7 +16,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import rank
 from passes.lowering.contrib import plus
-from passes.lowering.registry import freeze, lowers, off
+from passes.lowering.registry import freeze, lowers
 
 MASKED = -10000.0
 
@@ -36,22 +36,21 @@ def attention(
     scale: float = 0.0,
     qkv_hidden_sizes: Sequence[int] = (),
     mask_filter_value: float = MASKED,
-    do_rotary: int = 0,
-    past_present_share_buffer: int = 0,
 ) -> Sequence[Value | None]:
     """Compute softmax(q k^T scale + mask) v, with q, k and v concatenated in x weights + bias."""
-    off(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
     sizes = list(qkv_hidden_sizes) or [_size(weights, 1) // 3] * 3
     parts = op.Split(plus(op.MatMul(x, weights), bias), sizes, axis=-1, _outputs=3)
-    q, k, v = (_split_heads(op, part, num_heads, size) for part, size in zip(parts, sizes, strict=True))
-    fresh = k
-    if past is not None:
-        k, v = (op.Concat(op.Gather(past, i, axis=0), new, axis=2) for i, new in enumerate((k, v)))
-    mask = _mask(op, q, k, fresh, mask_index, unidirectional, mask_filter_value)
-    y = _attend(op, q, k, v, scale, mask, attention_bias)
+    past_key, past_value = (past and op.Gather(past, i, axis=0) for i in range(2))
+    y, k, v = multi_head_attention(
+        op,
+        *(*parts, None, mask_index, attention_bias, past_key, past_value),
+        num_heads=num_heads,
+        unidirectional=unidirectional,
+        scale=scale,
+        mask_filter_value=mask_filter_value,
+    )
     alike = sizes[1] == sizes[2]
-    present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if alike else None
-    return _merge_heads(op, y, sizes[2]), present
+    return y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if alike else None
 
 
 @lowers("MultiHeadAttention", domain=MICROSOFT)
@@ -86,30 +85,28 @@ def multi_head_attention(
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     mask = _mask(op, q, k, fresh, key_padding_mask, unidirectional, mask_filter_value)
-    y = _attend(op, q, k, v, scale, mask, attention_bias)
+    scores = op.MatMul((scale or 1 / math.sqrt(_size(q, -1))) * q, op.Transpose(k, perm=[0, 1, 3, 2]))
+    y = op.MatMul(op.Softmax(plus(plus(scores, mask), attention_bias), axis=-1), v)
     return _merge_heads(op, y, sizes[2]), k, v
 
 
 def _parts(op: Emitter, query: Value, key: Input, value: Input) -> list[Value]:
-    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already."""
-    if key is None and rank(query) == 5:
-        return _unpacked(op, query)
-    if key is not None and value is None and rank(key) == 5:
-        return [query, *_unpacked(op, key)]
-    if key is None or value is None:
+    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already.
+
+    A packed query or key of [B,S,N,parts,H] contains those that are left out.
+    """
+    if key is not None and value is not None:
+        return [query, key, value]
+    packed, first = (query, []) if key is None else (key, [query])
+    if rank(packed) != 5:
         raise GraphoptError(
             "expected query, key and value, or a packed query or key of 5 axes, found neither"
         )
-    return [query, key, value]
-
-
-def _unpacked(op: Emitter, packed: Value) -> list[Value]:
-    """Split [B,S,N,parts,H] into parts of [B,N,S,H]."""
     count = _size(packed, 3)
     if count not in (2, 3):
         raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
     parts = (op.Gather(packed, i, axis=3) for i in range(count))
-    return [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
+    return [*first, *(op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts)]
 
 
 def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
@@ -120,12 +117,6 @@ def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
 def _merge_heads(op: Emitter, y: Value, size: int) -> Value:
     """Reshape [B,N,S,H] to [B,S,NH]."""
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, size])
-
-
-def _attend(op: Emitter, q: Value, k: Value, v: Value, scale: float, mask: Input, bias: Input) -> Value:
-    scale = scale or 1 / math.sqrt(_size(q, -1))
-    scores = op.MatMul(scale * q, op.Transpose(k, perm=[0, 1, 3, 2]))
-    return op.MatMul(op.Softmax(plus(plus(scores, mask), bias), axis=-1), v)
 
 
 def _mask(
@@ -190,7 +181,6 @@ def rotary_embedding(
     num_heads: int = 0,
     rotary_embedding_dim: int = 0,
     scale: float = 1.0,
-    is_packed_batching: int = 0,
 ) -> Value:
     """Rotate pairs of numbers of each head by their position (Su et al., https://arxiv.org/abs/2104.09864).
 
@@ -198,7 +188,6 @@ def rotary_embedding(
     first half and one of the second half, or of neighbours if `interleaved`. If `position_ids` has rank 1, it is the
     first position.
     """
-    off(is_packed_batching=is_packed_batching)
     if scale != 1:
         raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
     rotary_dim = 2 * _size(cosines, 1)

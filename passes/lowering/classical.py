@@ -6,7 +6,7 @@ See https://onnx.ai/onnx/operators/index_ai_onnx_ml.html
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from onnxscript.rewriter.pattern import RewriteRule
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
+from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import constant_number, dtype_of, is_floating, name_of, rank
 from passes.gradients.registry import no_gradient
 from passes.lowering.registry import freeze, frozen, lowers, weight
@@ -73,24 +74,18 @@ def freeze_preprocessing(model: ir.Model) -> None:
     if not predicting:
         read = {node for x in model.graph.initializers.values() for node in x.consumers()}
         products = {node for node in read if node.op_type in MATRIX_PRODUCTS and node.graph is model.graph}
-        last = [node for node in model.graph if node in products and not _after(node) & products]
+        last = products - _before(products)
         predicting = [x for node in last for x in node.inputs if x is not None and x.is_initializer()]
-    ends = {node for x in predicting for node in x.consumers()}
+    before = _before({node for x in predicting for node in x.consumers()})
     for x in weights:
-        before = any(_after(node) & ends for node in x.consumers())
-        if _STATISTICS.fullmatch(name_of(x)) or (before and x not in predicting):
+        used = not before.isdisjoint(x.consumers())
+        if _STATISTICS.fullmatch(name_of(x)) or (used and x not in predicting):
             freeze(x)
 
 
-def _after(node: ir.Node) -> set[ir.Node]:
-    """Return the nodes that depend on a node."""
-    result: set[ir.Node] = set()
-    front = [node]
-    while front:
-        users = {user for output in front.pop().outputs for user in output.consumers()} - result
-        result |= users
-        front.extend(users)
-    return result
+def _before(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """Return the nodes on which some nodes depend."""
+    return ancestors(x for node in nodes for x in values_read(node))
 
 
 @lowers("SVMClassifier", "SVMRegressor", domain=_DOMAIN)
@@ -158,10 +153,9 @@ def linear_classifier(
         if post_transform == "LOGISTIC":
             half = 0.5 * s
             return label, op.Softmax(op.Concat(-half, half, axis=1), axis=1)
-        if rows == 1:
-            _check_known(post_transform)
-            return label, op.Concat(1.0 - s, s, axis=1)
-        scores = op.Concat(-s, s, axis=1)
+        scores = op.Concat(1.0 - s if rows == 1 else -s, s, axis=1)
+        if rows == 1 and post_transform in ("SOFTMAX", "SOFTMAX_ZERO"):
+            return label, scores
     else:
         scores = _scores(op, x, node, w, b)
         label = op.Gather(labels, op.ArgMax(scores, axis=1, keepdims=0))
@@ -176,22 +170,19 @@ def _scores(op: Emitter, x: Value, node: ir.Node, w: np.ndarray, b: np.ndarray) 
     return op.Gemm(x, weight(op, node, "coefficients", w), bias, transB=1)
 
 
-def _check_known(post_transform: str) -> None:
-    if post_transform not in ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO"):
-        raise GraphoptError(f"its attribute post_transform={post_transform!r} is not covered")
-
-
 def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
-    _check_known(post_transform)
-    if post_transform == "SOFTMAX":
-        return op.Softmax(scores, axis=1)
-    if post_transform == "LOGISTIC":
-        return op.Sigmoid(scores)
-    if post_transform == "SOFTMAX_ZERO":  # a softmax of the nonzero scores; zeros stay 0
-        counted = op.CastLike(op.Greater(op.Abs(scores), 1e-7), scores)
-        shares = counted * op.Exp(scores - op.ReduceMax(scores, [1]))
-        return shares / op.ReduceSum(shares, [1])
-    return scores
+    match post_transform:
+        case "NONE":
+            return scores
+        case "SOFTMAX":
+            return op.Softmax(scores, axis=1)
+        case "LOGISTIC":
+            return op.Sigmoid(scores)
+        case "SOFTMAX_ZERO":  # a softmax of the nonzero scores; zeros stay 0
+            counted = op.CastLike(op.Greater(op.Abs(scores), 1e-7), scores)
+            shares = counted * op.Exp(scores - op.ReduceMax(scores, [1]))
+            return shares / op.ReduceSum(shares, [1])
+    raise GraphoptError(f"its attribute post_transform={post_transform!r} is not covered")
 
 
 @lowers("Scaler", domain=_DOMAIN)
@@ -250,14 +241,12 @@ def binarizer(op: Emitter, x: Value, *, threshold: float = 0.0) -> Value:
     return op.CastLike(op.Greater(x, op.constant(threshold, like=x)), x)
 
 
-def _is_logistic(context: Any, x: Value, minus: Value, one: Value) -> bool:
-    return x.dtype == ir.DataType.FLOAT and (constant_number(minus), constant_number(one)) == (-1, 1)
-
-
 # scikit-learn's converter writes 1 / (1 + exp(-x)), whose gradient is NaN if exp(-x) overflows. A Sigmoid does not suit
 # runtimes that compute it with absolute precision, because here small values are added and divided by their sum.
 LOGISTIC = RewriteRule(
     lambda op, x, minus, one: op.Reciprocal(op.Add(op.Exp(op.Mul(x, minus)), one)),
     lambda op, x, minus, one: op.Exp(op.Neg(op.Softplus(op.Neg(x)))),
-    _is_logistic,
+    lambda context, x, minus, one: (
+        (x.dtype, constant_number(minus), constant_number(one)) == (ir.DataType.FLOAT, -1, 1)
+    ),
 )

@@ -1,4 +1,4 @@
-"""Lower the operators of com.microsoft that ONNX Runtime's optimizer creates by fusion.
+"""Lower operators of com.microsoft that ONNX Runtime's optimizer and quantization create, except attention.
 
 See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
@@ -15,8 +16,8 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.schemas import schema_of
-from graphopt.graph.values import rank
-from passes.lowering.registry import Lowering, lowers
+from graphopt.graph.values import constant_of, rank
+from passes.lowering.registry import Lowering, freeze, lowers
 
 
 def plus(x: Value, bias: Input) -> Value:
@@ -60,35 +61,18 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
 
 @lowers("FusedGemm", domain=MICROSOFT)
 def fused_gemm(
-    op: Emitter,
-    a: Value,
-    b: Value,
-    c: Input = None,
-    *,
-    activation: str = "",
-    activation_alpha: float | None = None,
-    activation_beta: float | None = None,
-    activation_gamma: float | None = None,
-    **product: Any,
+    op: Emitter, a: Value, b: Value, c: Input = None, *, activation: str = "", **attributes: Any
 ) -> Value:
-    y = op.Gemm(a, b, c, **product)
-    return activate(op, y, activation, (activation_alpha, activation_beta, activation_gamma))
+    numbers = [attributes.pop(f"activation_{name}", None) for name in ("alpha", "beta", "gamma")]
+    return activate(op, op.Gemm(a, b, c, **attributes), activation, numbers)
 
 
 @lowers("FusedConv", domain=MICROSOFT)
 def fused_conv(
-    op: Emitter,
-    x: Value,
-    w: Value,
-    b: Input = None,
-    z: Input = None,
-    *,
-    activation: str = "",
-    activation_params: Sequence[float] = (),
-    **window: Any,
+    op: Emitter, x: Value, w: Value, b: Input = None, z: Input = None, *, activation: str = "", **window: Any
 ) -> Value:
-    y = op.Conv(x, w, b, **window)
-    return activate(op, plus(y, z), activation, activation_params)
+    numbers = window.pop("activation_params", ())
+    return activate(op, plus(op.Conv(x, w, b, **window), z), activation, numbers)
 
 
 @lowers("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
@@ -120,18 +104,12 @@ def _transposed(op: Emitter, x: Value, last: int, batch: int) -> Value:
 
 
 @lowers("SimplifiedLayerNormalization", domain=MICROSOFT)
-def simplified_layer_normalization(
+def root_mean_square(
     op: Emitter, x: Value, scale: Value, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Value:
-    return root_mean_square(op, x, scale, axis, epsilon, ir.DataType(stash_type))
-
-
-def root_mean_square(
-    op: Emitter, x: Value, scale: Value, axis: int, epsilon: float, stashed: ir.DataType
-) -> Value:
     """Compute scale x / sqrt(mean(x^2) + epsilon) (Zhang, Sennrich, https://arxiv.org/abs/1910.07467)."""
-    half = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and x.dtype != stashed
-    z = op.Cast(x, to=stashed) if half else x
+    half = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and x.dtype != stash_type
+    z = op.Cast(x, to=stash_type) if half else x
     axes = list(range(axis % rank(x), rank(x)))
     z = z / op.Sqrt(op.ReduceMean(z * z, axes) + epsilon)
     return scale * (op.Cast(z, to=scale.dtype) if half else z)
@@ -157,7 +135,7 @@ def skip_simplified_layer_normalization(
     op: Emitter, x: Value, skip: Value, scale: Value, bias: Input = None, *, epsilon: float = 1e-12
 ) -> Sequence[Value | None]:
     total = plus(x + skip, bias)
-    return root_mean_square(op, total, scale, -1, epsilon, ir.DataType.FLOAT), None, None, total
+    return root_mean_square(op, total, scale, epsilon=epsilon), None, None, total
 
 
 @lowers("EmbedLayerNormalization", domain=MICROSOFT)
@@ -209,3 +187,76 @@ def bias_dropout(
     attributes = {} if seed is None else {"seed": seed}
     y, mask = op.Dropout(x + bias, ratio, training_mode, _outputs=2, **attributes)
     return plus(y, residual), mask
+
+
+@lowers("MatMulNBits", domain=MICROSOFT)
+def mat_mul_n_bits(
+    op: Emitter,
+    a: Value,
+    b: Value,
+    scales: Value,
+    zero_points: Input = None,
+    group_index: Input = None,
+    bias: Input = None,
+    *,
+    K: int,
+    N: int,
+    bits: int = 4,
+    block_size: int,
+    accuracy_level: int = 0,
+    node: ir.Node,
+) -> Value:
+    """Compute a w + bias for a frozen weight that stays packed: DequantizeLinear also reads two numbers per byte.
+
+    `accuracy_level`, which permits a runtime to round `a`, is ignored. The weight has three axes, [blocks, block_size,
+    N], because runtimes would fuse a weight of two axes with the product and round `a` again.
+    """
+    if bits not in (2, 4, 8):
+        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
+    if group_index is not None:
+        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered: expected none")
+    packed, points = _stored(b, "weight"), None
+    blocks = -(-K // block_size)
+    numbers = _unpacked_numbers(packed.reshape(N, -1), bits)
+    if zero_points is None:
+        points = np.full((N, blocks), 2 ** (bits - 1), np.uint8)
+    elif zero_points.dtype == ir.DataType.UINT8:
+        points = _unpacked_numbers(_stored(zero_points, "zero points").reshape(N, -1), bits)[:, :blocks]
+    scales = _by_block(op, scales, N, blocks)
+    w = op.DequantizeLinear(
+        _integers(op, node, "weight", numbers.T.reshape(blocks, block_size, N), bits),
+        scales,
+        None if points is None else _integers(op, node, "zero_points", points.T[:, None], bits),
+        axis=1,
+        block_size=block_size,
+    )
+    if zero_points is not None and points is None:
+        w = w - scales * _by_block(op, zero_points, N, blocks)
+    w = op.Reshape(w, [blocks * block_size, N])
+    if blocks * block_size != K:
+        w = op.Slice(w, [0], [K], [0])
+    return plus(op.MatMul(a, w), bias)
+
+
+def _stored(x: Value, name: str) -> np.ndarray:
+    """Return the numbers of an initializer."""
+    array = constant_of(x)
+    if array is None:
+        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
+    return array
+
+
+def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
+    """Return the frozen numbers of each row's blocks as [blocks,1,n]."""
+    return op.Unsqueeze(op.Transpose(op.Reshape(freeze(x), [n, blocks]), perm=[1, 0]), [1])
+
+
+def _unpacked_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers of packed rows, low bits of each byte first."""
+    parts = [rows >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(len(rows), -1)
+
+
+def _integers(op: Emitter, node: ir.Node, label: str, numbers: np.ndarray, bits: int) -> Value:
+    dtype = ir.DataType.UINT8 if bits == 8 else ir.DataType.UINT4
+    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.outputs[0].name}.{label}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -14,21 +13,12 @@ from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_number, constant_of, like, swap
+from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 
 __all__ = ["lower_sequences"]
 
 _Size = int | ir.SymbolicDim
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Store a sequence of equally shaped tensors as one tensor, stacked along its first axis."""
-
-    tensor: ir.Value
-
-
-Content = list[ir.Value] | Stack
+Content = list[ir.Value] | ir.Value  # the tensors of a sequence, listed or stacked along a first axis
 
 
 def lower_sequences(model: ir.Model) -> None:
@@ -77,10 +67,9 @@ def _type(op: Emitter, node: ir.Node) -> None:
     branches = subgraphs(node)
     if node.op_type == "If":
         for y, *results in zip(node.outputs, *(branch.outputs for branch in branches), strict=True):
-            shapes = [result.shape for result in results]
-            if None not in shapes and len({len(shape) for shape in shapes if shape is not None}) == 1:
-                dims = zip(*(shape for shape in shapes if shape is not None), strict=True)
-                y.shape = ir.Shape([a if a == b else None for a, b in dims])
+            shapes = [result.shape for result in results if result.shape is not None]
+            if len(shapes) == len(results) and len(set(map(len, shapes))) == 1:
+                y.shape = ir.Shape([a if a == b else None for a, b in zip(*shapes, strict=True)])
     elif not branches:
         op.infer(node)
 
@@ -120,36 +109,23 @@ def _place(node: ir.Node, index: int, places: int) -> int | None:
 
 
 def _split(op: Emitter, node: ir.Node) -> Content | None:
-    """Emit the parts of a tensor, stacked if their number is only known at run time."""
-    x = node.inputs[0]
-    if x is None or x.shape is None:
+    """Emit the parts of a tensor, stacked if they are rows whose number is only known at run time."""
+    x, split = (*node.inputs, None)[:2]
+    lengths = np.array(1) if split is None else constant_of(split)
+    if x is None or x.shape is None or lengths is None:
         return None
     axis = node.attributes.get_int("axis", 0) % len(x.shape)
-    size = x.shape[axis]
-    split = node.inputs[1] if len(node.inputs) > 1 else None
-    if split is None:
-        alone = not node.attributes.get_int("keepdims", 1)
-        if not isinstance(size, int) or size > MOST_SPLIT_OUTPUTS:
-            rows = op.Transpose(x, perm=[axis, *(i for i in range(len(x.shape)) if i != axis)])
-            return Stack(rows if alone else op.Unsqueeze(rows, [axis + 1]))
-        parts = _parts(op, x, [1] * size, axis)
-        return [op.Squeeze(part, [axis]) for part in parts] if alone else parts
-    sizes = constant_of(split)
-    if sizes is None:
+    size, alone = x.shape[axis], split is None and not node.attributes.get_int("keepdims", 1)
+    lengths = lengths.astype(np.int64)
+    if not lengths.ndim and isinstance(size, int) and lengths > 0 and size <= MOST_SPLIT_OUTPUTS * lengths:
+        lengths = np.minimum(lengths, size - np.arange(0, size, lengths.item()))
+    if not lengths.ndim and split is None:
+        rows = op.Transpose(x, perm=[axis, *(i for i in range(len(x.shape)) if i != axis)])
+        return rows if alone else op.Unsqueeze(rows, [axis + 1])
+    if not lengths.ndim or lengths.size > MOST_SPLIT_OUTPUTS:
         return None
-    if sizes.ndim:
-        return _parts(op, x, sizes.tolist(), axis) if sizes.size <= MOST_SPLIT_OUTPUTS else None
-    part = int(sizes.item())
-    if not isinstance(size, int) or size > MOST_SPLIT_OUTPUTS * part:
-        return None
-    return _parts(op, x, [min(part, size - start) for start in range(0, size, part)], axis)
-
-
-def _parts(op: Emitter, x: ir.Value, sizes: Sequence[int], axis: int) -> list[ir.Value]:
-    if len(sizes) < 2:
-        return [x] * len(sizes)
-    parts = op.call_op("Split", [x, np.array(sizes, np.int64)], {"axis": axis}, outputs=len(sizes))
-    return list(parts)  # type: ignore[arg-type]
+    parts = [x] * lengths.size if lengths.size < 2 else op.Split(x, lengths, axis=axis, _outputs=lengths.size)
+    return [op.Squeeze(part, [axis]) for part in parts] if alone else list(parts)
 
 
 def _read(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> ir.Value | None:
@@ -162,7 +138,7 @@ def _read(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> ir.V
         case "SequenceLength":
             if isinstance(content, list):
                 return op.constant(np.array(len(content), np.int64))
-            return op.Squeeze(op.Shape(content.tensor, start=0, end=1), [0])
+            return op.Squeeze(op.Shape(content, start=0, end=1), [0])
         case "SequenceAt":
             place = _place(node, 1, len(content)) if isinstance(content, list) else None
             if isinstance(content, list) and place is not None:
@@ -176,8 +152,8 @@ def _read(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> ir.V
 
 def _stacked(op: Emitter, content: Content) -> ir.Value | None:
     """Emit the elements stacked along a first axis, or return None if their shapes may differ."""
-    if isinstance(content, Stack):
-        return content.tensor
+    if isinstance(content, ir.Value):
+        return content
     shapes = [x.shape for x in content]
     if not content or None in shapes or any(shape != shapes[0] for shape in shapes):
         return None
@@ -194,15 +170,13 @@ def _concatenated(op: Emitter, node: ir.Node, content: Content) -> ir.Value | No
             axis %= len(content[0].shape or ()) + 1
             content = [op.Unsqueeze(x, [axis]) for x in content]
         return content[0] if len(content) == 1 else op.Concat(*content, axis=axis)
-    stack = content.tensor
-    assert stack.shape is not None
-    rank = len(stack.shape) - 1
-    axis %= rank + 1 if new else rank
-    perm = [*range(1, axis + 1), 0, *range(axis + 1, rank + 1)]
-    moved = op.Transpose(stack, perm=perm) if axis else stack
+    dims = dims_of(content)
+    axis %= len(dims) - 1 + new
+    perm = [*range(1, axis + 1), 0, *range(axis + 1, len(dims))]
+    moved = op.Transpose(content, perm=perm) if axis else content
     if new:
         return moved
-    if stack.shape[axis + 1] == 1:
+    if dims[axis + 1] == 1:
         return op.Squeeze(moved, [axis + 1])
     shape = op.Concat(op.Shape(moved, end=axis), [-1], op.Shape(moved, start=axis + 2), axis=0)
     return op.Reshape(moved, shape)
@@ -263,12 +237,11 @@ def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: 
         y, whole = node.outputs[i], first
         if rows:
             stack = next(stacks)
-            tensor = op.Reshape(stack, op.Concat([-1], op.Shape(stack, start=2), axis=0))
+            whole = op.Reshape(stack, op.Concat([-1], op.Shape(stack, start=2), axis=0))
             if first:
-                tensor = op.Concat(_stacked(op, first), tensor, axis=0)
-            whole = Stack(tensor)
-        if isinstance(whole, Stack):
-            again = op.SplitToSequence(whole.tensor, axis=0, keepdims=0)
+                whole = op.Concat(_stacked(op, first), whole, axis=0)
+        if isinstance(whole, ir.Value):
+            again = op.SplitToSequence(whole, axis=0, keepdims=0)
         else:
             again = op.Identity(node.inputs[i + 2])
         contents[_replace(op, y, again)] = whole

@@ -1,18 +1,46 @@
-"""Define the gradient rules, one file per family. Importing this package registers them."""
+"""Define the gradient rules, one file per family, and the operators without one. Importing this package registers them.
 
-from passes.gradients.rules import constant as constant
+Operators without a gradient are piecewise constant, random or not numeric. Others are refused.
+"""
+
+from graphopt.graph.operators import DRAWING, PREDICATES
+from passes.gradients.registry import no_gradient, refused
 from passes.gradients.rules import control_flow as control_flow
-from passes.gradients.rules import convolution as convolution
 from passes.gradients.rules import elementwise as elementwise
-from passes.gradients.rules import indexing as indexing
 from passes.gradients.rules import linear as linear
-from passes.gradients.rules import normalization as normalization
-from passes.gradients.rules import pooling as pooling
-from passes.gradients.rules import quantization as quantization
 from passes.gradients.rules import recurrent as recurrent
 from passes.gradients.rules import reduction as reduction
-from passes.gradients.rules import resampling as resampling
 from passes.gradients.rules import sampling as sampling
 from passes.gradients.rules import shape as shape
-from passes.gradients.rules import softmax as softmax
-from passes.gradients.rules import spectral as spectral
+from passes.gradients.rules import windows as windows
+
+no_gradient(
+    # Comparison and logic.
+    *PREDICATES,
+    # Integers.
+    *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
+    # Step functions: the derivative is 0 wherever it exists.
+    *("Ceil", "Floor", "Hardmax", "Round", "Sign"),
+    # Shapes and positions.
+    *("ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Shape", "Size"),
+    # Constants and sequences of numbers.
+    *("BlackmanWindow", "Constant", "ConstantOfShape", "EyeLike", "HammingWindow", "HannWindow"),
+    *("MelWeightMatrix",),
+    # Random numbers.
+    *DRAWING,
+    # Strings and data that are not tensors.
+    *("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"),
+    *("OptionalHasElement", "SequenceEmpty", "SequenceLength", "TfIdfVectorizer"),
+)
+
+refused(
+    "it computes with integers: quantize after training, or use QuantizeLinear and DequantizeLinear around floats",
+    *("ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"),
+)
+refused(
+    "it works on sequences of tensors, which have no gradient: use Concat, Split, Gather or Scan",
+    *("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceErase", "SequenceInsert"),
+    *("SequenceMap", "SplitToSequence"),
+)
+refused("it contains an optional, which may be empty: pass the tensor itself", "Optional")
+refused("it reinterprets the bits of a number, which has no derivative: use Cast", "BitCast")

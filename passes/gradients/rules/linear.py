@@ -1,4 +1,4 @@
-"""Differentiate matrix products, Einsum and Det."""
+"""Differentiate matrix products, Einsum, Det and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import dims_of, dtype_of, like, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import constant_size, reshape_like
+from passes.gradients.rules.shape import constant_size, gather, pads_of_all_axes, reshape_like
 
 
 @rule("MatMul")
@@ -35,16 +35,7 @@ def matmul(op: Emitter, dy: Value, a: Value, b: Value) -> Gradients:
 
 @rule("Gemm")
 def gemm(
-    op: Emitter,
-    dy: Value,
-    a: Value,
-    b: Value,
-    c: Input = None,
-    *,
-    alpha: float,
-    beta: float,
-    transA: int,
-    transB: int,
+    op: Emitter, dy: Value, a: Value, b: Value, *c: Value, alpha: float, beta: float, transA: int, transB: int
 ) -> Gradients:
     """Compute dA = alpha dY B' and dB = alpha A' dY in all four layouts without a Transpose."""
     da = (b, dy, transB, 1) if transA else (dy, b, 0, 1 - transB)
@@ -147,3 +138,65 @@ def det(op: Emitter, dy: Value, x: Value) -> Gradients:
     minors = op.Gather(flat, op.constant(rows * n + columns), axis=-1)
     signs = op.constant((-1.0) ** np.add.outer(np.arange(n), np.arange(n)), like=x)
     return [like(dy * signs * op.Det(minors), x)]
+
+
+@rule("DFT")
+def dft(
+    op: Emitter, dy: Value, x: Value, length: Input = None, axis: Input = None, *, inverse: int, onesided: int
+) -> Gradients:
+    """Transform back, up to a factor. Pad with zeros where the transform cropped its input, and crop where it padded.
+
+    An inverse onesided transform counts each frequency twice, except the first and the middle one.
+    """
+    known = constant_of(axis)
+    at = int(known.item()) % rank(x) if known is not None else None
+    if axis is not None and at is None:
+        raise GraphoptError(
+            f"DFT of {x.name!r}: its gradient needs a known axis, found a computed one: make it an initializer"
+        )
+    at = rank(x) - 2 if at is None else at
+    size, halved = op.shape_of(x, at, at + 1), inverse and onesided
+    n = size if length is None else op.Reshape(op.cast(length, ir.DataType.INT64), [1])
+    if halved:
+        n = op.shape_of(dy, at, at + 1)
+    back = op.DFT(dy, op.Squeeze(n), op.constant(at), inverse=1 - inverse, onesided=halved)
+    count = op.Cast(op.Squeeze(n), to=x.dtype)
+    back = back / count if inverse else back * count
+    if halved:
+        bins = op.Range(0, op.Squeeze(n) / 2 + 1, 1)
+        once = op.Cast(op.Or(op.Equal(bins, 0), op.Equal(2 * bins, n)), to=x.dtype)
+        back = back * op.Unsqueeze(2 - once, [*range(1, rank(x) - at)])
+        n = n / 2 + 1
+    if length is not None:
+        back = op.Pad(back, pads_of_all_axes(op, x, op.Concat([0], size - n, axis=0), op.constant([at])))
+    is_complex = dims_of(x)[-1] == 2
+    return [like(back if is_complex else op.Slice(back, [0], op.shape_of(x, rank(x) - 1), [-1]), x)]
+
+
+@rule("STFT")
+def stft(
+    op: Emitter,
+    dy: Value,
+    x: Value,
+    step: Value,
+    window: Input = None,
+    length: Input = None,
+    *,
+    onesided: int,
+) -> Gradients:
+    """Transform, weight and gather the frames in reverse: add the gradient of each frame at its position."""
+    size = op.Reshape(op.Shape(window) if length is None else op.cast(length, ir.DataType.INT64), [1])
+    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(
+        op.cast(step, ir.DataType.INT64)
+    )
+    at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
+    frames = op.Gather(x, at, axis=1)
+    weights = window and op.Unsqueeze(window, [1])
+    weighed = frames if weights is None else frames * weights
+    (dweighed,) = dft(op, dy, weighed, None, op.constant(2), inverse=0, onesided=onesided)
+    assert dweighed is not None
+    dframes = dweighed if weights is None else dweighed * weights
+    dx = gather(op, dframes, x, at, axis=1)[0]
+    if window is None:
+        return [dx]
+    return [dx, None, like(op.ReduceSum(dweighed * frames, [0, 1, 3], keepdims=0), window)]

@@ -16,10 +16,9 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like
-from passes.gradients.loop_bodies import LoopStep, scan_over
-from passes.gradients.rules.control_flow import KNOWN, SAVING
-from passes.gradients.rules.expansion import expansion
-from passes.gradients.walk import further_output
+from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
+from passes.gradients.rules.shape import elements_along
+from passes.gradients.walk import expansion, further_output
 
 Activation = Callable[[Any, Value], Value]
 Cell = Callable[..., list[Value]]
@@ -91,25 +90,14 @@ CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 @expansion(*CELLS)
 def _expanded(
-    op: Emitter,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Input = None,
-    lengths: Input = None,
-    h: Input = None,
-    c: Input = None,
-    p: Input = None,
-    *,
-    node: Node,
-    direction: str,
-    layout: int = 0,
-    hidden_size: int | None = None,
+    op: Emitter, x: Value, w: Value, r: Value, *optional: Input, node: Node, direction: str, layout: int = 0
 ) -> list[Value]:
     """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
+    b, lengths, h, c, p = (*optional, *[None] * 5)[:5]
     if direction not in DIRECTIONS:
         raise GraphoptError(f"expected a direction of {', '.join(DIRECTIONS)}, found {direction!r}")
     ways = DIRECTIONS[direction]
+    hidden_size = node.attributes.get_int("hidden_size", 0)
     if hidden_size and not isinstance(dims_of(r)[-1], int):
         r.shape = ir.Shape([len(ways), GATES[node.op_type] * hidden_size, hidden_size])
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
@@ -128,7 +116,9 @@ def _expanded(
         ways, weights, states, functions, known, strict=True
     ):
         gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
-        start = [no_state(op, x, width(ri)) if state is None else state for state in initial]
+        shape = op.Concat(op.Shape(x, start=1, end=2), [width(ri)], axis=0)
+        nothing = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))
+        start = [nothing if state is None else state for state in initial]
         for state in start:  # a computation may hide its shape
             state.shape = ir.Shape([dims_of(x)[1], width(ri)])
         results.append(_run(op, cell, start, gates, hs, lengths, reverse))
@@ -166,17 +156,12 @@ def prepared(
 
 
 def _run(
-    op: Emitter,
-    cell: Cell,
-    states: Sequence[Value],
-    gates: Value,
-    known: Input,
-    lengths: Input,
-    reverse: bool,
+    op: Emitter, cell: Cell, states: list[Value], gates: Value, known: Input, lengths: Input, reverse: bool
 ) -> list[Value]:
     """Return the outputs of all steps, 0 after a sequence's end, and the states at the end of each sequence.
 
-    If `known` holds the operator's own output, the states are not recomputed to differentiate a step.
+    If `known` holds the operator's own output, a step's gradient reads its states there. Otherwise the Scan saves its
+    gates.
     """
 
     def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -186,40 +171,28 @@ def _run(
         masked = [state + slices[1] * (y - state) for state, y in zip(states, following, strict=True)]
         return masked, [slices[1] * following[0]]
 
-    if lengths is None:
-        return scanned(op, step, states, [gates], known, reverse)
-    count = op.Squeeze(op.Shape(gates, start=0, end=1), [0])
-    inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
-    mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
-    mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
-
     def turn(v: Value) -> Value:
-        return like(op.ReverseSequence(v, lengths), v) if reverse else v
+        return v if lengths is None or not reverse else like(op.ReverseSequence(v, lengths), v)
 
-    y, *lasts = scanned(op, step, states, [turn(gates), mask], known and turn(known))
-    return [turn(y), *lasts]
-
-
-def scanned(
-    op: Emitter,
-    step: LoopStep,
-    states: Sequence[Value],
-    sequences: Sequence[Value],
-    known: Input,
-    reverse: bool = False,
-) -> list[Value]:
-    """Return the outputs of all steps and the last states of a Scan that reads known outputs or saves its gates."""
-    *lasts, y = scan_over(op, step, states, sequences, reverse)
+    sequences = [turn(gates)]
+    if lengths is not None:
+        count = op.Squeeze(op.Shape(gates, start=0, end=1), [0])
+        inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
+        mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
+        mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
+        sequences.append(mask)
+    backwards = reverse and lengths is None
+    *lasts, y = scan_over(op, step, states, sequences, backwards)
     scan = y.producer()
     assert scan is not None
     if known is None:
         scan.meta[SAVING] = True
     else:
-        first = op.Unsqueeze(states[0], [0])
-        rest = op.Slice(known, [1], [2**31], [0]) if reverse else op.Slice(known, [0], [-1], [0])
-        before = op.Concat(*((rest, first) if reverse else (first, rest)), axis=0)
+        known, first = turn(known), op.Unsqueeze(states[0], [0])
+        rest = op.Slice(known, [1], [2**31], [0]) if backwards else op.Slice(known, [0], [-1], [0])
+        before = op.Concat(*((rest, first) if backwards else (first, rest)), axis=0)
         scan.meta[KNOWN] = {0: like(before, known)}
-    return [y, *lasts]
+    return [turn(y), *lasts]
 
 
 def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
@@ -252,22 +225,13 @@ def _activated(
 
 def _parts(op: Emitter, value: Input, count: int, axis: int = 0) -> list[Value | None]:
     """Return the part of an input for each direction, or None for each if the input is left out."""
-    if value is None or count == 1:
-        return [None if value is None else op.Squeeze(value, [axis])] * count
-    split = op.Split(value, num_outputs=count, axis=axis, _outputs=count)
-    return [op.Squeeze(part, [axis]) for part in split]
+    return [None] * count if value is None else list(elements_along(op, value, count, axis))
 
 
 def stacked(op: Emitter, values: Sequence[Value], axis: int) -> Value:
     """Stack the directions' results along a new axis."""
     rows = [op.Unsqueeze(value, [axis]) for value in values]
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=axis)
-
-
-def no_state(op: Emitter, x: Value, size: int) -> Value:
-    """Return the default initial state."""
-    shape = op.Concat(op.Shape(x, start=1, end=2), [size], axis=0)
-    return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))
 
 
 def width(x: Value) -> int:

@@ -1,13 +1,15 @@
 """Differentiate sampling between pixels: gather the pixels around a position and weight them.
 
 Jaderberg et al., Spatial Transformer Networks, https://arxiv.org/abs/1506.02025. Each row contains all channels of one
-pixel, so that one Gather reads all pixels and its gradient is one ScatterND. The weights have gradients too.
+pixel, so that one Gather reads all pixels and its gradient is one ScatterND. The weights have gradients too. A Resize
+multiplies each axis by one matrix, obtained by resizing an identity matrix.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,12 +17,13 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import like, rank
+from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.elementwise import mask
-from passes.gradients.rules.expansion import expansion
-from passes.gradients.rules.shape import constant_size, reshape_like
+from passes.gradients.rules.linear import identity, transpose
+from passes.gradients.rules.shape import constant_size, elements_along, reshape_like
+from passes.gradients.rules.windows import window_of
+from passes.gradients.walk import expansion
 
 _Number = Value | float
 
@@ -48,11 +51,8 @@ def sampled(
 ) -> Value:
     """Return the weighted pixels of `x` around positions, of shape (pixels along each axis, positions, channels).
 
-    Args:
-        x: the image, with axes batch, channels and space.
-        batch: the batch index of each position.
-        at: the positions along each spatial axis, in pixels. They broadcast with `batch`.
-        padding: the value outside the image: `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
+    The positions `at` along each spatial axis, in pixels, broadcast with their indices in the batch. Outside the image,
+    `padding` is `zeros`, the pixel at the `border`, or a `reflection` between `borders`.
     """
     axes = [0, *range(2, rank(x)), 1]
     rows = op.Reshape(op.Transpose(x, perm=axes), op.Concat([-1], op.shape_of(x, 1, 2), axis=0))
@@ -119,12 +119,6 @@ def one_size(op: Emitter, x: Value, axis: int) -> Value:
     return op.Squeeze(op.shape_of(x, axis, axis + 1))
 
 
-def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
-    """Return the elements of an axis."""
-    parts = op.Split(x, num_outputs=count, axis=axis, _outputs=count)
-    return [op.Squeeze(part, [axis]) for part in ([parts] if count == 1 else parts)]
-
-
 @expansion("GridSample")
 def grid_sample(
     op: Emitter, x: Value, grid: Value, *, y: Value, mode: str, padding_mode: str, align_corners: int
@@ -161,26 +155,17 @@ def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corn
 
 @expansion("RoiAlign")
 def roi_align(
-    op: Emitter,
-    x: Value,
-    rois: Value,
-    batch: Value,
-    *,
-    mode: str,
-    coordinate_transformation_mode: str,
-    output_height: int,
-    output_width: int,
-    sampling_ratio: int,
-    spatial_scale: float,
+    op: Emitter, x: Value, rois: Value, batch: Value, *, mode: str, sampling_ratio: int, **where: Any
 ) -> list[Value]:
     """Average, or take the maximum of, the samples of each bin (He et al., Mask R-CNN, https://arxiv.org/abs/1703.06870).
 
     As in ONNX, the maximum is over weighted pixels. Without a sampling ratio, each region has as many samples as a bin
     has pixels. Regions with fewer samples repeat the last one with weight 0.
     """
-    aligned = coordinate_transformation_mode == "half_pixel"
-    corners = op.Split(rois * spatial_scale - (0.5 if aligned else 0.0), num_outputs=4, axis=1, _outputs=4)
-    at, shares, bins = [], [], (output_height, output_width)
+    aligned = where["coordinate_transformation_mode"] == "half_pixel"
+    scaled = rois * where["spatial_scale"] - (0.5 if aligned else 0.0)
+    corners = op.Split(scaled, num_outputs=4, axis=1, _outputs=4)
+    at, shares, bins = [], [], (where["output_height"], where["output_width"])
     for i in range(2):
         begin, end = corners[1 - i], corners[3 - i]
         length = end - begin if aligned else op.Max(end - begin, 1.0)
@@ -207,8 +192,8 @@ def roi_align(
         flat = op.Concat(op.Shape(rois, start=0, end=1), [-1, 1] if i == 0 else [1, -1], axis=0)
         at.append(op.Reshape(op.Clip(position, 0.0, size - 1), flat))
         shares.append(op.Reshape(inside, flat))
-    where = op.Unsqueeze(op.Cast(batch, to=ir.DataType.INT64), [1, 2])
-    terms = sampled(op, x, where, at) * op.CastLike(op.Unsqueeze(shares[0] * shares[1], [-1]), x)
+    image = op.Unsqueeze(op.Cast(batch, to=ir.DataType.INT64), [1, 2])
+    terms = sampled(op, x, image, at) * op.CastLike(op.Unsqueeze(shares[0] * shares[1], [-1]), x)
     reduce = op.ReduceSum if mode == "avg" else op.ReduceMax
     split = op.Concat(
         op.Shape(rois, start=0, end=1),
@@ -231,7 +216,8 @@ def max_roi_pool(
     largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)
     empty = op.constant(x.dtype.min, like=x)
     for i, bins in ((1, pooled_shape[1]), (0, pooled_shape[0])):
-        begin, end = (nearest(op, corner * spatial_scale) for corner in (corners[1 - i], corners[3 - i]))
+        ends = corners[1 - i], corners[3 - i]
+        begin, end = (op.Floor(corner * spatial_scale + 0.5) for corner in ends)  # halves round up, as in C
         step = op.Max(end - begin + 1, 1.0) / bins
         number = op.constant(np.arange(bins)[None], like=rois)
         first, last = begin + op.Floor(number * step), begin + op.Ceil((number + 1) * step)
@@ -244,26 +230,13 @@ def max_roi_pool(
     return [op.Where(op.Equal(largest, empty), op.CastLike(0.0, x), largest)]
 
 
-def nearest(op: Emitter, x: Value) -> Value:
-    """Round halves up, as C does."""
-    return op.Floor(x + 0.5)
-
-
 @expansion("DeformConv")
 def deform_conv(
-    op: Emitter,
-    x: Value,
-    w: Value,
-    offset: Value,
-    bias: Input = None,
-    weights: Input = None,
-    *,
-    y: Value,
-    node: Node,
-    group: int,
-    offset_group: int,
+    op: Emitter, x: Value, w: Value, offset: Value, *optional: Input, y: Value, node: Node, **groups: Any
 ) -> list[Value]:
     """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
+    group = groups["group"]
+    bias, weights = (*optional, None, None)[:2]
     count, window = rank(x) - 2, window_of(x, node, w)
     taps, out = math.prod(window.kernel), op.shape_of(offset, 2)
     constant_size(count, taps)
@@ -274,10 +247,10 @@ def deform_conv(
         first = window.strides[i] * _numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
         start = first + op.constant(steps[i] * window.dilations[i] - window.begin[i])
         at.append(part + op.Cast(start, to=offset.dtype))
-    channels = op.Concat([-1], op.shape_of(x, 1, 2) / offset_group, op.shape_of(x, 2), axis=0)
-    groups = op.Reshape(x, channels)
-    batch = _numbers(op, one_size(op, groups, 0), axes=1 + count)
-    pixels = op.ReduceSum(sampled(op, groups, batch, at, padding="zeros"), [*range(count)], keepdims=0)
+    channels = op.Concat([-1], op.shape_of(x, 1, 2) / groups["offset_group"], op.shape_of(x, 2), axis=0)
+    grouped = op.Reshape(x, channels)
+    batch = _numbers(op, one_size(op, grouped, 0), axes=1 + count)
+    pixels = op.ReduceSum(sampled(op, grouped, batch, at, padding="zeros"), [*range(count)], keepdims=0)
     if weights is not None:
         pixels = pixels * op.Reshape(weights, op.Concat([-1, taps], out, [1], axis=0))
     columns = op.Reshape(
@@ -287,3 +260,98 @@ def deform_conv(
     rows = op.Reshape(w, op.Concat([group, -1], op.shape_of(w, 1, 2) * taps, axis=0))
     total = reshape_like(op, op.MatMul(rows, columns), y)
     return [total if bias is None else total + op.Unsqueeze(bias, [*range(1, 1 + count)])]
+
+
+@rule("Resize")
+def resize(
+    op: Emitter, dy: Value, x: Value, *optional: Input, y: Value, node: Node, keep_aspect_ratio_policy: str
+) -> Gradients:
+    """Differentiate y = A x B' along every two axes: dx = A' dy B."""
+    left_out = ("axes", "extrapolation_value", "keep_aspect_ratio_policy")
+    attributes = {name: value for name, value in node.attributes.items() if name not in left_out}
+    roi, scales, sizes = ((*optional, None, None)[i] for i in range(3))
+    roi, scales, axes = _present(roi), _present(scales), node.attributes.get_ints("axes", [*range(rank(x))])
+    known = constant_of(scales)
+    in_proportion = keep_aspect_ratio_policy != "stretch"
+    cropped = "coordinate_transformation_mode" in attributes and roi is not None
+    for i, axis in enumerate(axes):
+        if not cropped and not in_proportion and _is_unchanged(x, scales, sizes, i, axis):
+            continue
+        square = identity(op, x, axis)
+        if in_proportion and sizes is not None:
+            policy = {"keep_aspect_ratio_policy": keep_aspect_ratio_policy}
+            matrix = _in_proportion(op, square, x, sizes, i, axes, **attributes | policy)
+        else:
+            part = roi and op.Gather(roi, [i, i + len(axes)])
+            size = op.shape_of(y, axis, axis + 1) if scales is None else None
+            scale = scales and (op.Gather(scales, [i]) if known is None else op.constant(known[i : i + 1]))
+            matrix = _along(op, square, part, scale, size, _copies(op, x, y), **attributes)
+        matrix.shape = ir.Shape([dims_of(x)[axis], None])
+        dy = contracted(op, dy, matrix, axis)
+    return [like(dy, x)]
+
+
+def _present(x: Input) -> Value | None:
+    """Return an optional input, or None if it is an empty tensor."""
+    return None if x is None or (x.shape is not None and x.shape == (0,)) else x
+
+
+def _is_unchanged(x: Value, scales: Input, sizes: Input, i: int, axis: int) -> bool:
+    """Return whether an axis is known to keep its size."""
+    known = constant_of(sizes if scales is None else scales)
+    return known is not None and bool(known[i] == (dims_of(x)[axis % rank(x)] if scales is None else 1))
+
+
+def _copies(op: Emitter, x: Value, y: Value) -> Value:
+    """Return how many times each row of a matrix is repeated: twice if any axis changes its size, otherwise once."""
+    if all(isinstance(dim, int) for dim in (*dims_of(x), *dims_of(y))):
+        return op.constant([1 + (dims_of(x) != dims_of(y))])
+    changed = op.Cast(op.Not(op.Equal(op.Shape(x), op.Shape(y))), to=ir.DataType.INT64)
+    return op.Unsqueeze(op.ReduceMax(changed, keepdims=0), [0]) + 1
+
+
+def _along(
+    op: Emitter, square: Value, roi: Input, scale: Input, size: Input, copies: Value, **attributes: Any
+) -> Value:
+    """Resize a matrix along its second axis.
+
+    ONNX Runtime copies its input if the output has the same shape, even if a scale is not 1. The rows get a second
+    axis, whose size changes exactly if the model's own Resize computes instead of copying.
+    """
+    rows = op.Unsqueeze(square, [1, 2])
+    if roi is not None:
+        begin, end = op.Split(roi, num_outputs=2, _outputs=2)
+        roi = op.Concat(op.CastLike([0.0], roi), begin, op.CastLike([1.0], roi), end, axis=0)
+    if scale is not None:
+        first, second = constant_of(copies), constant_of(scale)
+        if first is not None and second is not None:
+            scale = op.constant(np.concatenate([first, second]), like=scale)
+        else:
+            scale = op.Concat(op.CastLike(copies, scale), scale, axis=0)
+    if size is not None:
+        size = op.Concat(copies, size, axis=0)
+    resized = op.Resize(rows, roi, scale, size, axes=[2, 3], **attributes)
+    return op.Squeeze(op.Slice(resized, [0], [1], [2]), [1, 2])
+
+
+def _in_proportion(
+    op: Emitter, square: Value, x: Value, sizes: Value, i: int, axes: Sequence[int], **attributes: Any
+) -> Value:
+    """Resize a matrix along its second axis if all axes share one scale."""
+    others = [1 + j for j in range(len(axes)) if j != i]
+    counts = op.Concat([-1], op.Gather(op.shape_of(x), list(axes)), axis=0)
+    whole = op.Expand(op.Unsqueeze(square, others), op.Max(counts, 1))
+    resized = op.Resize(whole, None, None, sizes, axes=[*range(1, 1 + len(axes))], **attributes)
+    first = [0] * len(others)
+    return op.Squeeze(op.Slice(resized, first, [1] * len(others), others), others)
+
+
+def contracted(op: Emitter, dy: Value, matrix: Value, axis: int) -> Value:
+    """Multiply an axis of `dy` by a matrix from the right."""
+    last = rank(dy) - 1
+    axis %= last + 1
+    if axis == last:
+        return op.MatMul(dy, transpose(op, matrix))
+    swap = [*range(last + 1)]
+    swap[axis], swap[last] = last, axis
+    return op.Transpose(op.MatMul(op.Transpose(dy, perm=swap), transpose(op, matrix)), perm=swap)

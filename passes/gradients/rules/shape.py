@@ -1,4 +1,4 @@
-"""Differentiate operators that move elements."""
+"""Differentiate operators that move or select elements: add each gradient at the position of its element."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir import Value
+from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import constant_of, dims_of, like, rank
+from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
 from passes.gradients.registry import Gradients, one_line_rules, rule
+from passes.gradients.walk import further_output, zeros
 
 _MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
@@ -25,6 +26,12 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
     if known:
         return like(op.Reshape(value, op.constant(np.array(dims, np.int64))), x)
     return like(op.Reshape(value, op.shape_of(x), allowzero=1), x)
+
+
+def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
+    """Return the elements of an axis."""
+    parts = [x] if count == 1 else op.Split(x, num_outputs=count, axis=axis, _outputs=count)
+    return [op.Squeeze(part, [axis]) for part in parts]
 
 
 def constant_size(*sizes: int) -> int:
@@ -114,3 +121,183 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
         split = op.Reshape(blocks, op.Concat([0, blocksize**2, -1], op.Shape(blocks, start=2), axis=0))
         blocks = op.Transpose(split, perm=[0, 2, 1, 3, 4])
     return [reshape_like(op, blocks, x) if mode == "CRD" else like(blocks, x)]
+
+
+def positions(op: Emitter, x: Value) -> Value:
+    """Return the flat position of each element of `x`, in the shape of `x`."""
+    shape = op.shape_of(x)
+    numbers = op.Range(0, op.ReduceProd(shape, keepdims=0), 1)
+    where: Value = op.Reshape(numbers, shape)
+    where.shape = x.shape
+    return where
+
+
+def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
+    """Add `dy` into zeros of a shape; 16-bit numbers in float32, because ONNX Runtime's CPU provider cannot."""
+    dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)  # ScatterND requires 64 bits
+    zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
+    total = getattr(op, scatter)(zeros, where, op.cast(dy, dtype), reduction="add", **attributes)
+    return op.cast(total, dy.dtype)
+
+
+def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
+    """Return the gradient of `x` if each element of `dy` belongs to one flat position of `x`."""
+    size = op.ReduceProd(op.shape_of(x), keepdims=1)
+    total = add_up(op, "ScatterElements", size, op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
+    return reshape_like(op, total, x)
+
+
+@rule("Slice")
+def slice_(op: Emitter, dy: Value, x: Value, *bounds: Value) -> Gradients:
+    """Pad by the parts that the Slice removed if they are known, and otherwise add into zeros."""
+    pads = _left_out(x, *bounds)
+    if pads is not None:
+        return [like(op.Pad(dy, pads), x)]
+    return [scatter_back(op, dy, op.Slice(positions(op, x), *bounds), x)]
+
+
+def _left_out(x: Value, *bounds: Value) -> list[int] | None:
+    """Return the pads that reverse a Slice in steps of 1 along static axes."""
+    known = [constant_of(bound) for bound in bounds]
+    if any(bound is None for bound in known):
+        return None
+    starts, ends, *rest = [bound.tolist() for bound in known if bound is not None]
+    axes = rest[0] if rest else range(len(starts))
+    pads = [0] * (2 * rank(x))
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        size = dims_of(x)[axis]
+        if not isinstance(size, int):
+            return None
+        first, last, _ = slice(start, end).indices(size)
+        pads[axis % rank(x)], pads[axis % rank(x) + rank(x)] = first, size - max(first, last)
+    return pads if len(rest) < 2 or set(rest[1]) <= {1} else None
+
+
+@rule("Pad")
+def pad(
+    op: Emitter, dy: Value, x: Value, pads: Value, fill: Input = None, axes: Input = None, *, mode: str
+) -> Gradients:
+    """Pad by the negative pads, or slice if no pad is negative. Add the gradient of a copied element to its origin."""
+    pads = pads_of_all_axes(op, x, pads, axes)
+    if mode != "constant":
+        return [scatter_back(op, dy, op.Pad(positions(op, x), pads, mode=mode), x)]
+    widths = constant_of(pads)
+    if widths is None or (widths < 0).any():
+        dx = like(op.Pad(dy, op.Neg(pads)), x)
+    else:
+        begin, end = widths.reshape(2, -1)
+        cut = np.flatnonzero(begin + end)
+        ends = np.where(end == 0, np.iinfo(np.int64).max, -end)
+        dx = like(op.Slice(dy, op.constant(begin[cut]), op.constant(ends[cut]), op.constant(cut)), x)
+    rest = op.ReduceSum(dy, keepdims=0) - op.ReduceSum(dx, keepdims=0)
+    rest.shape = ir.Shape([])
+    return [dx, None, rest]
+
+
+@rule("Gather")
+def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gradients:
+    """Add rows of `dy` to rows of zeros with the gathered axis first. Pad a single known row instead."""
+    width, size, index = rank(indices), dims_of(x)[axis], constant_of(indices)
+    axis %= rank(x)
+    if width < 2 and index is not None and index.size == 1 and isinstance(size, int) and size:
+        before = index.item() % size
+        row = dy if width else op.Unsqueeze(dy, [axis])
+        pads = spread_pads(rank(x), np.array([before, size - 1 - before]), np.array([axis]))
+        return [like(op.Pad(row, op.constant(pads)), x)]
+    rows: Value = op.Unsqueeze(indices, [-1])
+    if axis == 0:
+        return [like(add_up(op, "ScatterND", op.shape_of(x), rows, dy), x)]
+    shape = op.Gather(op.shape_of(x), [axis, *range(axis), *range(axis + 1, rank(x))])
+    front = [*range(axis, axis + width), *range(axis), *range(axis + width, rank(x) - 1 + width)]
+    total = add_up(op, "ScatterND", shape, rows, op.Transpose(dy, perm=front))
+    return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
+
+
+one_line_rules(
+    {
+        "Compress": lambda op, dy, x, condition, *, node: [
+            scatter_back(op, dy, op.Compress(positions(op, x), condition, **node.attributes), x)
+        ],
+        "GatherElements": lambda op, dy, x, indices, *, axis: [
+            like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)
+        ],
+        "TopK": lambda op, dy, x, k, *, axis, node: [
+            like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)
+        ],
+    }
+)
+
+
+@rule("GatherND")
+def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: int) -> Gradients:
+    if batch_dims == 0:
+        return [like(add_up(op, "ScatterND", op.shape_of(x), indices, dy), x)]
+    return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
+
+
+@rule("ScatterElements", "ScatterND")
+def scattered(
+    op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, node: Node, reduction: str
+) -> Gradients:
+    """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
+    of_elements = node.op_type == "ScatterElements"
+    along = {"axis": node.attributes.get_int("axis", 0)} if of_elements else {}
+
+    def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
+        write = op.ScatterElements if of_elements else op.ScatterND
+        return like(write(base, indices, values, **along, reduction=reduction), x)
+
+    def gather(values: Value) -> Value:
+        read = op.GatherElements if of_elements else op.GatherND
+        return like(read(values, indices, **along), updates)
+
+    if reduction == "none":
+        return [scatter(dy, zeros(op, updates)), None, gather(dy)]
+    if reduction == "add":
+        return [dy, None, gather(dy)]
+    if reduction == "mul":
+        zero, nil = (op.Cast(op.Equal(factor, 0.0), to=x.dtype) for factor in (x, updates))
+        count, product = scatter(zero, nil, "add"), dy * scatter(x + zero, updates + nil, "mul")
+        dx = product / (x + zero) * op.CastLike(op.Equal(count, zero), x)
+        return [dx, None, gather(product) / (updates + nil) * op.CastLike(op.Equal(gather(count), nil), x)]
+    unchanged, taken = op.Cast(op.Equal(x, y), to=x.dtype), op.Cast(op.Equal(updates, gather(y)), to=x.dtype)
+    share = dy / op.Max(scatter(unchanged, taken, "add"), 1.0)
+    return [share * unchanged, None, gather(share) * taken]
+
+
+@rule("Unique")
+def unique(op: Emitter, dy: Value, x: Value, *, node: Node, axis: int | None = None) -> Gradients:
+    """Pass the gradient to the first of equal elements."""
+    first = further_output(node, 1, ir.DataType.INT64, ir.Shape([None]))
+    if axis is not None:
+        return gather(op, dy, x, first, axis=axis)
+    return [scatter_back(op, dy, first, x)]
+
+
+@rule("OneHot")
+def one_hot(
+    op: Emitter, dy: Value, indices: Value, depth: Value, values: Value, *, y: Value, axis: int
+) -> Gradients:
+    """Sum the gradients of the elements that equal each of the two values."""
+    hot = op.OneHot(indices, depth, op.CastLike(op.constant([0.0, 1.0]), values), axis=axis)
+    on, total = op.ReduceSum(dy * hot, keepdims=0), op.ReduceSum(dy, keepdims=0)
+    return [None, None, op.Concat(op.Unsqueeze(total - on, [0]), op.Unsqueeze(on, [0]), axis=0)]
+
+
+@rule("TensorScatter")
+def tensor_scatter(
+    op: Emitter, dy: Value, x: Value, update: Value, start: Input = None, *, axis: int, mode: str
+) -> Gradients:
+    """Pass no gradient to the overwritten part of the cache, which starts at a separate position for each row."""
+    dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
+    axis %= rank(x)
+    size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))
+    at: Value = op.Range(0, size, 1)
+    if axis + 1 < rank(x):
+        at = op.Unsqueeze(at, [*range(1, rank(x) - axis)])
+    if start is not None:
+        at = at + op.Unsqueeze(start, [*range(1, rank(x))])
+    if mode == "circular":
+        at = op.Mod(at, op.Shape(x, start=axis, end=axis + 1))
+    where = op.Expand(at, op.shape_of(update))
+    return [like(dx, x), like(op.GatherElements(dy, where, axis=axis), update)]

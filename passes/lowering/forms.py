@@ -1,14 +1,35 @@
-"""Rewrite pads and windows into a form that all passes and runtimes support: pads of all axes, whole windows."""
+"""Rewrite pads, windows and Gelus into the form that all passes and runtimes support."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from graphopt.graph.shapes import inferred_shape, is_ceiled
 from graphopt.graph.values import constant_of, dims_of
-from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.shape import spread_pads
+from passes.gradients.rules.windows import cropped, halved, window_of
+
+_SCALED: list[Callable[[Any], Any]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
+_GROUPED: list[Callable[[Any, Any], Any]] = [
+    lambda x, phi: (x * phi) * 0.5,
+    lambda x, phi: x * (phi * 0.5),
+    lambda x, phi: (x * 0.5) * phi,
+]
+
+
+def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any]) -> RewriteRule:
+    return RewriteRule(lambda op, x: grouped(x, op.Erf(scaled(x)) + 1.0), lambda op, x: op.Gelu(x))
+
+
+# Exporters before opset 20 write x (1 + erf(x / sqrt 2)) / 2, Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
+GELU = RewriteRuleSet([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:
@@ -21,24 +42,23 @@ def pads_for_output_shapes(model: ir.Model) -> None:
             continue
         x, w = node.inputs[:2]
         assert x is not None and w is not None
-        shape, weights = inferred_shape(model, x), w.shape
-        if shape is None or weights is None:
+        shape = inferred_shape(model, x)
+        if (
+            shape is None
+            or w.shape is None
+            or not all(isinstance(n, int) for n in [*shape[2:], *w.shape[2:]])
+        ):
             continue
-        n = len(shape) - 2
-        sizes, kernel = list(shape)[2:], list(node.attributes.get_ints("kernel_shape", None) or weights[2:])
-        if not all(isinstance(size, int) for size in sizes + kernel):
-            continue
-        strides, dilations = (node.attributes.get_ints(name, [1] * n) for name in ("strides", "dilations"))
-        more = node.attributes.get_ints("output_padding", [0] * n)
-        total = node.attributes.get_ints("output_shape")
-        totals = (np.array(sizes) - 1) * strides + more + (np.array(kernel) - 1) * dilations + 1 - total[-n:]
+        window = window_of(x, node, w, "NOTSET")
+        more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
+        sizes = node.attributes.get_ints("output_shape")[-len(window.kernel) :]
+        totals = cropped(window, shape[2:], sizes, more)
         if (totals < 0).any():
             continue
-        less, rest = (totals // 2).tolist(), (totals - totals // 2).tolist()
-        upper = node.attributes.get_string("auto_pad", "NOTSET") == "SAME_UPPER"
+        window = halved(window, totals, node.attributes.get_string("auto_pad", "NOTSET"))
         node.attributes.pop("output_shape")
         node.attributes.pop("auto_pad", None)
-        node.attributes.add(ir.AttrInt64s("pads", [*less, *rest] if upper else [*rest, *less]))
+        node.attributes.add(ir.AttrInt64s("pads", [*window.begin, *window.end]))
 
 
 def pad_all_axes(model: ir.Model) -> None:

@@ -1,0 +1,368 @@
+"""Differentiate convolutions and pools, whose windows slide along the spatial axes.
+
+A convolution's input has a transposed convolution as its gradient, and its weights have a correlation: Dumoulin and
+Visin, https://arxiv.org/abs/1603.07285. Pools pass gradients to the largest element or to all averaged elements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Node, Value
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.values import constant_of, dims_of, like, rank
+from passes.gradients.registry import Gradients, rule
+from passes.gradients.rules.elementwise import mask, nonzero
+from passes.gradients.rules.reduction import Along, extreme, spread
+from passes.gradients.rules.shape import constant_size, positions, reshape_like, scatter_back
+from passes.gradients.walk import further_output
+
+
+@dataclass(frozen=True)
+class Window:
+    """Describe a kernel that slides along spatial axes: size, stride, dilation and pads of each axis."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    begin: list[int]
+    end: list[int]
+
+    @property
+    def extent(self) -> list[int]:
+        """Return the distance that the kernel covers along each axis."""
+        return [(taps - 1) * dilation + 1 for taps, dilation in zip(self.kernel, self.dilations, strict=True)]
+
+    @property
+    def geometry(self) -> dict[str, list[int]]:
+        """Return the attributes of a Conv or a pool with this window, except for the kernel's size."""
+        return {"strides": self.strides, "dilations": self.dilations, "pads": [*self.begin, *self.end]}
+
+
+def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Window:
+    """Return the window of a node or of its weights, with the pads of its mode or of `auto_pad`."""
+    numbers = node.attributes.get_ints
+    kernel = numbers("kernel_shape", None) or ([] if w is None else dims_of(w)[2:])
+    taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
+    if len(taps) < n:
+        raise GraphoptError(
+            f"the gradient with respect to {x.name!r} needs a kernel of known size, found {list(kernel)}: declare "
+            f"its shape"
+        )
+    strides, dilations = (list(numbers(name, [1] * n)) for name in ("strides", "dilations"))
+    pads = list(numbers("pads", [0] * (2 * n)))
+    window = Window(taps, strides, dilations, pads[:n], pads[n:])
+    auto_pad = auto_pad or node.attributes.get_string("auto_pad", "NOTSET")
+    if not auto_pad.startswith("SAME"):
+        return window if auto_pad == "NOTSET" else replace(window, begin=[0] * n, end=[0] * n)
+    totals = [_same(x, *axis) for axis in zip(dims_of(x)[2:], window.extent, window.strides, strict=True)]
+    return halved(window, np.array(totals), auto_pad)
+
+
+def _same(x: Value, size: int | ir.SymbolicDim, extent: int, stride: int) -> int:
+    if stride == 1:
+        return extent - 1
+    if not isinstance(size, int):
+        raise GraphoptError(
+            f"SAME padding with strides needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare its "
+            f"shape"
+        )
+    return max((-(-size // stride) - 1) * stride + extent - size, 0)
+
+
+def halved(window: Window, totals: np.ndarray, auto_pad: str) -> Window:
+    """Return a window with as many pads per axis, half of them at each end. SAME_UPPER puts an odd pad last."""
+    less, more = (totals // 2).tolist(), (totals - totals // 2).tolist()
+    ends = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    return replace(window, begin=ends[0], end=ends[1])
+
+
+def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
+    """Return the gradient of a convolution's input, in the spatial sizes of `x`.
+
+    If strides and an unknown size hide which part of the input the windows reach, emit a larger gradient and crop it.
+    """
+    missing, exact = [], True
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
+        if isinstance(size, int) and isinstance(windows, int):
+            reached = (windows - 1) * window.strides[i] + window.extent[i] - window.begin[i]
+            missing.append(size - reached)
+        else:
+            exact = exact and window.strides[i] == 1
+            missing.append(-window.end[i] if window.strides[i] == 1 else window.strides[i] - 1)
+    dx: Value = op.ConvTranspose(
+        dy,
+        w,
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=[*window.begin, *(max(-size, 0) for size in missing)],
+        output_padding=[max(size, 0) for size in missing],
+        group=group,
+    )
+    axes = list(range(2, rank(x)))
+    return dx if exact else op.Slice(dx, [0] * len(axes), op.shape_of(x, 2), axes)
+
+
+def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, group: int = 1) -> Value:
+    """Return the gradient of the weights: the correlation of x and dy, with batch as channels and strides as dilations.
+
+    Groups remain groups: channels become the batch and the batch becomes channels. A kernel of one element is a matrix
+    product, which is five times as fast.
+    """
+    ones = [1] * len(window.kernel)
+    if group == 1 and window.kernel == window.strides == ones and not any(window.begin + window.end):
+        rows, columns = op.Reshape(dy, [0, 0, -1]), op.Reshape(x, [0, 0, -1])
+        products = op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1]))
+        return reshape_like(op, op.ReduceSum(products, [0], keepdims=0), w)
+    swap = [1, 0, *range(2, rank(x))]
+    if group == 1:
+        data = op.Transpose(x, perm=swap)
+    else:
+        channels = op.shape_of(w, 1, 2)
+        split = op.Reshape(x, op.Concat([0, group], channels, op.shape_of(x, 2), axis=0))
+        moved = op.Transpose(split, perm=[2, 1, 0, *range(3, rank(x) + 1)])
+        data = op.Reshape(moved, op.Concat(channels, [-1], op.shape_of(x, 2), axis=0))
+    end, exact = list(window.end), True
+    reached = {}  # the part of an axis that windows reach, if it is not the whole axis
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
+        stride, dilation = window.strides[i], window.dilations[i]
+        if isinstance(size, int) and isinstance(windows, int):
+            unreached = size + window.begin[i] + end[i] - (windows - 1) * stride - window.extent[i]
+            end[i], unreached = max(end[i] - unreached, 0), max(unreached - end[i], 0)
+            if unreached >= dilation:
+                reached[i + 2] = size - unreached
+        else:
+            exact = exact and stride - 1 < dilation
+    if reached:
+        data = op.Slice(data, [0] * len(reached), list(reached.values()), list(reached))
+    dw: Value = op.Conv(
+        data,
+        op.Transpose(dy, perm=swap),
+        strides=window.dilations,
+        dilations=window.strides,
+        pads=[*window.begin, *end],
+        group=group,
+    )
+    dw.shape = dw.shape or ir.Shape([None] * rank(x))  # ONNX infers no shape if channels are unknown
+    if not exact:
+        dw = op.Slice(dw, [0] * len(window.kernel), window.kernel, list(range(2, rank(x))))
+    return like(op.Transpose(dw, perm=swap), w)
+
+
+@rule("Conv")
+def conv(
+    op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
+) -> Gradients:
+    window = window_of(x, node, w)
+    dx = like(transposed(op, window, dy, w, x, group), x)
+    return [dx, correlation(op, window, x, dy, w, group), _by_channel(op, dy, bias)]
+
+
+@rule("ConvTranspose")
+def conv_transpose(
+    op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int, auto_pad: str
+) -> Gradients:
+    """Convolve: the gradient of a transposed convolution is the convolution itself."""
+    window = window_of(x, node, w, "NOTSET")
+    more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
+    if "output_shape" in node.attributes or auto_pad.startswith("SAME"):
+        sizes, total = dims_of(x)[2:], dims_of(dy)[2:]
+        if not all(isinstance(size, int) for size in (*sizes, *total)):
+            raise GraphoptError(
+                f"the pads of a ConvTranspose need known spatial sizes, found {x.name!r} of shape {x.shape}: "
+                f"declare its shape"
+            )
+        window = halved(window, np.maximum(cropped(window, sizes, total, more), 0), auto_pad)
+    dx = op.Conv(dy, w, **window.geometry, group=group)
+    if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
+        dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
+    return [like(dx, x), correlation(op, window, dy, x, w, group), _by_channel(op, dy, bias)]
+
+
+def cropped(window: Window, sizes: Any, total: Any, more: Sequence[int]) -> np.ndarray:
+    """Return how many elements a ConvTranspose with output sizes `total` crops from both ends of each axis."""
+    return (np.array(sizes) - 1) * window.strides + more + window.extent - total
+
+
+def _by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
+    """Return the gradient of a bias per channel."""
+    return bias and like(op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0), bias)
+
+
+@rule("Col2Im")
+def col2im(op: Emitter, dy: Value, x: Value, image: Value, block: Value, *, node: Node) -> Gradients:
+    """Extract the blocks of the image by a convolution with one kernel for each position in a block."""
+    taps = constant_of(block)
+    if taps is None:
+        raise GraphoptError(
+            f"Col2Im: the gradient with respect to {x.name!r} needs a known block shape, found a computed one: make it "
+            f"an initializer"
+        )
+    places = constant_size(*taps)
+    constant_size(places, places)
+    kernel = op.constant(np.eye(places).reshape(places, 1, *taps), like=dy)
+    planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
+    blocks = op.Conv(planes, kernel, **node.attributes)
+    return [like(op.Reshape(blocks, op.shape_of(x)), x)]
+
+
+@rule("MaxPool")
+def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mode: int) -> Gradients:
+    """Compare elements with their maximum if windows tile the input, and otherwise find the position of each maximum.
+
+    The first form takes half the time on the CPU, where MaxPool is slow when it returns positions. It is not used for
+    float64, because ONNX Runtime has no such ConvTranspose, nor for 16 bits: the CPU provider computes them in
+    float32, so that some readers see rounded numbers and others do not.
+    """
+    sized = all(isinstance(size, int) for size in dims_of(x)[2:])
+    if sized and not ceil_mode and x.dtype == ir.DataType.FLOAT:
+        window = window_of(x, node)
+        if window.extent == window.strides == window.kernel:  # no overlaps, no gaps
+            chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
+            share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))
+            return [chosen * repeat_window(op, window, share, x)]
+    return [scatter_back(op, dy, maxima(op, node, x), x)]
+
+
+def maxima(op: Emitter, node: Node, x: Value) -> Value:
+    """Return the position in `x` of each maximum, the second output of MaxPool in row-major order."""
+    attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
+    if len(attributes) == len(node.attributes) or not node.attributes["storage_order"].as_int():
+        return further_output(node, 1, ir.DataType.INT64, node.outputs[0].shape)
+    positions: Value = op.MaxPool(x, **attributes, _outputs=2)[1]
+    return positions
+
+
+def average(op: Emitter, window: Window, x: Value) -> Value:
+    """Return the average of each window including pads."""
+    return op.AveragePool(x, kernel_shape=window.kernel, **window.geometry, count_include_pad=1)
+
+
+@rule("AveragePool")
+def average_pool(
+    op: Emitter, dy: Value, x: Value, *, node: Node, ceil_mode: int, count_include_pad: int
+) -> Gradients:
+    """Treat an average as a convolution with equal weights, divided by the number of counted elements."""
+    window = window_of(x, node)
+    share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
+    return [spread_window(op, window, share, x)]
+
+
+def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
+    """Add each element of `dy` to all elements of `x` in its window."""
+    planes = op.Reshape(dy, op.Concat([-1, 1], op.shape_of(dy, 2), axis=0))
+    planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
+    constant_size(*window.kernel)
+    ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
+    return reshape_like(op, transposed(op, window, planes, ones, x), x)
+
+
+def repeat_window(op: Emitter, window: Window, y: Value, x: Value) -> Value:
+    """Return for each element of `x` the element of `y` whose window contains it, and 0 outside windows that tile `x`.
+
+    This copies elements exactly. A convolution on a GPU may round.
+    """
+    scales = op.constant(np.array([1, 1, *window.strides], np.float32))
+    up: Value = op.Resize(
+        y, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+    )
+    sizes, windows = ([size for size in dims_of(value)[2:] if isinstance(size, int)] for value in (x, y))
+    spans = [count * stride for count, stride in zip(windows, window.strides, strict=True)]
+    ends = [begin + size for begin, size in zip(window.begin, sizes, strict=True)]
+    if any(window.begin) or any(end < span for end, span in zip(ends, spans, strict=True)):
+        up = op.Slice(up, window.begin, ends, list(range(2, rank(x))))
+    missing = [max(end - span, 0) for end, span in zip(ends, spans, strict=True)]
+    if any(missing):
+        up = op.Pad(up, [0] * (rank(x) + 2) + missing)
+    return like(up, x)
+
+
+def divisor(
+    op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
+) -> Value | float:
+    """Return the number of elements that each average counts."""
+    taps = float(np.prod(window.kernel))
+    if not ceil_mode and (count_include_pad or not any(window.begin + window.end)):
+        return taps
+    counts = []
+    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(windows, int):
+            return taps * _share_inside(op, window, x, ceil_mode)
+        before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
+        constant_size(windows, window.kernel[i])
+        first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
+        at = first + np.arange(window.kernel[i]) * window.dilations[i]
+        counts.append(((at >= -before) & (at < size + after)).sum(axis=1))
+    constant_size(*map(len, counts))
+    return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
+
+
+def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Value:
+    """Return the share of each window that lies inside `x`, whose sizes are only known at run time."""
+    if ceil_mode:
+        raise GraphoptError(
+            f"AveragePool with ceil_mode needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare "
+            f"its shape"
+        )
+    ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
+    return average(op, window, ones)
+
+
+@rule("LpPool")
+def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -> Gradients:
+    """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
+    window = window_of(x, node)
+    return [signed_power(op, x, p - 1.0) * spread_window(op, window, _per_norm(op, dy, y, p), x)]
+
+
+@rule("GlobalLpPool")
+def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
+    return [signed_power(op, x, p - 1.0) * _per_norm(op, dy, y, p)]
+
+
+def _per_norm(op: Emitter, dy: Value, y: Value, p: int) -> Value:
+    """Return dy y^(1-p)."""
+    return dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
+
+
+def signed_power(op: Emitter, x: Value, exponent: float) -> Value:
+    """Return sign(x) |x|^exponent."""
+    return op.Sign(x) * op.Pow(op.Abs(x), op.constant(exponent, like=x))
+
+
+@rule("GlobalAveragePool")
+def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
+    return [spread(op, dy / op.count(x, range(2, rank(x))), x)]
+
+
+@rule("GlobalMaxPool")
+def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
+    if rank(x) == 2:
+        return [dy]
+    axes = op.constant(list(range(2, rank(x))))
+    return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]
+
+
+@rule("MaxUnpool")
+def max_unpool(
+    op: Emitter, dy: Value, x: Value, indices: Value, shape: Input = None, *, node: Node
+) -> Gradients:
+    """Read `dy` at the position of each element. With a given output shape, an evaluator maps the positions.
+
+    ONNX defines positions in the output without the given shape, which adds elements at the ends. ONNX Runtime
+    interprets them as positions in the given shape.
+    """
+    if shape is None:
+        flat = op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1]))
+        return [like(op.Reshape(flat, op.shape_of(x)), x)]
+    put: Value = op.MaxUnpool(op.Cast(positions(op, x) + 1, to=x.dtype), indices, shape, **node.attributes)
+    put.shape = dy.shape = ir.Shape([None] * rank(x))  # ONNX infers no shape
+    where = op.Cast(put, to=ir.DataType.INT64)
+    return [scatter_back(op, dy * mask(op, op.Greater(where, 0), dy), op.Max(where - 1, 0), x)]

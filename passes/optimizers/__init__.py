@@ -1,1 +1,0 @@
-"""Define optimizers, which update parameters by their gradients."""
