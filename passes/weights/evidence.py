@@ -8,12 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from graphopt.graph.operators import (
-    ARITHMETIC,
-    INITIAL_STATES,
-    LAYOUT,
-    SCATTERING,
-)
+from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, SCATTERING
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import carries
@@ -63,11 +58,6 @@ def constant_use(node: ir.Node, index: int) -> str | None:
         if fill_value(scale) == 1 and fill_value(bias) == 0:
             return "the unit scale and zero bias of a normalization"
     return None
-
-
-def is_scale(node: ir.Node, index: int) -> bool:
-    """Return whether an input of a node is the scale or the zero point of a quantization."""
-    return node.domain == "" and node.op_type in ("DequantizeLinear", "QuantizeLinear") and index > 0
 
 
 def constant_value(x: ir.Value) -> Origin | None:

@@ -73,20 +73,15 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, l
     with Emitter(model) as op:
         computed = weight
         if op_type == "Moved":
-            computed = _reshaped(op, weight, array(weight).squeeze().shape)
+            computed = op.Reshape(weight, np.array(array(weight).squeeze().shape, np.int64))
         if op_type in ("Moved", "Transpose"):
             computed = op.Transpose(computed, perm=argument)
         if op_type in ("Moved", "Reshape"):
-            computed = _reshaped(op, computed, shape)
+            computed = op.Reshape(computed, np.array(shape, np.int64))
     if computed is not weight:
         like(computed, copy)
     replace_by(model, copy, computed)
     return Copy(name, shape, f"{_HOW[op_type]} {weight.name}")
-
-
-def _reshaped(op: Emitter, x: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """Reshape a value, to a scalar, too, whose empty shape an operator's list of numbers cannot express."""
-    return op.Reshape(x, list(shape)) if len(shape) else op.Squeeze(x)
 
 
 def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
