@@ -13,7 +13,7 @@ from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from passes.parts.vector_jacobian import extract_part
+from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 
 def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
@@ -53,15 +53,15 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
                 if role_of(y) is Role.NEXT and y.producer() in local:  # a statistic
                     name, y.name = y.name, local_of(y)
                     model.graph.outputs[i] = set_role(op.Identity(y, _outputs=[name]), Role.NEXT)
-        after = {y: ancestors([y], local) for y in model.graph.outputs}
-        results = [
-            y
-            for y, nodes in after.items()
-            if y.producer() not in local
-            and (role_of(y) in (Role.NEXT, Role.DIAGNOSTIC) or _reads(nodes, local))
-        ]
-        read = {x for y in results for node in after[y] for x in values_read(node)}
-        summed = [y for node in model.graph if node in local for y in node.outputs if y in read]
+        made = {y for node in local for y in node.outputs}
+        read = {
+            y: made.intersection(x for node in ancestors([y], local) for x in values_read(node))
+            for y in model.graph.outputs
+            if y not in made
+        }
+        results = [y for y in read if read[y] or role_of(y) in (Role.NEXT, Role.DIAGNOSTIC)]
+        needed = {x for y in results for x in read[y]}
+        summed = [x for node in model.graph for x in node.outputs if x in needed]
         _scale(model, summed, local)
         for x in summed:
             if x in gradients:
@@ -74,7 +74,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     grad = extract_part(model, inputs, [*reported, weight, *summed])
     apply = extract_part(model, [*inputs, *summed], results)
     for half in (grad, apply):
-        _drop_unused_inputs(half)
+        remove_unused_inputs(half)
     return grad, apply
 
 
@@ -106,10 +106,6 @@ def _scale(model: ir.Model, summed: Sequence[ir.Value], local: set[ir.Node]) -> 
             scaled = x * (share if x.dtype == share.dtype else op.Cast(share, to=x.dtype))
             for user, index in users:
                 user.replace_input_with(index, scaled)
-
-
-def _reads(nodes: set[ir.Node], local: set[ir.Node]) -> bool:
-    return any(x.producer() in local for node in nodes for x in values_read(node))
 
 
 def _batch_weight(model: ir.Model) -> ir.Value:
@@ -156,9 +152,3 @@ def _shift_positions(model: ir.Model) -> None:
             shifted = positions + start
             for user, index in uses:
                 user.replace_input_with(index, shifted)
-
-
-def _drop_unused_inputs(model: ir.Model) -> None:
-    for x in list(model.graph.inputs):
-        if not x.uses() and not x.is_graph_output():
-            model.graph.inputs.remove(x)
