@@ -228,7 +228,7 @@ CHOOSING = [
     *of(
         "passes/parameters.py",
         "weights",
-        ("says_otherwise", "        if selects(self.freeze, value):\n            return False\n", ""),
+        ("says_otherwise", "        if selects(self.freeze, value):\n", "        if False:\n"),
         (
             "says_otherwise",
             "selects(self.unfreeze, value) or selects(self.pattern, value):",
