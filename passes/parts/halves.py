@@ -1,8 +1,12 @@
-"""Split a training graph where workers exchange gradients: the gradients of a batch, and the update from their mean."""
+"""Split a training graph where workers exchange gradients: the gradients of a batch, and the update from their mean.
+
+Workers that exchange weights instead have an outer step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -10,9 +14,11 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
-from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, name_of, state_of
+from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.roles import FED, STATE, Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.values import wide_type
 from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 
@@ -152,3 +158,32 @@ def _shift_positions(model: ir.Model) -> None:
             shifted = positions + start
             for user, index in uses:
                 user.replace_input_with(index, shifted)
+
+
+def outer_update(model: ir.Model, optimizer: Callable[[ir.Model], Any]) -> ir.Model:
+    """Return the graph that updates the weights of the last synchronisation; see `graphopt.compiler.outer_step`."""
+    outer = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
+    updated = {state_of(y) for y in with_role(model, Role.NEXT)}
+    weights = [x for x in with_role(model, Role.PARAMETER, Role.STATISTIC) if x.name in updated]
+    if not any(role_of(x) is Role.PARAMETER for x in weights):
+        raise GraphoptError("an outer step needs an optimizer's update, found none: set an optimizer")
+    gradients = []
+    with state.detached(outer), Emitter(outer) as op:
+        for x in weights:
+            initial, role = state.initial(x), role_of(x)
+            assert initial is not None and role is not None and x.dtype is not None
+            w = state.declare(outer, name_of(x), initial.numpy(), role)
+            g = ir.Value(name=gradient_of(x), type=ir.TensorType(wide_type(x)), shape=x.shape)
+            gradients.append(set_role(g, Role.GRADIENT))
+            if role is Role.PARAMETER:
+                outer.graph.outputs.append(g)  # which the optimizer takes
+            else:
+                mean = op.Cast(op.Cast(w, to=wide_type(x)) - g, to=x.dtype)
+                state.set_next(outer, w, op.Identity(mean))
+    optimizer(outer)
+    outer.graph.inputs.extend(gradients)
+    known = {name_of(x) for x in weights}
+    for x in with_role(outer, *STATE, Role.HYPERPARAMETER, Role.NEXT):
+        if state_of(x) not in known:
+            x.name = f"outer.{x.name}"
+    return outer

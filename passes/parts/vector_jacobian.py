@@ -69,7 +69,7 @@ class VectorJacobianProduct(Pass):
                 model.graph.outputs.append(set_role(gradient, Role.GRADIENT))
 
 
-def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+def forward_and_backward(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """Return the forward and backward parts of a graph that `VectorJacobianProduct` made.
 
     The forward part returns the model's outputs, `NAME.next` of state, and the values that the backward part reads.

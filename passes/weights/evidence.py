@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -24,21 +24,16 @@ _TABLE = "a table of sines and cosines of positions"
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
-def reached(graph: ir.Graph) -> set[ir.Value]:
+def reached(graph: ir.Graph, known: Iterable[ir.Value] = ()) -> set[ir.Value]:
     """Return all values from which a gradient flows to an output of a graph, including values in bodies."""
-    result = {output for output in graph.outputs if is_floating(output)}
-    _reach(graph, result)
-    return result
-
-
-def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
+    result = {*known, *filter(is_floating, graph.outputs)}
     for node in reversed(graph):
-        if passes_gradient(node) and any(output in reached for output in node.outputs):
+        if passes_gradient(node) and not result.isdisjoint(node.outputs):
             inputs = (x for i, x in enumerate(node.inputs) if carries(node, i))
-            reached.update(x for x in inputs if x is not None and carries_gradient(x))
+            result.update(x for x in inputs if x is not None and carries_gradient(x))
             for body in subgraphs(node):
-                reached.update(output for output in body.outputs if is_floating(output))
-                _reach(body, reached)
+                result = reached(body, result)
+    return result
 
 
 def constant_use(node: ir.Node, index: int) -> str | None:
@@ -112,7 +107,7 @@ def constant_table(x: ir.Value) -> Origin | None:
 
 def _numbers(x: ir.Value) -> np.ndarray:
     numbers = array(x)
-    return numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
+    return numbers if numbers.dtype == np.float64 else numbers.astype(np.float32, copy=False)
 
 
 def is_literal(x: ir.Value) -> bool:
@@ -138,11 +133,6 @@ def is_sparse(numbers: np.ndarray) -> bool:
     """Return whether some numbers are 0 and the others differ, as in a product of a weight and a mask."""
     others = numbers[numbers != 0]
     return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2
-
-
-def is_table(numbers: np.ndarray) -> bool:
-    """Return whether a few numbers, but not one alone, make up a table, as sizes of boxes do."""
-    return numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
 
 
 def _is_switch(x: ir.Value, numbers: np.ndarray) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
@@ -135,7 +136,9 @@ def _folded(value: ir.Value, known: Collection[str]) -> Origin:
     reads_literals = all(reader.op_type in _READERS_OF_LITERALS for reader in readers)
     if array(value).size == 1 and reads_literals and not _is_bias(value, readers):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
-    if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.is_table(array(value)):
+    numbers = array(value)
+    is_table = numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
+    if is_table and all(reader.op_type in ARITHMETIC for reader in readers):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     products = [reader for reader in readers if reader.op_type == "MatMul"]
     if all(reader.op_type in _READERS for reader in readers) and all(_is_linear(x, known) for x in products):
