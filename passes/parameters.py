@@ -47,10 +47,11 @@ class Untie(Pass):
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         floating = _floating(model)
         _check("Untie: weights", self.weights, floating)
-        for value in floating:
-            if selects(self.weights, value):
-                for copy in ties.untie(model, value):
-                    metadata.copy(value, copy)
+        for value in [value for value in floating if selects(self.weights, value)]:
+            for number, (node, index) in enumerate(list(value.uses())[1:], start=1):
+                copy = duplicate(model, value, f"{value.name}.{number}")
+                metadata.copy(value, copy)
+                node.replace_input_with(index, copy)
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,7 @@ CHOOSING = [
         ),
         ("tied", "for group in ties.groups(chosen):", "for group in []:"),
         ("equal_fresh", "or not ties.tells(weight)", ""),
+        ("untie", "list(value.uses())[1:]", "list(value.uses())[2:]"),
     ),
     *of(
         "passes/parameters.py",
@@ -245,7 +246,6 @@ CHOOSING = [
     *of(
         "passes/weights/ties.py",
         "weights",
-        ("untie", "list(weight.uses())[1:]", "list(weight.uses())[2:]"),
         (
             "tied or transposes",
             "    perm = _permutation(a, b)\n",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -99,22 +99,6 @@ class _Names:
             return self.inputs.get(name) or self.program.placeholders.get(name, name)
         call = Call.of(node)
         return call.name if call is not None and x.is_graph_output() and len(node.outputs) == 1 else name
-
-    def texts(self) -> Iterator[str]:
-        """Yield the records that name what the program computed."""
-        for node in self.graph.all_nodes():
-            yield note_of(node, EXPORTED_CALL) or ""
-        for graph in self.program.model.graphs():
-            for x in graph.initializers.values():
-                yield note_of(x, FOLDED_FROM) or ""
-
-    def lost_lines(self, stopped: Sequence[ir.Value]) -> list[str]:
-        """Return the lines of the program that detach a value and from which no gradient is stopped."""
-        nodes = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
-        nodes += [maker for node in nodes for x in node.inputs if x and (maker := x.producer())]
-        covered = {line for node in nodes for line in _lines(node)}
-        lines = (line for node in self.graph.all_nodes() for line in _lines(node))
-        return [line for line in dict.fromkeys(lines) if line not in covered]
 
     def traced_separately(self) -> list[str]:
         """Return the values that code in `torch.no_grad()` or `torch.autocast` may have computed from weights."""
@@ -207,16 +191,23 @@ def _lost(what: str) -> GraphoptError:
 
 def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir.Value]) -> None:
     """Refuse or report values whose `detach` the exporter may have dropped or merged with others."""
+    graphs = names.program.model.graphs()
     stops = {node for x in stopped if (node := x.producer()) is not None and names.depends_on_weights(x)}
-    mentioned = {int(match[1] or 0) for text in names.texts() for match in re.finditer(_MENTIONED, text)}
+    notes = [note_of(node, EXPORTED_CALL) for node in names.graph.all_nodes()]
+    notes += [note_of(x, FOLDED_FROM) for graph in graphs for x in graph.initializers.values()]
+    mentioned = {int(match[1] or 0) for note in notes for match in re.finditer(_MENTIONED, note or "")}
     missing = sorted(set(range(max(mentioned, default=0))) - mentioned)
     dropped = [f"detach_{number}" if number else "detach" for number in missing]
-    lines = names.lost_lines(stopped)
+    nodes = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
+    nodes += [maker for node in nodes for x in node.inputs if x and (maker := x.producer())]
+    covered = {line for node in nodes for line in _lines(node)}
+    lines = dict.fromkeys(line for node in names.graph.all_nodes() for line in _lines(node))
+    lost = [line for line in lines if line not in covered]
     for name, x in merged.items():
-        if stops & ancestors([x]) or ((dropped or lines) and names.depends_on_weights(x)):
+        if stops & ancestors([x]) or ((dropped or lost) and names.depends_on_weights(x)):
             raise _lost(f"{name!r} with {x.name!r}, which may differ in what is detached")
-    if dropped or lines:
-        where = f" in {lines[0]!r}" if lines else ""
+    if dropped or lost:
+        where = f" in {lost[0]!r}" if lost else ""
         warnings.warn(
             f"PyTorch's exporter kept no record of a detach(){where}, so a gradient flows there: {EXPORT_ANEW}, except "
             f"of detach_(), or name the value in StopGradient",
