@@ -252,12 +252,10 @@ def _is_input_statistic(x: ir.Value, numbers: np.ndarray) -> bool:
 
 def _is_data(x: ir.Value | None) -> bool:
     """Return whether a value is an input of the model, up to its type, layout and scale."""
-    while x is not None and not x.is_graph_input():
-        node = x.producer()
-        if node is None or node.op_type not in _BEFORE_STATISTICS:
-            return False
-        x = node.inputs[0]
-    return x is not None and x.const_value is None
+    node = None if x is None else x.producer()
+    if node is not None and node.op_type in _BEFORE_STATISTICS:
+        return _is_data(node.inputs[0])
+    return x is not None and x.is_graph_input() and x.const_value is None
 
 
 # What numbers and uses suggest.
