@@ -19,7 +19,7 @@ from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, n
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
 from passes.gradient_stops import stop_gradient
-from passes.weights.exported_program import FOLDED_FROM, Call, Program, call_of
+from passes.weights.exported_program import FOLDED_FROM, Call, ExportedProgram, call_of
 from passes.weights.initializers import is_weight
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
@@ -32,7 +32,7 @@ _TRACED = 'File "<eval_with_key>'  # begins the stack trace of code that the exp
 _Edge = tuple[ir.Node, int, ir.Value]
 
 
-def stop(program: Program) -> None:
+def stop(program: ExportedProgram) -> None:
     """Stop gradients at the edges that the program detaches."""
     model, names = program.model, _Names(program)
     stopped: list[ir.Value] = []
@@ -86,7 +86,7 @@ def _stopped(x: ir.Value) -> ir.Value:
 class _Names:
     """Map values of a file to their names in the exported program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ExportedProgram) -> None:
         self.program, self.graph = program, program.model.graph
         self.inputs = dict(zip(map(name_of, self.graph.inputs), program.inputs, strict=False))
         computed = (self.of(y) for node in self.graph.all_nodes() for y in node.outputs)

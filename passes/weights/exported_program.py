@@ -85,7 +85,7 @@ def call_of(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-class Program:
+class ExportedProgram:
     """Read the exported program from the records in a model.
 
     Attributes:
@@ -130,9 +130,8 @@ class Program:
 
     def calls_of(self, value: ir.Value) -> list[str]:
         """Return the calls that made a folded value, in their order."""
-        return [
-            call_of(name) for name in (*self.folded_from(value), name_of(value)) if name not in self.kinds
-        ]
+        names = (*self.folded_from(value), name_of(value))
+        return [call_of(name) for name in names if name not in self.kinds]
 
     def names(self) -> set[str]:
         """Return the names of the values in the file, and of those from which the exporter computed its values."""
@@ -156,7 +155,7 @@ def is_stripped(model: ir.Model) -> bool:
     )
 
 
-def restore_records(program: Program) -> None:
+def restore_records(program: ExportedProgram) -> None:
     """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
     weights = weights_in(program.model)
     if any(note_of(value, FOLDED_FROM) for value in weights):
@@ -175,7 +174,7 @@ def restore_records(program: Program) -> None:
             note(x, FOLDED_FROM, repr(names))
 
 
-def program_origins(program: Program) -> Iterator[tuple[str, Origin]]:
+def program_origins(program: ExportedProgram) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant that the signature determines.
 
     Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
@@ -197,7 +196,7 @@ def program_origins(program: Program) -> Iterator[tuple[str, Origin]]:
             yield name, _constant(sources)
 
 
-def _origin(program: Program, value: ir.Value) -> Origin:
+def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
     """Return the kind of an initializer of a program whose parameters are known."""
     name, sources, parameters = name_of(value), program.sources(value), program.parameters_of(value)
     if name in program.kinds:
@@ -231,7 +230,7 @@ def _constant(sources: tuple[str, ...]) -> Origin:
     return Origin(Kind.CONSTANT, why, sources=sources)
 
 
-def _is_moved(program: Program, value: ir.Value) -> bool:
+def _is_moved(program: ExportedProgram, value: ir.Value) -> bool:
     """Return whether a folded value contains numbers of parameters instead of others computed from them.
 
     Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
@@ -247,7 +246,7 @@ def _is_moved(program: Program, value: ir.Value) -> bool:
     return bool(folded) and folded <= _MOVING | {"arange"}  # which makes positions, not weights
 
 
-def separate_parameters(program: Program) -> dict[str, Origin]:
+def separate_parameters(program: ExportedProgram) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
     The call from which a node comes names the parameters that it reads. If an initializer is none of them, it replaces
@@ -280,29 +279,29 @@ def separate_parameters(program: Program) -> dict[str, Origin]:
     return parted
 
 
-def invert(program: Program) -> dict[str, Origin]:
+def invert(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     inverted: dict[str, Origin] = {}
     for value in weights_in(program.model):
         paths, calls = program.sources(value), program.calls_of(value)
         is_one = len(paths) == 1 and program.is_parameter(paths[0])
-        if is_one and folds.invert(program.model, value, paths[0], calls):
+        if is_one and folds.compute_by_inverse(program.model, value, paths[0], calls):
             inverted[paths[0]] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
     return inverted
 
 
-def restore_gathers(program: Program) -> dict[str, Origin]:
+def restore_gathers(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute gathers that the exporter folded from one parameter, and return the kinds of these parameters."""
     restored: dict[str, Origin] = {}
     for value in weights_in(program.model):
         paths, calls = program.parameters_of(value), set(program.calls_of(value)) - {"val"}
-        if len(paths) == 1 and calls & _REPEATING and folds.gather(program.model, value, paths[0]):
+        if len(paths) == 1 and calls & _REPEATING and folds.gather_rows(program.model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
             restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
     return restored
 
 
-def recompute(program: Program) -> dict[str, Origin]:
+def recompute(program: ExportedProgram) -> dict[str, Origin]:
     """Compute folded values again from their parameters, where numbers prove how, and return kinds of parameters.
 
     A value that holds the numbers of one parameter in another layout stands for a parameter that is not in the file.
@@ -332,7 +331,7 @@ def recompute(program: Program) -> dict[str, Origin]:
     return restored
 
 
-def _standing(program: Program) -> dict[str, ir.Value]:
+def _standing(program: ExportedProgram) -> dict[str, ir.Value]:
     """Return the initializer for each parameter or buffer: its own, or one with its numbers in another layout."""
     result: dict[str, ir.Value] = {}
     weights = weights_in(program.model)
@@ -343,7 +342,7 @@ def _standing(program: Program) -> dict[str, ir.Value]:
     return result | {name_of(x): x for x in weights if name_of(x) in program.kinds}
 
 
-def restore_biases(program: Program) -> dict[str, Origin]:
+def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
     """Restore the biases that the exporter dropped because they start at zero, and return their kinds by name."""
     model, present = program.model, program.names()
     restored: dict[str, Origin] = {}
@@ -366,7 +365,7 @@ def restore_biases(program: Program) -> dict[str, Origin]:
     return restored
 
 
-def parameters_left_out(program: Program) -> list[str]:
+def parameters_left_out(program: ExportedProgram) -> list[str]:
     """Return the parameters that the file does not contain in any form.
 
     The exporter folds BatchNormalization into a convolution before it.

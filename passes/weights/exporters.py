@@ -22,7 +22,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     folded functions and gathers again, and dropped biases are restored. The model notes which parameters the file does
     not contain in any form.
     """
-    program = exported_program.Program(model)
+    program = exported_program.ExportedProgram(model)
     if program.paths:
         detached.stop(program)
         detached.stop_at_padding(model)

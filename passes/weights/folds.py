@@ -40,7 +40,7 @@ _MOST_CALLS = 3
 _COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
 
 
-def gather(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
+def gather_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
     """Gather an initializer from a table `name` of its distinct rows, and return it, or None if no rows repeat."""
     numbers = array(value)
     axis = _axis(numbers)
@@ -123,7 +123,7 @@ def move(
     return sources[-1]
 
 
-def invert(model: ir.Model, value: ir.Value, name: str, calls: Sequence[str]) -> bool:
+def compute_by_inverse(model: ir.Model, value: ir.Value, name: str, calls: Sequence[str]) -> bool:
     """Compute an initializer from the parameter `name` by calls, if they have an inverse, and return whether it did."""
     inverses = [inverse for call in reversed(calls) if (inverse := _UNARY.get(call, (None, None))[1])]
     if not 0 < len(inverses) == len(calls) <= 2:

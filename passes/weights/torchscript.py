@@ -80,7 +80,7 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
-            table = folds.gather(model, value, f"{name}.table")
+            table = folds.gather_rows(model, value, f"{name}.table")
             if table is not None:
                 why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
                 restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
