@@ -278,9 +278,9 @@ def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
     ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.parts.outer_step import outer_step as outer
+    from passes.parts.halves import outer_update
 
-    return outer(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
+    return outer_update(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def compile_layer(
         GraphoptError: the model cannot be read, or a pass rejects it.
     """
     import passes
-    from passes.parts.vector_jacobian import split
+    from passes.parts.vector_jacobian import forward_and_backward
 
     pipeline = standard(
         normalize=normalize,
@@ -330,4 +330,4 @@ def compile_layer(
         fuse=fuse,
     )
     joint = pipeline(model)
-    return LayerGraphs(joint, *split(joint))
+    return LayerGraphs(joint, *forward_and_backward(joint))

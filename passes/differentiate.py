@@ -46,9 +46,16 @@ class Differentiate(Pass):
         values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
         for name in self.wrt:
             if name not in values or not is_floating(values[name]):
-                floating = [name for name, value in values.items() if is_floating(value)]
-                raise GraphoptError(unknown("floating-point value", name, floating))
-        y = self._output(model)
+                known = [name for name, value in values.items() if is_floating(value)]
+                raise GraphoptError(unknown("floating-point value", name, known))
+        floating = [output for output in model.graph.outputs if is_floating(output)]
+        chosen = [output for output in floating if self.of in (None, output.name)]
+        if len(chosen) != 1:
+            names = [output.name for output in floating]
+            raise GraphoptError(
+                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
+            )
+        (y,) = chosen
         with Emitter(model) as op:
             if self.seeded:
                 seed = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
@@ -67,13 +74,3 @@ class Differentiate(Pass):
                 derivative = op.Identity(gradient, _outputs=[derivative_of(y, x)])
                 DERIVATIVE.set(derivative)
                 model.graph.outputs.append(derivative)
-
-    def _output(self, model: ir.Model) -> ir.Value:
-        floating = [output for output in model.graph.outputs if is_floating(output)]
-        chosen = [output for output in floating if self.of in (None, output.name)]
-        if len(chosen) != 1:
-            names = [output.name for output in floating]
-            raise GraphoptError(
-                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
-            )
-        return chosen[0]

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from graphopt.graph.declarations import forget
 from graphopt.graph.file_notes import remember
 from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import ORIGINAL_NAME, LeftOut, Origin, original_name
+from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
@@ -65,7 +66,6 @@ class Normalize(Pass):
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
         origins = exporters.read_origins(model)
-        left_out = exporters.left_out(model)
         note_versions(model)
         remember(model)
         sources = [y for y in model.graph.outputs if y.producer() is None]
@@ -88,8 +88,6 @@ class Normalize(Pass):
                 classical.freeze_preprocessing(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
         detach_labels(model, is_classical)
-        if left_out:
-            LeftOut(tuple(left_out)).write(model)
         for value in model.graph.initializers.values():
             if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
                 origins[name_of(value)].write(value)
@@ -134,8 +132,9 @@ class Normalize(Pass):
 
 
 def expand(model: ir.Model) -> None:
-    """Replace every operator without a gradient rule that ONNX defines as a function by the body of the function."""
-    functions = _functions()
+    """Replace every operator that ONNX defines as a function by the body of the function, unless it has a rule."""
+    known = RULES.keys() | NO_GRADIENT
+    functions = [name for name in _function_names() if ("", name) not in known]
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
@@ -145,7 +144,7 @@ def expand(model: ir.Model) -> None:
     if nodes:
         infer(model)
     for node in nodes:
-        body = _body(node, version)
+        body = _body(node, version, functions)
         arguments = zip(body.inputs, [x for x in node.inputs if x is not None], strict=True)
         for formal, x in arguments:
             ir.convenience.replace_all_uses_with(formal, x)
@@ -171,13 +170,7 @@ def _function_names() -> frozenset[str]:
     )
 
 
-def _functions() -> list[str]:
-    """Return the operators that are differentiated through their function bodies."""
-    known = RULES.keys() | NO_GRADIENT
-    return [name for name in _function_names() if ("", name) not in known]
-
-
-def _body(node: ir.Node, version: int) -> ir.Graph:
+def _body(node: ir.Node, version: int, functions: Sequence[str]) -> ir.Graph:
     """Return the function body of an operator for the types of a node's inputs."""
     inputs = [x and ir.Value(name=f"input{i}", type=x.type, shape=x.shape) for i, x in enumerate(node.inputs)]
     outputs = [ir.Value(name=y.name and f"output{i}") for i, y in enumerate(node.outputs)]
@@ -187,7 +180,7 @@ def _body(node: ir.Node, version: int) -> ir.Graph:
     proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
     missing = proto.graph.value_info.add(name="")
     missing.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    names = [("", name) for name in _functions()]
+    names = [("", name) for name in functions]
     inlined = onnx.inliner.inline_selected_functions(proto, names, inline_schema_functions=True)
     return ir.from_proto(inlined).graph
 

@@ -47,10 +47,11 @@ class Untie(Pass):
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         floating = _floating(model)
         _check("Untie: weights", self.weights, floating)
-        for value in floating:
-            if selects(self.weights, value):
-                for copy in ties.untie(model, value):
-                    metadata.copy(value, copy)
+        for value in [value for value in floating if selects(self.weights, value)]:
+            for number, (node, index) in enumerate(list(value.uses())[1:], start=1):
+                copy = duplicate(model, value, f"{value.name}.{number}")
+                metadata.copy(value, copy)
+                node.replace_input_with(index, copy)
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,16 @@ class Parameters(Pass):
             Untie(self.untie).rewrite(model)
         _part_constant_uses(model)
         reached = evidence.reached(model.graph)
-        origins = {value: self._decide(value, value in reached) for value in _floating(model)}
-        for value, origin in origins.items():
+        floating, chosen = _floating(model), []
+        for value in floating:
+            origin, trains = self._decide(value, value in reached)
             origin.write(value)
-        chosen = [x for x, origin in origins.items() if self._is_chosen(x, origin, x in reached)]
-        if not chosen:
-            raise GraphoptError(_nothing_to_train(model, list(origins)))
-        for value, origin in origins.items():
-            if origin.trains and value in reached and value not in chosen:
+            if trains:
+                chosen.append(value)
+            elif origin.trains and value in reached:
                 UNTRAINED.set(value)
+        if not chosen:
+            raise GraphoptError(_nothing_to_train(model, floating))
         roots = self._tie(model, chosen)
         if missing := (LeftOut.read(model) or LeftOut()).names:
             names = some([repr(name) for name in missing], 4)
@@ -126,33 +128,26 @@ class Parameters(Pass):
                 f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
-        _warn([value for value in origins if value in reached and (value in roots or value not in chosen)])
+        _warn([value for value in floating if value in reached and (value in roots or value not in chosen)])
         for value in roots:
             quantized.promote(value)
         quantized.restore()
 
-    def _decide(self, value: ir.Value, is_reached: bool) -> Origin:
-        """Return the kind of an initializer and the reason why it trains or not."""
+    def _decide(self, value: ir.Value, is_reached: bool) -> tuple[Origin, bool]:
+        """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
         origin = _origin(value)
         named = replace(origin, kind=Kind.PARAMETER, why="named by the user", certain=True)
         if selects(self.freeze, value):
-            return replace(named, why="frozen by the user", named=True)
+            return replace(named, why="frozen by the user", named=True), False
         if selects(self.unfreeze, value) or selects(self.pattern, value):
-            return named
+            return named, not self.pattern or selects(self.pattern, value)
         if self.pattern:
-            return replace(origin, why="not named by the user", certain=True)
+            return replace(origin, why="not named by the user", certain=True), False
         if origin.trains and not is_reached:
             ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
             why = f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
-            return replace(origin, why=why, certain=True)
-        return origin
-
-    def _is_chosen(self, value: ir.Value, origin: Origin, is_reached: bool) -> bool:
-        if selects(self.freeze, value):
-            return False
-        if self.pattern:
-            return selects(self.pattern, value)
-        return selects(self.unfreeze, value) or (origin.trains and is_reached)
+            return replace(origin, why=why, certain=True), False
+        return origin, origin.trains
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
         """Compute copies from their original weights, and return the weights."""
@@ -227,7 +222,7 @@ def _origin(value: ir.Value) -> Origin:
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
-    if uses and all(evidence.is_scale(*use) for use in uses):
+    if uses and all(node.op_type in ("DequantizeLinear", "QuantizeLinear") and index for node, index in uses):
         return Origin(Kind.CONSTANT, "the scale of a quantization")
     written = Origin.read(value)
     if written is not None and not written.trains:

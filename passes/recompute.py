@@ -64,7 +64,7 @@ class _Saved:
 
     size: int  # the bytes of those outputs
     inner: set[ir.Node]  # the nodes between it and other saved nodes, which nothing keeps
-    sources: set[ir.Node]  # the saved nodes from which these nodes start
+    sources: set[ir.Node]  # the nodes that these nodes and the saved one read
     cost: float  # of the node and of `inner`
     start: int  # the position of the first reader in the backward pass
 
@@ -87,7 +87,8 @@ class _Forward:
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
         normalizations = [node for node in self.nodes if OF_BATCH.is_set(node)]
         statistics = [x for node in normalizations for x in node.inputs[3:] if x is not None]
-        outputs = {base_of(y).producer() for y in (*model.graph.outputs, *statistics)}
+        results = [base_of(y).producer() for y in (*model.graph.outputs, *statistics)]
+        outputs = {node for node in results if node is not None}
         saved: dict[ir.Node, set[ir.Value]] = {}
         start: dict[ir.Node, int] = {}
         fixed = {node for node in self.nodes if node.domain or node.op_type in RANDOM or subgraphs(node)}
@@ -103,34 +104,18 @@ class _Forward:
         self.saved: dict[ir.Node, _Saved] = {}
         for node, values in saved.items():
             size = sum(bytes_of(sized[node].outputs[y.index() or 0]) for y in values)
-            inner, sources = self._closure(node, saved.keys() | outputs)
+            inner = self.nodes & ancestors(values_read(node), saved.keys() | outputs)
+            read = (x.producer() for member in (node, *inner) for x in values_read(member))
             self.total += size
             if not fixed & {node, *inner}:
                 cost = sum(_cost(sized[member]) for member in (node, *inner))
-                self.saved[node] = _Saved(size, inner, sources, cost, start[node])
+                self.saved[node] = _Saved(size, inner, {*filter(None, read)}, cost, start[node])
         near: dict[ir.Node, set[ir.Node]] = {node: set() for node in self.saved}
         for node, entry in self.saved.items():
             for source in entry.sources & near.keys():
                 near[node].add(source)
                 near[source].add(node)
         self._near = near
-
-    def _closure(self, node: ir.Node, ends: Iterable[ir.Node | None]) -> tuple[set[ir.Node], set[ir.Node]]:
-        """Return the nodes that compute `node`, back to `ends`, and those of `ends` that are reached."""
-        inner: set[ir.Node] = set()
-        sources: set[ir.Node] = set()
-        waiting = [node]
-        while waiting:
-            for x in values_read(waiting.pop()):
-                before = x.producer()
-                if before not in self.nodes or before is None or before in inner:
-                    continue
-                if before in ends:
-                    sources.add(before)
-                else:
-                    inner.add(before)
-                    waiting.append(before)
-        return inner, sources
 
     def choose(self, budget: float | None) -> _Choice:
         """Return the cheapest segments within a budget, or without a budget those that store the fewest bytes."""

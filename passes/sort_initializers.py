@@ -41,20 +41,18 @@ class SortInitializers(Pass):
             for value in sorted(initializers, key=name_of):
                 graph.initializers.add(value)
         else:
-            _rename([*parameters, *initializers], self.rename)
+            values = [*parameters, *initializers]
+            width = len(str(len(values)))
+            indexed = [self.rename.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
+            names = [own.replace("{name}", name_of(x)) for own, x in zip(indexed, values, strict=True)]
+            if names != sorted(set(names)):
+                raise GraphoptError(
+                    f"rename={self.rename!r}: expected distinct names in alphabetical order, found others: start it "
+                    f"with {{index}}"
+                )
+            for value, name in zip(values, names, strict=True):
+                ORIGINAL_NAME.write(value, original_name(value))
+                value.name = name
         others = [value for value in graph.inputs if role_of(value) is not Role.PARAMETER]
         graph.inputs.clear()
         graph.inputs.extend([*others, *sorted(parameters, key=name_of)])
-
-
-def _rename(values: list[ir.Value], pattern: str) -> None:
-    width = len(str(len(values)))
-    indexed = [pattern.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
-    names = [own.replace("{name}", name_of(value)) for own, value in zip(indexed, values, strict=True)]
-    if names != sorted(set(names)):
-        raise GraphoptError(
-            f"rename={pattern!r}: expected distinct names in alphabetical order, found others: start it with {{index}}"
-        )
-    for value, name in zip(values, names, strict=True):
-        ORIGINAL_NAME.write(value, original_name(value))
-        value.name = name

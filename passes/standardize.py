@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.moments import Moments
+from passes.weights.initializers import register
 
 _Numbers = float | Sequence[float]
 
@@ -89,16 +89,15 @@ class Standardize(Pass):
                 "graphopt.data.mean_and_scale"
             )
         chosen = {name_of(x): x for x in self._chosen(model)}
-        means: Any = self.mean
-        scales: Any = self.scale
-        if not isinstance(means, Mapping) and len(chosen) == 1:
-            (name,) = chosen
-            means, scales = {name: means}, {name: scales}
-        elif not isinstance(means, Mapping):
+        if not isinstance(self.mean, Mapping) and len(chosen) > 1:
             raise GraphoptError(
                 f"Standardize: expected mean and scale by the names of the inputs, {', '.join(map(repr, chosen))}, "
                 "found those of one"
             )
+        means, scales = (
+            numbers if isinstance(numbers, Mapping) else dict.fromkeys(chosen, numbers)
+            for numbers in (self.mean, self.scale)
+        )
         if unknown := sorted(set(means) - set(chosen)):
             raise GraphoptError(
                 f"Standardize: expected floating-point inputs, {', '.join(map(repr, chosen))}, found numbers of "
@@ -148,8 +147,7 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
             f"Standardize: expected an input of known rank, found {x.name!r}: declare its shape"
         )
     uses = list(x.uses())
-    nodes = [node for node, _ in uses]
-    centering = [x.op_type == "Sub" and any(y and FROZEN.is_set(y) for y in x.inputs) for x in nodes]
+    centering = [n.op_type == "Sub" and any(y and FROZEN.is_set(y) for y in n.inputs) for n, _ in uses]
     if uses and all(centering):
         raise GraphoptError(
             f"Standardize: expected an input that is not standardized, found that the model standardizes {x.name!r}: "
@@ -168,14 +166,11 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
                 f"Standardize: input {x.name!r}: expected {size} numbers, one per feature, or one for all, found "
                 f"{len(numbers)}"
             )
-    shape = [-1 if i == axis % rank else 1 for i in range(rank)] if rank > 1 else [-1]
-    constants = [
-        _constant(model, x, name, numbers.reshape(shape) if rank else numbers.reshape(()))
-        for name, numbers in (("mean", mean), ("scale", scale))
-    ]
     _warn(x, mean, scale)
+    shape = [-1 if i == axis % rank else 1 for i in range(rank)]
     with Emitter(model) as op:
-        standardized = op.Div(op.Sub(x, constants[0]), constants[1])
+        centered = op.Sub(x, _constant(model, x, "mean", mean.reshape(shape)))
+        standardized = op.Div(centered, _constant(model, x, "scale", scale.reshape(shape)))
     for node, index in uses:
         node.replace_input_with(index, standardized)
 
@@ -204,9 +199,6 @@ def _constant(model: ir.Model, x: ir.Value, name: str, numbers: np.ndarray) -> i
             f"Standardize: input {x.name!r}: expected a {name} in the range of {x.dtype}, found "
             f"{numbers.ravel()[int(np.argmax(~np.isfinite(plain) | (plain == 0)))]:g}: scale the data"
         )
-    values = ir.convenience.create_value_mapping(model.graph)
-    full = next(new for i in itertools.count() if (new := f"{x.name}.{name}" + "_" * i) not in values)
-    value = ir.val(full, const_value=ir.tensor(array, name=full))
-    model.graph.register_initializer(value)
+    value = register(model, f"{x.name}.{name}", array)
     FROZEN.set(value)
     return value

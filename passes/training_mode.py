@@ -17,7 +17,7 @@ from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, stop_gradient_at
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like, name_of, swap
+from graphopt.graph.values import constant_of, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
 from passes.weights import initializers
@@ -78,8 +78,11 @@ class TrainingMode(Pass):
         self._check_bodies(model)
         live = [node for node in model.graph if self._is_live(node)]
         for node in model.graph.all_nodes():
-            if _kind(node) and node not in live:
-                _as_in_inference(node)
+            if _kind(node) and node not in live and _is_in_training(node):
+                if node.op_type == "Dropout":
+                    node.resize_inputs(2)
+                else:
+                    _drop_statistics(node)
         asked = self.unbiased_variance
         unbiased = model.producer_name == PYTORCH if asked is None else asked
         for calls in _modules(model.graph):
@@ -97,14 +100,12 @@ class TrainingMode(Pass):
         return not self.as_exported or _is_in_training(node)
 
     def _check_patterns(self, model: ir.Model) -> None:
-        names = [_names(node) for node in model.graph.all_nodes() if _kind(node)]
-        patterns = [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []
-        for pattern in patterns:
-            if not any(matches(name, pattern) for group in names for name in group):
-                known = ", ".join(dict.fromkeys(name for group in names for name in group)) or "none"
+        names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
+        for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
+            if not any(matches(name, pattern) for name in names):
                 raise GraphoptError(
                     f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
-                    f"{known}"
+                    f"{', '.join(names) or 'none'}"
                 )
 
     def _check_bodies(self, model: ir.Model) -> None:
@@ -137,14 +138,6 @@ def _is_in_training(node: ir.Node) -> bool:
     if node.op_type == "BatchNormalization":
         return bool(node.attributes.get_int("training_mode", 0))
     return bool(constant_of(node.inputs[2])) if len(node.inputs) > 2 else False
-
-
-def _as_in_inference(node: ir.Node) -> None:
-    """Let a node compute its inference form."""
-    if _is_in_training(node) and node.op_type == "Dropout":
-        node.resize_inputs(2)
-    elif _is_in_training(node):
-        _drop_statistics(node)
 
 
 def _stored(value: ir.Value) -> ir.Value | None:
@@ -223,8 +216,9 @@ def _normalize_batch(
         for index, statistic, old in zip((3, 4), batch, running, strict=True):
             new = op.Cast(statistic, to=old.dtype)
             node.replace_input_with(index, new)
-            if unbiased and index == 4:
-                new = BATCH_CORRECTION.mark(new * _bessel(op, x, axes, old))
+            if unbiased and index == 4:  # times n / (n - 1); a 16-bit number cannot represent large n
+                n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=wide_type(old))
+                new = BATCH_CORRECTION.mark(new * op.Cast(n / op.Max(n - 1, 1), to=old.dtype))
             following.append(momentum * old + (1 - momentum) * new)
     _drop_statistics(node)
     OF_BATCH.set(node)
@@ -241,13 +235,6 @@ def _drop_statistics(node: ir.Node) -> None:
             )
     node.resize_outputs(1)
     node.attributes.pop("training_mode", None)
-
-
-def _bessel(op: Emitter, x: ir.Value, axes: list[int], like: ir.Value) -> ir.Value:
-    """Emit n / (n - 1) for n elements along the axes, or 1 if n is 1. A 16-bit number cannot represent large n."""
-    wide = ir.DataType.DOUBLE if like.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=wide)
-    return op.Cast(n / op.Max(n - 1, 1), to=like.dtype)
 
 
 def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Value:
@@ -282,7 +269,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
         else:
             drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
             drawn.shape = x.shape
-            unmasked = op.Not(op.Less(drawn, _int32(op, round((2 * ratio - 1) * _LARGEST))))
+            unmasked = op.Not(op.Less(drawn, round((2 * ratio - 1) * _LARGEST)))
             dropped = x * (op.Cast(unmasked, to=x.dtype) * (1 / (1 - ratio)))
             if len(node.outputs) > 1:
                 ir.convenience.replace_all_uses_with(node.outputs[1], unmasked, replace_graph_outputs=True)
@@ -308,14 +295,10 @@ def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int
     t = op.Cast(step, to=ir.DataType.INT32)
     key = t * op.constant(even & ~1) + op.constant(odd | 1)
     count = op.Cast(op.ReduceProd(shape, keepdims=0), to=ir.DataType.INT32)
-    positions = op.Range(_int32(op, 0), count, _int32(op, 1))
+    positions = op.Range(0, count, 1)
     POSITIONS.set(positions.producer())
-    spread = positions * _int32(op, GOLDEN)
+    spread = positions * GOLDEN
     mixed = spread + (key * t + op.constant(offset))
-    for k in (key, _int32(op, SUMMAND)):
-        mixed = mixed * (mixed * _int32(op, 1 << 7) / _int32(op, 1 << 16) + k)
+    for k in (key, SUMMAND):
+        mixed = mixed * (mixed * (1 << 7) / (1 << 16) + k)
     return op.Reshape(mixed, shape)
-
-
-def _int32(op: Emitter, number: int) -> ir.Value:
-    return op.constant(np.array(number, np.int32))

@@ -70,7 +70,7 @@ def _first_loop(graph: ir.Graph, bodies: tuple[ir.Graph, ...]) -> tuple[ir.Node,
 def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
     """Replace a loop by its turns."""
     body = node.attributes["body"].as_graph()
-    turns = _turns(node)
+    turns = _turns(node, body)
     limit = limits_of(model).nodes
     nodes = sum(1 for _ in model.graph.all_nodes()) + turns * sum(1 for _ in body.all_nodes())
     if nodes > limit:
@@ -78,8 +78,7 @@ def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
             node,
             f"expected at most {limit:,} nodes after it is unrolled, found {nodes:,} for {turns:,} turns",
         )
-    results = _scan(op, node, body, turns) if node.op_type == "Scan" else _loop(op, node, body, turns)
-    for own, y in zip(node.outputs, results, strict=True):
+    for own, y in zip(node.outputs, _results(op, node, body, turns), strict=True):
         if own.uses() or own.is_graph_output():
             if y is None:
                 raise _refused(node, f"expected turns for its output {own.name!r}, found none")
@@ -88,7 +87,7 @@ def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
-def _turns(node: ir.Node) -> int:
+def _turns(node: ir.Node, body: ir.Graph) -> int:
     """Return how often a loop's body runs."""
     if node.op_type == "Scan":
         n = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
@@ -114,56 +113,44 @@ def _turns(node: ir.Node) -> int:
     begins = condition is None or constant_of(condition)
     if begins is None:
         raise _refused(node, f"expected a constant condition, found {condition and condition.name!r}")
-    return max(int(count.item()), 0) if begins else 0
-
-
-def _scan(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Value | None]:
-    scanned = node.attributes.get_int("num_scan_inputs", 0)
-    n = len(node.inputs) - scanned
-    states: list[ir.Value | None] = list(node.inputs[:n])
-    axes, ways = (numbers_of(node, f"scan_input_{name}", scanned) for name in ("axes", "directions"))
-    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[n:]]
-    for turn in range(turns):
-        slices = [
-            op.Gather(x, turns - 1 - turn if way else turn, axis=axis)
-            for x, axis, way in zip(node.inputs[n:], axes, ways, strict=True)
-        ]
-        results = _inlined(op, node, body, turn, [*states, *slices])
-        states[:] = results[:n]
-        for stack, y in zip(stacks, results[n:], strict=True):
-            stack.append(y)
-    axes, ways = (numbers_of(node, f"scan_output_{name}", len(stacks)) for name in ("axes", "directions"))
-    return states + [
-        _stacked(op, stack[::-1] if way else stack, axis)
-        for stack, axis, way in zip(stacks, axes, ways, strict=True)
-    ]
-
-
-def _loop(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Value | None]:
-    if not _goes_on(body):
+    going: ir.Value | None = body.outputs[0]
+    while going is not None and (before := going.producer()) is not None and before.op_type == "Identity":
+        going = before.inputs[0]
+    if going is not body.inputs[1] and not constant_number(going):
         raise _refused(
             node,
             f"expected a condition that is always true, found {body.outputs[0].name!r}, which its body computes: only "
             f"the runtime knows when it ends",
         )
-    states: list[ir.Value | None] = list(node.inputs[2:])
-    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[1 + len(states) :]]
-    number = body.inputs[0].shape
+    return max(int(count.item()), 0) if begins else 0
+
+
+def _results(op: Emitter, node: ir.Node, body: ir.Graph, turns: int) -> list[ir.Value | None]:
+    """Emit the turns of a loop and return its results: the last states, and the stacked rows."""
+    scanned = node.attributes.get_int("num_scan_inputs", 0)
+    own = 0 if node.op_type == "Scan" else 2  # a Loop's trip count and condition come before its states
+    inputs, rows = node.inputs[own : len(node.inputs) - scanned], node.inputs[len(node.inputs) - scanned :]
+    states: list[ir.Value | None] = list(inputs)
+    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[len(states) + bool(own) :]]
+    axes, ways = (numbers_of(node, f"scan_input_{name}", scanned) for name in ("axes", "directions"))
     for turn in range(turns):
-        counted = op.constant(np.full([1] * len(number or ()), turn, np.int64))
-        _, *results = _inlined(op, node, body, turn, [counted, op.constant(np.array(True)), *states])
+        given = [
+            op.Gather(x, turns - 1 - turn if way else turn, axis=axis)
+            for x, axis, way in zip(rows, axes, ways, strict=True)
+        ]
+        counted = []
+        if own:
+            number = np.full([1] * len(body.inputs[0].shape or ()), turn, np.int64)
+            counted = [op.constant(number), op.constant(np.array(True))]
+        results = _inlined(op, node, body, turn, [*counted, *states, *given])[bool(own) :]
         for stack, y in zip(stacks, results[len(states) :], strict=True):
             stack.append(y)
         states[:] = results[: len(states)]
-    return states + [_stacked(op, stack, 0) for stack in stacks]
-
-
-def _goes_on(body: ir.Graph) -> bool:
-    """Return whether the condition that a Loop's body returns is true, or the one that it gets."""
-    going: ir.Value | None = body.outputs[0]
-    while going is not None and (node := going.producer()) is not None and node.op_type == "Identity":
-        going = node.inputs[0]
-    return going is body.inputs[1] or bool(constant_number(going))
+    axes, ways = (numbers_of(node, f"scan_output_{name}", len(stacks)) for name in ("axes", "directions"))
+    for stack, axis, way in zip(stacks, axes, ways, strict=True):
+        stacked = [op.Unsqueeze(y, [axis]) for y in (reversed(stack) if way else stack)]
+        states.append(op.Concat(*stacked, axis=axis) if stacked else None)
+    return states
 
 
 def _inlined(
@@ -188,11 +175,6 @@ def _inlined(
     assert node.graph is not None
     node.graph.insert_before(node, nodes)
     return results  # type: ignore[return-value]
-
-
-def _stacked(op: Emitter, rows: Sequence[ir.Value], axis: int) -> ir.Value | None:
-    """Return the rows along a new axis, which counts as one of the output's."""
-    return op.Concat(*(op.Unsqueeze(y, [axis]) for y in rows), axis=axis) if rows else None
 
 
 def _refused(node: ir.Node, reason: str) -> GraphoptError:

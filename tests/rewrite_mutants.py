@@ -228,7 +228,7 @@ CHOOSING = [
     *of(
         "passes/parameters.py",
         "weights",
-        ("says_otherwise", "        if selects(self.freeze, value):\n            return False\n", ""),
+        ("says_otherwise", "        if selects(self.freeze, value):\n", "        if False:\n"),
         (
             "says_otherwise",
             "selects(self.unfreeze, value) or selects(self.pattern, value):",
@@ -236,6 +236,7 @@ CHOOSING = [
         ),
         ("tied", "for group in ties.groups(chosen):", "for group in []:"),
         ("equal_fresh", "or not ties.tells(weight)", ""),
+        ("untie", "list(value.uses())[1:]", "list(value.uses())[2:]"),
     ),
     *of(
         "passes/parameters.py",
@@ -245,7 +246,6 @@ CHOOSING = [
     *of(
         "passes/weights/ties.py",
         "weights",
-        ("untie", "list(weight.uses())[1:]", "list(weight.uses())[2:]"),
         (
             "tied or transposes",
             "    perm = _permutation(a, b)\n",

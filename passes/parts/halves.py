@@ -1,8 +1,12 @@
-"""Split a training graph where workers exchange gradients: the gradients of a batch, and the update from their mean."""
+"""Split a training graph where workers exchange gradients: the gradients of a batch, and the update from their mean.
+
+Workers that exchange weights instead have an outer step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -10,10 +14,12 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of
-from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, name_of, state_of
+from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.roles import FED, STATE, Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from passes.parts.vector_jacobian import extract_part
+from graphopt.graph.values import wide_type
+from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 
 def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
@@ -53,15 +59,15 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
                 if role_of(y) is Role.NEXT and y.producer() in local:  # a statistic
                     name, y.name = y.name, local_of(y)
                     model.graph.outputs[i] = set_role(op.Identity(y, _outputs=[name]), Role.NEXT)
-        after = {y: ancestors([y], local) for y in model.graph.outputs}
-        results = [
-            y
-            for y, nodes in after.items()
-            if y.producer() not in local
-            and (role_of(y) in (Role.NEXT, Role.DIAGNOSTIC) or _reads(nodes, local))
-        ]
-        read = {x for y in results for node in after[y] for x in values_read(node)}
-        summed = [y for node in model.graph if node in local for y in node.outputs if y in read]
+        made = {y for node in local for y in node.outputs}
+        read = {
+            y: made.intersection(x for node in ancestors([y], local) for x in values_read(node))
+            for y in model.graph.outputs
+            if y not in made
+        }
+        results = [y for y in read if read[y] or role_of(y) in (Role.NEXT, Role.DIAGNOSTIC)]
+        needed = {x for y in results for x in read[y]}
+        summed = [x for node in model.graph for x in node.outputs if x in needed]
         _scale(model, summed, local)
         for x in summed:
             if x in gradients:
@@ -74,7 +80,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     grad = extract_part(model, inputs, [*reported, weight, *summed])
     apply = extract_part(model, [*inputs, *summed], results)
     for half in (grad, apply):
-        _drop_unused_inputs(half)
+        remove_unused_inputs(half)
     return grad, apply
 
 
@@ -106,10 +112,6 @@ def _scale(model: ir.Model, summed: Sequence[ir.Value], local: set[ir.Node]) -> 
             scaled = x * (share if x.dtype == share.dtype else op.Cast(share, to=x.dtype))
             for user, index in users:
                 user.replace_input_with(index, scaled)
-
-
-def _reads(nodes: set[ir.Node], local: set[ir.Node]) -> bool:
-    return any(x.producer() in local for node in nodes for x in values_read(node))
 
 
 def _batch_weight(model: ir.Model) -> ir.Value:
@@ -158,7 +160,30 @@ def _shift_positions(model: ir.Model) -> None:
                 user.replace_input_with(index, shifted)
 
 
-def _drop_unused_inputs(model: ir.Model) -> None:
-    for x in list(model.graph.inputs):
-        if not x.uses() and not x.is_graph_output():
-            model.graph.inputs.remove(x)
+def outer_update(model: ir.Model, optimizer: Callable[[ir.Model], Any]) -> ir.Model:
+    """Return the graph that updates the weights of the last synchronisation; see `graphopt.compiler.outer_step`."""
+    outer = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
+    updated = {state_of(y) for y in with_role(model, Role.NEXT)}
+    weights = [x for x in with_role(model, Role.PARAMETER, Role.STATISTIC) if x.name in updated]
+    if not any(role_of(x) is Role.PARAMETER for x in weights):
+        raise GraphoptError("an outer step needs an optimizer's update, found none: set an optimizer")
+    gradients = []
+    with state.detached(outer), Emitter(outer) as op:
+        for x in weights:
+            initial, role = state.initial(x), role_of(x)
+            assert initial is not None and role is not None and x.dtype is not None
+            w = state.declare(outer, name_of(x), initial.numpy(), role)
+            g = ir.Value(name=gradient_of(x), type=ir.TensorType(wide_type(x)), shape=x.shape)
+            gradients.append(set_role(g, Role.GRADIENT))
+            if role is Role.PARAMETER:
+                outer.graph.outputs.append(g)  # which the optimizer takes
+            else:
+                mean = op.Cast(op.Cast(w, to=wide_type(x)) - g, to=x.dtype)
+                state.set_next(outer, w, op.Identity(mean))
+    optimizer(outer)
+    outer.graph.inputs.extend(gradients)
+    known = {name_of(x) for x in weights}
+    for x in with_role(outer, *STATE, Role.HYPERPARAMETER, Role.NEXT):
+        if state_of(x) not in known:
+            x.name = f"outer.{x.name}"
+    return outer

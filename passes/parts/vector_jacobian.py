@@ -12,12 +12,12 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import gradient_of, seed_of
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.operators import MICROSOFT, VIEWS
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, extracted_between, values_read
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from passes.gradients.walk import backward, lost
 
 # Operators that only rearrange or convert elements: recomputed from their inputs instead of saved.
@@ -50,7 +50,10 @@ class VectorJacobianProduct(Pass):
         data = [x for x in with_role(model, Role.DATA) if is_floating(x) and matches(x.name, self.inputs)]
         parameters = with_role(model, Role.PARAMETER)
         outputs = [y for y in with_role(model, Role.PREDICTION) if is_floating(y)]
-        seeds = {y: _seed(model, y) for y in outputs}
+        seeds = {y: ir.Value(name=seed_of(y), type=y.type, shape=y.shape) for y in outputs}
+        for seed in seeds.values():
+            state.check_free(model, name_of(seed))
+            model.graph.inputs.append(set_role(seed, Role.SEED))
         with Emitter(model) as op:
             gradients = backward(op, model.graph, seeds, [*data, *parameters])
             missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
@@ -66,15 +69,7 @@ class VectorJacobianProduct(Pass):
                 model.graph.outputs.append(set_role(gradient, Role.GRADIENT))
 
 
-def _seed(model: ir.Model, y: ir.Value) -> ir.Value:
-    name = seed_of(y)
-    state.check_free(model, name)
-    seed = ir.Value(name=name, type=y.type, shape=y.shape)
-    model.graph.inputs.append(set_role(seed, Role.SEED))
-    return seed
-
-
-def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+def forward_and_backward(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """Return the forward and backward parts of a graph that `VectorJacobianProduct` made.
 
     The forward part returns the model's outputs, `NAME.next` of state, and the values that the backward part reads.
@@ -87,17 +82,17 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     after = ancestors(gradients, ahead)
     read = {x for node in after for x in values_read(node)} | set(gradients)
     boundary = [y for node in model.graph if node in ahead for y in node.outputs if y in read]
-    saved = _without_recomputed(boundary, model.graph)
+    there = {None, *model.graph.inputs, *model.graph.initializers.values(), *boundary}
+    made = [(y, node) for y in boundary if (node := y.producer())]
+    # Values that can be recomputed from others or from inputs are not saved.
+    saved = [y for y, node in made if node.op_type not in RECOMPUTED or not there.issuperset(node.inputs)]
     inputs = [x for x in model.graph.inputs if role_of(x) is not Role.SEED]
     forward = extract_part(model, inputs, [*results, *(x for x in saved if x not in results)])
     for output in list(forward.graph.outputs)[len(results) :]:
         set_role(output, Role.SAVED)
     behind = extract_part(model, [*model.graph.inputs, *saved], gradients)
-    for value in list(behind.graph.inputs):
-        behind.graph.initializers.pop(str(value.name), None)
-        value.const_value = None
-        if not value.uses() and not value.is_graph_output():
-            behind.graph.inputs.remove(value)
+    state.take_initial(behind)
+    remove_unused_inputs(behind)
     return forward, behind
 
 
@@ -111,41 +106,22 @@ def yielding(model: ir.Model) -> ir.Model:
     graph = model.graph
     results = with_role(model, Role.PREDICTION, Role.NEXT)
     seeds = {str(seed.name): seed for seed in with_role(model, Role.SEED)}
-    given = [seeds.get(seed_of(y)) for y in results]
+    seeded = [seeds.get(seed_of(y)) for y in results]
     gradients = with_role(model, Role.GRADIENT)
     for seed in seeds.values():
         graph.inputs.remove(seed)
     graph.outputs.clear()
     with Emitter(model) as op:
         fetched = [op.Identity(y) if y.producer() is None else y for y in results]
-    graph.append(
-        ir.Node(
-            "com.microsoft",
-            "YieldOp",
-            fetched,
-            [
-                ir.AttrInt64s("non_differentiable_outputs", [i for i, seed in enumerate(given) if not seed]),
-                ir.AttrInt64s("full_shape_outputs", [i for i, seed in enumerate(given) if seed]),
-            ],
-            outputs=[seed for seed in given if seed],
-        )
-    )
-    graph.opset_imports["com.microsoft"] = 1
+    attributes = [
+        ir.AttrInt64s("non_differentiable_outputs", [i for i, seed in enumerate(seeded) if not seed]),
+        ir.AttrInt64s("full_shape_outputs", [i for i, seed in enumerate(seeded) if seed]),
+    ]
+    graph.append(ir.Node(MICROSOFT, "YieldOp", fetched, attributes, outputs=[*filter(None, seeded)]))
+    graph.opset_imports[MICROSOFT] = 1
     graph.outputs.extend(gradients)
     graph.sort()
     return model
-
-
-def _without_recomputed(boundary: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Value]:
-    """Return the values to save in graph order, without those that can be recomputed from others or from inputs."""
-    there = {*graph.inputs, *graph.initializers.values(), *boundary}
-    saved = []
-    for value in boundary:
-        node = value.producer()
-        assert node is not None
-        if node.op_type not in RECOMPUTED or any(x is not None and x not in there for x in node.inputs):
-            saved.append(value)
-    return saved
 
 
 def extract_part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
@@ -154,3 +130,10 @@ def extract_part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[
     part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     RemoveUnusedOpsetsPass()(part)
     return part
+
+
+def remove_unused_inputs(model: ir.Model) -> None:
+    """Remove the inputs of a graph that nothing reads."""
+    for x in list(model.graph.inputs):
+        if not x.uses() and not x.is_graph_output():
+            model.graph.inputs.remove(x)

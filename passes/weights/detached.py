@@ -6,25 +6,22 @@ a reader then names a `detach` that no node computes.
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import name_of
-from passes.weights.initializers import is_weight, register
+from graphopt.graph.values import like, name_of
+from passes.gradient_stops import stop_gradient
+from passes.weights.exported_program import FOLDED_FROM, Call, ExportedProgram, call_of
+from passes.weights.initializers import is_weight
 
-SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
@@ -32,49 +29,21 @@ _INNER = re.compile(r"val_\d+")  # a value inside of a call
 _PADDING = re.compile(r"target=torch\.ops\.aten\.embedding\.\w+\]\(args = \(%\w+, %\w+, (\d{1,9})[,)]")
 _TRACED = 'File "<eval_with_key>'  # begins the stack trace of code that the exporter traced separately
 
-DETACHING = {"detach", "detach_"}
-
 _Edge = tuple[ir.Node, int, ir.Value]
 
 
-@dataclass(frozen=True)
-class Call:
-    """Describe a call of the exported program: its name, its target and the names of what it reads."""
-
-    name: str
-    target: str
-    arguments: tuple[str, ...]
-
-    @staticmethod
-    def of(node: ir.Node | None) -> Call | None:
-        """Return the call from which a node comes, or None."""
-        return _parsed("" if node is None else note_of(node, EXPORTED_CALL) or "")
-
-    @property
-    def detaches(self) -> bool:
-        """Return whether the call returns its argument without a gradient."""
-        return self.target.startswith(("torch.ops.aten.detach.", "torch.ops.aten.detach_."))
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(text: str) -> Call | None:
-    match = re.match(r"%(\w+) .*?\[target=([^\]]*)\](.*)", text, re.DOTALL)
-    return match and Call(match[1], match[2], tuple(re.findall(r"%(\w+)", match[3])))
-
-
-def stop(model: ir.Model) -> list[str]:
-    """Stop gradients at the edges that the program detaches, and return the names of the values that are read there."""
-    names = _Names(model)
+def stop(program: ExportedProgram) -> None:
+    """Stop gradients at the edges that the program detaches."""
+    model, names = program.model, _Names(program)
     stopped: list[ir.Value] = []
     for node in model.graph.all_nodes():
         call = Call.of(node)
         if node.op_type == "Identity" and call is not None and call.detaches and node.inputs[0] is not None:
-            STOP_GRADIENT.set(node)
-            stopped.append(node.outputs[0])
+            stopped.append(STOP_GRADIENT.mark(node.outputs[0]))
     merged: dict[str, ir.Value] = {}
     stops: dict[ir.Value, ir.Value] = {}
-    for call, edges in names.calls():
-        for node, index, x in names.detached(call, edges, merged):
+    for call, nodes in program.calls():
+        for node, index, x in names.detached(call, nodes, merged):
             if x not in stops:
                 stops[x] = _stopped(x)
             node.replace_input_with(index, stops[x])
@@ -84,9 +53,7 @@ def stop(model: ir.Model) -> list[str]:
             stops[output] = _stopped(output)
             stops[output].name = name
             model.graph.outputs[index] = stops[output]
-    stopped += stops.values()
-    _check_lost(names, merged, stopped)
-    return [name_of(x) for x in stopped]
+    _check_lost(names, merged, [*stopped, *stops.values()])
 
 
 def stop_at_padding(model: ir.Model) -> None:
@@ -99,114 +66,64 @@ def stop_at_padding(model: ir.Model) -> None:
         indices, y = node.inputs[1], node.outputs[0]
         if padding is None or indices is None or y.is_graph_output():
             continue
-        users = list(y.uses())
-        number = np.array(int(padding[1]), (indices.dtype or ir.DataType.INT64).numpy())
-        pads = ir.node("Equal", [indices, register(model, f"{y.name}/padding", number)])
-        last = register(model, f"{y.name}/last", np.array([-1]))
-        column = ir.node("Unsqueeze", [pads.outputs[0], last])
-        chosen = ir.node("Where", [column.outputs[0], _stopped(y), y])
-        for i, added in enumerate((pads, column, chosen)):
-            added.outputs[0].name = added.name = f"{y.name}/unpadded.{i}"
-        in_inference(chosen.outputs[0], same_as=2)
-        stop = chosen.inputs[1].producer()  # type: ignore[union-attr]
-        assert stop is not None
-        model.graph.insert_after(stop, [pads, column, chosen])
-        for user, index in users:
-            user.replace_input_with(index, chosen.outputs[0])
+        uses = list(y.uses())
+        with Emitter(model) as op:
+            padded = op.Unsqueeze(op.Equal(indices, op.constant(int(padding[1]), like=indices)), [-1])
+            chosen = in_inference(op.Where(padded, stop_gradient(op, y), y), same_as=2)
+        for user, index in uses:
+            user.replace_input_with(index, chosen)
 
 
 def _stopped(x: ir.Value) -> ir.Value:
     """Return a value without a gradient."""
-    node = ir.node("Identity", [x], name=f"{x.name}/detach")
-    output = node.outputs[0]
-    output.name, output.type, output.shape = f"{x.name}/detached", x.type, x.shape
-    STOP_GRADIENT.set(node)
-    producer = x.producer()
-    home = x.graph if producer is None else producer.graph
-    assert home is not None
-    if producer is not None:
-        home.insert_after(producer, [node])
-    elif len(home):
-        home.insert_before(home[0], [node])
-    else:
-        home.append(node)
-    return output
+    assert x.graph is not None
+    node = ir.node("Identity", [x])
+    x.graph.append(node)
+    node.outputs[0].name = f"{x.name}/detached"
+    return STOP_GRADIENT.mark(like(node.outputs[0], x))
 
 
 class _Names:
     """Map values of a file to their names in the exported program."""
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        text = note_of(model.graph, SIGNATURE) or ""
-        inputs, _, outputs = text.partition("# outputs")
-        targets = re.findall(r"^(\w+): \w+ target='([^']*)'", inputs, re.MULTILINE)
-        self.placeholders = {target: name for name, target in targets}
-        self.parameters = set(re.findall(r"^\w+: PARAMETER target='([^']*)'", inputs, re.MULTILINE))
-        users = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
-        self.inputs = dict(zip((name_of(x) for x in model.graph.inputs), users, strict=False))
-        self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
-        self.present = {*self.placeholders.values(), *users}
-        for node in model.graph.all_nodes():
-            for y in node.outputs:
-                self.present.add(self.of(y))
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program, self.graph = program, program.model.graph
+        self.inputs = dict(zip(map(name_of, self.graph.inputs), program.inputs, strict=False))
+        computed = (self.of(y) for node in self.graph.all_nodes() for y in node.outputs)
+        self.present = {*program.paths, *program.inputs, *computed}
 
     def of(self, x: ir.Value) -> str:
         """Return the name of a value in the exported program, or its own."""
         name, node = name_of(x), x.producer()
         if node is None:
-            return self.inputs.get(name) or self.placeholders.get(name, name)
+            return self.inputs.get(name) or self.program.placeholders.get(name, name)
         call = Call.of(node)
         return call.name if call is not None and x.is_graph_output() and len(node.outputs) == 1 else name
 
-    def texts(self) -> Iterator[str]:
-        """Yield the records that name what the program computed."""
-        for node in self.model.graph.all_nodes():
-            yield note_of(node, EXPORTED_CALL) or ""
-        for graph in self.model.graphs():
-            for x in graph.initializers.values():
-                yield note_of(x, FOLDED_FROM) or ""
-
-    def lost_lines(self, stopped: Sequence[ir.Value]) -> list[str]:
-        """Return the lines of the program that detach a value and from which no gradient is stopped."""
-        nodes = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
-        nodes += [maker for node in nodes for x in node.inputs if x and (maker := x.producer())]
-        covered = {line for node in nodes for line in _lines(node)}
-        lines = (line for node in self.model.graph.all_nodes() for line in _lines(node))
-        return [line for line in dict.fromkeys(lines) if line not in covered]
-
     def traced_separately(self) -> list[str]:
         """Return the values that code in `torch.no_grad()` or `torch.autocast` may have computed from weights."""
-        traces = {node: note_of(node, _STACK_TRACE) or "" for node in self.model.graph}
+        traces = {node: note_of(node, _STACK_TRACE) or "" for node in self.graph}
         inside = {node for node, trace in traces.items() if trace.startswith(_TRACED)}
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
-        outside = {node for node in self.model.graph.all_nodes() if node not in inside and Call.of(node)}
+        outside = {node for node in self.graph.all_nodes() if node not in inside and Call.of(node)}
         made = [y for node in traces if node in inside for y in node.outputs]
         ends = [y for y in made if y.is_graph_output() or not outside.isdisjoint(y.consumers())]
         return [name_of(y) for y in ends if _may_carry(y) and self.depends_on_weights(y)]
 
     def depends_on_weights(self, x: ir.Value) -> bool:
         """Return whether a parameter may affect a value."""
-        weights = (y for node in ancestors([x]) for y in node.inputs if y is not None and is_weight(y))
-        names = ([*re.findall(r"'([^']*)'", note_of(y, FOLDED_FROM) or ""), name_of(y)] for y in weights)
-        return any(not self.parameters.isdisjoint(sources) for sources in names)
+        weights = {y for node in ancestors([x]) for y in node.inputs if y is not None and is_weight(y)}
+        names = {name for y in weights for name in (*self.program.folded_from(y), name_of(y))}
+        return any(map(self.program.is_parameter, names))
 
-    def calls(self) -> Iterator[tuple[Call, list[_Edge]]]:
-        """Yield each call with the edges by which its nodes read values of other calls."""
-        groups: dict[tuple[int, str], list[ir.Node]] = defaultdict(list)
-        for node in self.model.graph.all_nodes():
-            if text := note_of(node, EXPORTED_CALL):
-                groups[id(node.graph), text].append(node)
-        for nodes in groups.values():
-            call = Call.of(nodes[0])
-            if call is not None and not call.detaches:
-                own = {y for node in nodes for y in node.outputs}
-                read = [(node, i, x) for node in nodes for i, x in enumerate(node.inputs) if x is not None]
-                yield call, [edge for edge in read if edge[2] not in own and not self._is_literal(edge[2])]
-
-    def detached(self, call: Call, edges: Sequence[_Edge], merged: dict[str, ir.Value]) -> list[_Edge]:
-        """Return the edges of a call that read a detached value, and collect values merged with others."""
+    def detached(self, call: Call, nodes: Sequence[ir.Node], merged: dict[str, ir.Value]) -> list[_Edge]:
+        """Return the edges by which nodes of a call read a detached value, and collect values merged with others."""
+        if call.detaches:
+            return []
+        own = {y for node in nodes for y in node.outputs}
+        read = [(node, i, x) for node in nodes for i, x in enumerate(node.inputs) if x is not None]
+        edges = [edge for edge in read if edge[2] not in own and not self._is_literal(edge[2])]
         pairs = self._in_order(call, edges) or self._by_name(call, edges)
         for name, (_, _, x) in pairs:
             producer = Call.of(x.producer())
@@ -220,7 +137,7 @@ class _Names:
 
     def is_detached_output(self, index: int, output: ir.Value) -> bool:
         """Return whether the program detaches an output."""
-        name = self.outputs[index] if index < len(self.outputs) else ""
+        name = self.program.outputs[index] if index < len(self.program.outputs) else ""
         node = output.producer()
         call = Call.of(node)
         is_stop = node is not None and STOP_GRADIENT.is_set(node)
@@ -229,10 +146,8 @@ class _Names:
     def _in_order(self, call: Call, edges: Sequence[_Edge]) -> list[tuple[str, _Edge]]:
         """Pair the arguments of a call with its edges in order, if all names agree that are known."""
         pairs = list(zip(call.arguments, edges, strict=False))
-        if len(call.arguments) != len(edges):
-            return []
         agree = all(name == self.of(edge[2]) or name not in self.present for name, edge in pairs)
-        return pairs if agree else []
+        return pairs if agree and len(call.arguments) == len(edges) else []
 
     def _by_name(self, call: Call, edges: Sequence[_Edge]) -> list[tuple[str, _Edge]]:
         """Pair edges with unknown arguments: those that no known argument explains."""
@@ -267,11 +182,6 @@ def _may_carry(x: ir.Value) -> bool:
     return x.dtype is None or x.dtype.is_floating_point()
 
 
-def call_of(name: str) -> str:
-    """Return the call for which a value is named."""
-    return re.sub(r"_\d+$", "", name)
-
-
 def _lost(what: str) -> GraphoptError:
     return GraphoptError(
         f"expected a file that says where gradients stop, found that PyTorch's exporter merged or dropped {what}: "
@@ -281,16 +191,23 @@ def _lost(what: str) -> GraphoptError:
 
 def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir.Value]) -> None:
     """Refuse or report values whose `detach` the exporter may have dropped or merged with others."""
+    graphs = names.program.model.graphs()
     stops = {node for x in stopped if (node := x.producer()) is not None and names.depends_on_weights(x)}
-    mentioned = {int(match[1] or 0) for text in names.texts() for match in re.finditer(_MENTIONED, text)}
+    notes = [note_of(node, EXPORTED_CALL) for node in names.graph.all_nodes()]
+    notes += [note_of(x, FOLDED_FROM) for graph in graphs for x in graph.initializers.values()]
+    mentioned = {int(match[1] or 0) for note in notes for match in re.finditer(_MENTIONED, note or "")}
     missing = sorted(set(range(max(mentioned, default=0))) - mentioned)
     dropped = [f"detach_{number}" if number else "detach" for number in missing]
-    lines = names.lost_lines(stopped)
+    nodes = [node for x in stopped for node in (x.producer(), *x.consumers()) if node is not None]
+    nodes += [maker for node in nodes for x in node.inputs if x and (maker := x.producer())]
+    covered = {line for node in nodes for line in _lines(node)}
+    lines = dict.fromkeys(line for node in names.graph.all_nodes() for line in _lines(node))
+    lost = [line for line in lines if line not in covered]
     for name, x in merged.items():
-        if stops & ancestors([x]) or ((dropped or lines) and names.depends_on_weights(x)):
+        if stops & ancestors([x]) or ((dropped or lost) and names.depends_on_weights(x)):
             raise _lost(f"{name!r} with {x.name!r}, which may differ in what is detached")
-    if dropped or lines:
-        where = f" in {lines[0]!r}" if lines else ""
+    if dropped or lost:
+        where = f" in {lost[0]!r}" if lost else ""
         warnings.warn(
             f"PyTorch's exporter kept no record of a detach(){where}, so a gradient flows there: {EXPORT_ANEW}, except "
             f"of detach_(), or name the value in StopGradient",

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from graphopt.graph.operators import (
-    ARITHMETIC,
-    INITIAL_STATES,
-    LAYOUT,
-    SCATTERING,
-)
+from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, SCATTERING
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import is_floating
 from passes.gradients.registry import carries
@@ -29,21 +24,16 @@ _TABLE = "a table of sines and cosines of positions"
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
-def reached(graph: ir.Graph) -> set[ir.Value]:
+def reached(graph: ir.Graph, known: Iterable[ir.Value] = ()) -> set[ir.Value]:
     """Return all values from which a gradient flows to an output of a graph, including values in bodies."""
-    result = {output for output in graph.outputs if is_floating(output)}
-    _reach(graph, result)
-    return result
-
-
-def _reach(graph: ir.Graph, reached: set[ir.Value]) -> None:
+    result = {*known, *filter(is_floating, graph.outputs)}
     for node in reversed(graph):
-        if passes_gradient(node) and any(output in reached for output in node.outputs):
+        if passes_gradient(node) and not result.isdisjoint(node.outputs):
             inputs = (x for i, x in enumerate(node.inputs) if carries(node, i))
-            reached.update(x for x in inputs if x is not None and carries_gradient(x))
+            result.update(x for x in inputs if x is not None and carries_gradient(x))
             for body in subgraphs(node):
-                reached.update(output for output in body.outputs if is_floating(output))
-                _reach(body, reached)
+                result = reached(body, result)
+    return result
 
 
 def constant_use(node: ir.Node, index: int) -> str | None:
@@ -63,11 +53,6 @@ def constant_use(node: ir.Node, index: int) -> str | None:
         if fill_value(scale) == 1 and fill_value(bias) == 0:
             return "the unit scale and zero bias of a normalization"
     return None
-
-
-def is_scale(node: ir.Node, index: int) -> bool:
-    """Return whether an input of a node is the scale or the zero point of a quantization."""
-    return node.domain == "" and node.op_type in ("DequantizeLinear", "QuantizeLinear") and index > 0
 
 
 def constant_value(x: ir.Value) -> Origin | None:
@@ -122,7 +107,7 @@ def constant_table(x: ir.Value) -> Origin | None:
 
 def _numbers(x: ir.Value) -> np.ndarray:
     numbers = array(x)
-    return numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
+    return numbers if numbers.dtype == np.float64 else numbers.astype(np.float32, copy=False)
 
 
 def is_literal(x: ir.Value) -> bool:
@@ -148,11 +133,6 @@ def is_sparse(numbers: np.ndarray) -> bool:
     """Return whether some numbers are 0 and the others differ, as in a product of a weight and a mask."""
     others = numbers[numbers != 0]
     return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2
-
-
-def is_table(numbers: np.ndarray) -> bool:
-    """Return whether a few numbers, but not one alone, make up a table, as sizes of boxes do."""
-    return numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
 
 
 def _is_switch(x: ir.Value, numbers: np.ndarray) -> bool:
@@ -272,12 +252,10 @@ def _is_input_statistic(x: ir.Value, numbers: np.ndarray) -> bool:
 
 def _is_data(x: ir.Value | None) -> bool:
     """Return whether a value is an input of the model, up to its type, layout and scale."""
-    while x is not None and not x.is_graph_input():
-        node = x.producer()
-        if node is None or node.op_type not in _BEFORE_STATISTICS:
-            return False
-        x = node.inputs[0]
-    return x is not None and x.const_value is None
+    node = None if x is None else x.producer()
+    if node is not None and node.op_type in _BEFORE_STATISTICS:
+        return _is_data(node.inputs[0])
+    return x is not None and x.is_graph_input() and x.const_value is None
 
 
 # What numbers and uses suggest.

@@ -7,8 +7,10 @@ and for each node the call of the program from which it comes.
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,15 +21,17 @@ from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import CONVOLUTIONS, LITERALS
 from graphopt.graph.values import name_of
-from passes.weights import folds, gathers, initializers, ties
-from passes.weights.detached import DETACHING, FOLDED_FROM, SIGNATURE, call_of
+from passes.weights import folds, ties
 from passes.weights.initializers import array, duplicate, fill_value, is_weight, register, weights_in
 
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
+DETACHING = {"detach", "detach_"}
 # Calls of ATen that only change the layout.
 _LAYOUT = {
     *("alias", "clone", "contiguous", "lift_fresh_copy", "flatten", "reshape", "squeeze", "unflatten"),
@@ -35,7 +39,7 @@ _LAYOUT = {
 }
 # Calls that only move numbers, or leave some out.
 _MOVING = _LAYOUT | {
-    *("detach", "detach_", "to", "_to_copy", "cat", "stack", "expand", "repeat", "tile", "flip", "roll"),
+    *(*DETACHING, "to", "_to_copy", "cat", "stack", "expand", "repeat", "tile", "flip", "roll"),
     *("chunk", "diagonal", "embedding", "getitem", "index", "index_select", "narrow", "select", "slice"),
     *("split", "split_with_sizes", "unbind"),
 }
@@ -49,124 +53,215 @@ _TURNING = {"permute", "t", "transpose"}
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
 # Operators from which the exporter drops a bias of zeros.
 _BIASED = CONVOLUTIONS | {"Gemm"}
-_INVERSES = {call: inverse for call, (_, inverse) in folds.UNARY.items() if inverse is not None}
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Describe an input of an exported program: its kind, and its path in the module."""
+class Call:
+    """Describe a call of the exported program: its name, its target and the names of what it reads."""
 
-    kind: Kind
+    name: str
     target: str
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def of(node: ir.Node | None) -> Call | None:
+        """Return the call from which a node comes, or None."""
+        return _parsed("" if node is None else note_of(node, EXPORTED_CALL) or "")
+
+    @property
+    def detaches(self) -> bool:
+        """Return whether the call returns its argument without a gradient."""
+        return self.target.startswith(("torch.ops.aten.detach.", "torch.ops.aten.detach_."))
 
 
-_Signature = Mapping[str, Spec]
-_Use = tuple[ir.Value, ir.Node, int]
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Call | None:
+    match = re.match(r"%(\w+) .*?\[target=([^\]]*)\](.*)", text, re.DOTALL)
+    return match and Call(match[1], match[2], tuple(re.findall(r"%(\w+)", match[3])))
 
 
-def signature(model: ir.Model) -> dict[str, Spec]:
-    """Return the parameters and buffers of the exported program by their placeholders."""
-    text = note_of(model.graph, SIGNATURE) or ""
-    records = re.findall(r"^(\w+): (\w+) target='([^']*)'", text, re.MULTILINE)
-    specs = {name: Spec(_KINDS[kind], target) for name, kind, target in records if kind in _KINDS}
-    targets = {spec.target for spec in specs.values()}
-    for value in weights_in(model):
-        kind = note_of(value, _KIND)
-        if kind in _KINDS and value.name not in targets:
-            placeholder = note_of(value, _PLACEHOLDER) or name_of(value)
-            specs[placeholder] = Spec(_KINDS[kind], name_of(value))
-    return specs
+def call_of(name: str) -> str:
+    """Return the call for which a value is named."""
+    return re.sub(r"_\d+$", "", name)
+
+
+class ExportedProgram:
+    """Read the exported program from the records in a model.
+
+    Attributes:
+        paths: the paths in the module of the parameters, buffers and constants, by their placeholders.
+        kinds: their kinds, by their paths.
+        inputs, outputs: the names of the program's own inputs and of its outputs.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        inputs, _, outputs = (note_of(model.graph, _SIGNATURE) or "").partition("# outputs")
+        records = re.findall(r"^(\w+): (\w+) target='([^']*)'", inputs, re.MULTILINE)
+        targets = {target for _, _, target in records}
+        for x in weights_in(model):
+            if (name := name_of(x)) not in targets:
+                records.append((note_of(x, _PLACEHOLDER) or name, note_of(x, _KIND), name))
+        self.paths = {name: path for name, kind, path in records if kind in _KINDS}
+        self.kinds = {path: _KINDS[kind] for _, kind, path in records if kind in _KINDS}
+        self.placeholders = {path: name for name, path in self.paths.items()}
+        self.inputs = re.findall(r"^(\w+): USER_INPUT", inputs, re.MULTILINE)
+        self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
+
+    def is_parameter(self, path: str) -> bool:
+        """Return whether the program has a parameter with this path."""
+        return self.kinds.get(path) is Kind.PARAMETER
+
+    def folded_from(self, value: ir.Value) -> tuple[str, ...]:
+        """Return the names from which the exporter computed a value."""
+        try:
+            names = ast.literal_eval(note_of(value, FOLDED_FROM) or "[]")
+        except (MemoryError, RecursionError, SyntaxError, ValueError):
+            return ()
+        return tuple(map(str, names)) if isinstance(names, list) else ()
+
+    def sources(self, value: ir.Value) -> tuple[str, ...]:
+        """Return the parameters, buffers and constants from which the exporter computed a value."""
+        return tuple(name for name in self.folded_from(value) if name in self.kinds)
+
+    def parameters_of(self, value: ir.Value) -> tuple[str, ...]:
+        """Return the parameters from which the exporter computed a value."""
+        return tuple(filter(self.is_parameter, self.folded_from(value)))
+
+    def calls_of(self, value: ir.Value) -> list[str]:
+        """Return the calls that made a folded value, in their order."""
+        names = (*self.folded_from(value), name_of(value))
+        return [call_of(name) for name in names if name not in self.kinds]
+
+    def names(self) -> set[str]:
+        """Return the names of the values in the file, and of those from which the exporter computed its values."""
+        return {name for x in weights_in(self.model) for name in (name_of(x), *self.folded_from(x))}
+
+    def calls(self) -> list[tuple[Call, list[ir.Node]]]:
+        """Return the calls, each with the nodes that come from it."""
+        groups: dict[tuple[ir.Graph | None, Call], list[ir.Node]] = defaultdict(list)
+        for node in self.model.graph.all_nodes():
+            if (call := Call.of(node)) is not None:
+                groups[node.graph, call].append(node)
+        return [(call, nodes) for (_, call), nodes in groups.items()]
 
 
 def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
-    if model.producer_name != "pytorch" or note_of(model.graph, SIGNATURE) is not None:
+    if model.producer_name != "pytorch" or note_of(model.graph, _SIGNATURE) is not None:
         return False
     return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
     )
 
 
-def restore_records(model: ir.Model, specs: _Signature) -> None:
+def restore_records(program: ExportedProgram) -> None:
     """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
-    if any(note_of(value, FOLDED_FROM) for value in weights_in(model)):
+    weights = weights_in(program.model)
+    if any(note_of(value, FOLDED_FROM) for value in weights):
         return
-    parameters = {name: spec.target for name, spec in specs.items() if spec.kind is Kind.PARAMETER}
-    targets = {spec.target for spec in specs.values()}
-    folded = [x for x in weights_in(model) if name_of(x) not in targets and fill_value(x) is None]
+    folded = [x for x in weights if name_of(x) not in program.kinds and fill_value(x) is None]
     sources: dict[ir.Value, set[str]] = {}
     for x in folded:
-        calls = [note_of(user, EXPORTED_CALL) or "" for user in x.consumers()]
-        named = {parameters[name] for call in calls for name in _arguments(call) if name in parameters}
+        read = {name for user in x.consumers() if (call := Call.of(user)) for name in call.arguments}
+        named = {path for name in read if program.is_parameter(path := program.paths.get(name, ""))}
         own = {y.name for user in x.consumers() for y in user.inputs if y is not None}
         sources[x] = (named - own) or named
-    known = set(model.graph.initializers).union(*sources.values())
-    missing = [name for name in parameters.values() if name not in known]
+    known = set(program.model.graph.initializers).union(*sources.values())
+    missing = [path for path in program.kinds if program.is_parameter(path) and path not in known]
     for x in folded:
         if names := sorted(sources[x]) or (missing if len(x.shape or ()) else []):
             note(x, FOLDED_FROM, repr(names))
 
 
-def program_origins(model: ir.Model, specs: _Signature) -> Iterator[tuple[str, Origin]]:
+def program_origins(program: ExportedProgram) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant that the signature determines.
 
     Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
     """
-    kinds = {spec.target: spec.kind for spec in specs.values()}
-    placeholders = {spec.target: name for name, spec in specs.items()}
-    leaves_open = not any(kinds.get(name) is Kind.PARAMETER for name in _names_present(model))
+    leaves_open = not any(map(program.is_parameter, program.names()))
     if not leaves_open:
-        for node in model.graph.all_nodes():
+        for node in program.model.graph.all_nodes():
             if node.op_type in LITERALS and node.domain == "":
                 yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
-    for value in weights_in(model):
-        name = name_of(value)
-        sources = tuple(source for source in _sources(value) if source in kinds)
-        if leaves_open and (name in kinds or (sources and call_of(name) in _MOVING)):
+    for value in weights_in(program.model):
+        name, sources = name_of(value), program.sources(value)
+        if not leaves_open:
+            yield name, _origin(program, value)
+        elif name in program.kinds or (sources and call_of(name) in _MOVING):
             continue
-        if leaves_open and sources and fill_value(value) != 0:
-            why = f"computed from {some(sources)} by the exporter, and trains in its place"
-            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=sources)
-            continue
-        if name in kinds:
-            yield name, _named(kinds[name])
-            continue
-        parameters = tuple(source for source in sources if kinds[source] is Kind.PARAMETER)
-        layer = name.removesuffix("_bias")
-        if kinds.get(layer) is Kind.PARAMETER:
-            why = f"made by the exporter, which folded a BatchNormalization into {layer}"
-            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
-        elif not parameters or _calls_of(value, kinds) & DETACHING:
-            why = f"computed from {some(sources)}" if sources else "a constant of the exported program"
-            yield name, Origin(Kind.CONSTANT, why, sources=sources)
-        elif _is_moved(value, [placeholders[source] for source in parameters], kinds):
-            others = [source for source in sources if kinds[source] is not Kind.PARAMETER]
-            joined = f", joined with {some(others)}, which is no parameter" if others else ""
-            why = f"{some(parameters)}, laid out anew by the exporter{joined}"
-            yield name, Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
+        elif sources and fill_value(value) != 0:
+            yield name, _computed(sources, "in its place")
         else:
-            present = any(name in model.graph.initializers for name in parameters)
-            where = "beside it" if present else "in its place"
-            why = f"computed from {some(parameters)} by the exporter, and trains {where}"
-            yield name, Origin(Kind.COMPUTED, why, certain=False, sources=parameters)
+            yield name, _constant(sources)
 
 
-def separate_parameters(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
+def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
+    """Return the kind of an initializer of a program whose parameters are known."""
+    name, sources, parameters = name_of(value), program.sources(value), program.parameters_of(value)
+    if name in program.kinds:
+        return _named(program.kinds[name])
+    layer = name.removesuffix("_bias")
+    if program.is_parameter(layer):
+        why = f"made by the exporter, which folded a BatchNormalization into {layer}"
+        return Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
+    if not parameters or not DETACHING.isdisjoint(program.calls_of(value)):
+        return _constant(sources)
+    if _is_moved(program, value):
+        others = [source for source in sources if source not in parameters]
+        joined = f", joined with {some(others)}, which is no parameter" if others else ""
+        why = f"{some(parameters)}, laid out anew by the exporter{joined}"
+        return Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
+    present = any(parameter in program.model.graph.initializers for parameter in parameters)
+    return _computed(parameters, "beside it" if present else "in its place")
+
+
+def _named(kind: Kind, more: str = "") -> Origin:
+    return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)
+
+
+def _computed(sources: tuple[str, ...], where: str) -> Origin:
+    why = f"computed from {some(sources)} by the exporter, and trains {where}"
+    return Origin(Kind.COMPUTED, why, certain=False, sources=sources)
+
+
+def _constant(sources: tuple[str, ...]) -> Origin:
+    why = f"computed from {some(sources)}" if sources else "a constant of the exported program"
+    return Origin(Kind.CONSTANT, why, sources=sources)
+
+
+def _is_moved(program: ExportedProgram, value: ir.Value) -> bool:
+    """Return whether a folded value contains numbers of parameters instead of others computed from them.
+
+    Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
+    move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
+    """
+    folded = set(program.calls_of(value)) - {"val"}
+    if folded & _REPEATING and folds.repeats(array(value)):
+        return False
+    placeholders = {program.placeholders[path] for path in program.parameters_of(value)}
+    read = [call.arguments for node in value.consumers() if (call := Call.of(node)) and call.arguments]
+    if read and all(placeholders.issubset(arguments) for arguments in read):
+        return True
+    return bool(folded) and folded <= _MOVING | {"arange"}  # which makes positions, not weights
+
+
+def separate_parameters(program: ExportedProgram) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
     The call from which a node comes names the parameters that it reads. If an initializer is none of them, it replaces
     one of them that was merged with it or, if all are known, a constant with equal values. The exporter folded
     something into an initializer that no call names.
     """
-    placeholders = {spec.target: name for name, spec in specs.items()}
     parted: dict[str, Origin] = {}
     copies: dict[tuple[ir.Value, str], ir.Value] = {}
-    calls = _calls(model)
-    named = {name for call in calls for name in _arguments(call)}
-    for call, uses in calls.items():
-        taken = [name for name in _arguments(call) if name in specs]
-        names = {x: {name_of(x), *_sources(x)} for x, _, _ in uses}
-        own = {x: {placeholders[n] for n in names[x] & placeholders.keys()} for x in names}
+    calls = program.calls()
+    named = {name for call, _ in calls for name in call.arguments}
+    for call, nodes in calls:
+        uses = [(x, node, i) for node in nodes for i, x in enumerate(node.inputs) if x and is_weight(x)]
+        taken = [name for name in call.arguments if name in program.paths]
+        paths = {x: {name_of(x), *program.sources(x)} & program.kinds.keys() for x, _, _ in uses}
+        own = {x: {program.placeholders[path] for path in paths[x]} for x in paths}
         left = [name for name in taken if not any(name in names for names in own.values())]
         for x, node, index in uses:
             if not taken or not own[x] & named or own[x] & set(taken) or (not left and fill_value(x) is None):
@@ -174,115 +269,89 @@ def separate_parameters(model: ir.Model, specs: _Signature) -> dict[str, Origin]
             name, origin = constant_copy_of(x), Origin(Kind.CONSTANT, f"a constant, merged with {x.name}")
             if left:
                 ends = tuple(placeholder.rpartition("_")[2] for placeholder in own[x])
-                spec = specs[next((name for name in left if name.endswith(ends)), left[0])]
-                left = [placeholder for placeholder in left if specs[placeholder] != spec]
-                name, origin = spec.target, _named(spec.kind, f", merged with {x.name}")
-            copy = copies.get((x, name)) or duplicate(model, x, name)
-            copies[x, name] = copy
-            parted[name_of(copy)] = origin
-            node.replace_input_with(index, copy)
+                name = program.paths[next((name for name in left if name.endswith(ends)), left[0])]
+                left = [placeholder for placeholder in left if program.paths[placeholder] != name]
+                origin = _named(program.kinds[name], f", merged with {x.name}")
+            if (x, name) not in copies:
+                copies[x, name] = duplicate(program.model, x, name)
+            parted[name_of(copies[x, name])] = origin
+            node.replace_input_with(index, copies[x, name])
     return parted
 
 
-def invert(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
+def invert(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
-    parameters = {spec.target for spec in specs.values() if spec.kind is Kind.PARAMETER}
     inverted: dict[str, Origin] = {}
-    for value in weights_in(model):
-        sources = _sources(value)
-        paths = [source for source in sources if source in parameters]
-        calls = [call_of(name) for name in (*sources, name_of(value)) if name not in paths]
-        if len(paths) != 1 or not 0 < len(calls) <= 2 or not _INVERSES.keys() >= set(calls):
-            continue
-        numbers = array(value).astype(np.float64)
-        with np.errstate(all="ignore"):
-            for call in reversed(calls):
-                numbers = _INVERSES[call](numbers)
-        path = paths[0]
-        existing = model.graph.initializers.get(path)
-        other = numbers if existing is None else array(existing)
-        if not np.isfinite(numbers).all() or not np.allclose(other, numbers, rtol=1e-4, atol=1e-5):
-            continue
-        last = existing or register(model, path, np.asarray(numbers, array(value).dtype))
-        inverted[path] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
-        for call in calls:
-            last = initializers.prepend(model, value, call, call.capitalize(), [last])
-        initializers.replace_by(model, value, last)
+    for value in weights_in(program.model):
+        paths, calls = program.sources(value), program.calls_of(value)
+        is_one = len(paths) == 1 and program.is_parameter(paths[0])
+        if is_one and folds.compute_by_inverse(program.model, value, paths[0], calls):
+            inverted[paths[0]] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
     return inverted
 
 
-def restore_gathers(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
+def restore_gathers(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute gathers that the exporter folded from one parameter, and return the kinds of these parameters."""
-    kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
-    for value in weights_in(model):
-        paths = [source for source in _sources(value) if kinds.get(source) is Kind.PARAMETER]
-        calls = _calls_of(value, kinds) - {"val"}
-        if len(paths) == 1 and calls & _REPEATING and gathers.undo(model, value, paths[0]):
+    for value in weights_in(program.model):
+        paths, calls = program.parameters_of(value), set(program.calls_of(value)) - {"val"}
+        if len(paths) == 1 and calls & _REPEATING and folds.gather_rows(program.model, value, paths[0]):
             origin = _named(Kind.PARAMETER, f", whose rows {value.name} gathers")
             restored[paths[0]] = replace(origin, certain=calls <= _MOVING)
     return restored
 
 
-def recompute(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
+def recompute(program: ExportedProgram) -> dict[str, Origin]:
     """Compute folded values again from their parameters, where numbers prove how, and return kinds of parameters.
 
     A value that holds the numbers of one parameter in another layout stands for a parameter that is not in the file.
     A parameter that is only in a joined value becomes an initializer.
     """
-    kinds = {spec.target: spec.kind for spec in specs.values()}
     restored: dict[str, Origin] = {}
-    standing = _standing(model, kinds)
-    for value in weights_in(model):
-        sources = [source for source in _sources(value) if source in kinds]
-        present = {name: standing[name] for name in sources if standing.get(name, value) is not value}
-        parameters = [x for source, x in present.items() if kinds[source] is Kind.PARAMETER]
-        constants = [x for source, x in present.items() if kinds[source] is not Kind.PARAMETER]
-        missing = [name for name in sources if kinds[name] is Kind.PARAMETER and name not in present]
-        calls = _calls_of(value, kinds) - _MAKING
-        detached = calls & DETACHING
+    standing = _standing(program)
+    for value in weights_in(program.model):
+        sources = program.sources(value)
+        present = [source for source in sources if standing.get(source, value) is not value]
+        parameters = [standing[source] for source in present if program.is_parameter(source)]
+        constants = [standing[source] for source in present if not program.is_parameter(source)]
+        missing = [path for path in program.parameters_of(value) if path not in present]
+        calls = set(program.calls_of(value)) - _MAKING
+        detached = bool(calls & DETACHING)
         if not parameters or value in standing.values():
             continue
         if calls <= _MOVING:
             if len(sources) == 1 and not detached and ties.relation(parameters[0], value, transposed=True):
                 continue  # tying computes it by simpler nodes
-            rest = folds.move(model, value, [*parameters, *constants], missing, bool(detached))
+            rest = folds.move(program.model, value, [*parameters, *constants], missing, detached)
             if rest is not None and missing:
                 restored[name_of(rest)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
         elif not missing:
             functions = sorted(calls - (_MOVING - _TURNING))
-            folds.compute(model, value, parameters, constants, functions, bool(detached))
+            folds.compute(program.model, value, parameters, constants, functions, detached)
     return restored
 
 
-def _standing(model: ir.Model, kinds: Mapping[str, Kind]) -> dict[str, ir.Value]:
+def _standing(program: ExportedProgram) -> dict[str, ir.Value]:
     """Return the initializer for each parameter or buffer: its own, or one with its numbers in another layout."""
     result: dict[str, ir.Value] = {}
-    for value in weights_in(model):
-        sources = [source for source in _sources(value) if source in kinds]
-        calls = _calls_of(value, kinds)
-        repeats = calls & _REPEATING and gathers.repeats(array(value))
-        if len(sources) == 1 and calls <= _LAYOUT | {"val"} and not repeats:
+    weights = weights_in(program.model)
+    for value in weights:
+        sources = program.sources(value)
+        if len(sources) == 1 and _LAYOUT.issuperset({*program.calls_of(value)} - {"val"}):
             result.setdefault(sources[0], value)
-    own = {name_of(x): x for x in weights_in(model) if name_of(x) in kinds}
-    return result | own
+    return result | {name_of(x): x for x in weights if name_of(x) in program.kinds}
 
 
-def _calls_of(value: ir.Value, inputs: Collection[str]) -> set[str]:
-    """Return the calls that made a folded value."""
-    return {call_of(name) for name in (*_sources(value), name_of(value)) if name not in inputs}
-
-
-def restore_biases(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
+def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
     """Restore the biases that the exporter dropped because they start at zero, and return their kinds by name."""
-    present = _names_present(model)
+    model, present = program.model, program.names()
     restored: dict[str, Origin] = {}
     for node in model.graph.all_nodes():
-        if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2:
+        call = Call.of(node)
+        if node.op_type not in _BIASED or node.domain != "" or len(node.inputs) != 2 or call is None:
             continue
-        arguments = [specs[name] for name in _arguments(note_of(node, EXPORTED_CALL) or "") if name in specs]
-        parameters = [spec.target for spec in arguments if spec.kind is Kind.PARAMETER]
-        gone = [target for target in parameters if target not in present]
+        paths = [program.paths[name] for name in call.arguments if name in program.paths]
+        gone = [path for path in paths if program.is_parameter(path) and path not in present]
         shape, weight = node.outputs[0].shape, node.inputs[1]
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
@@ -296,66 +365,18 @@ def restore_biases(model: ir.Model, specs: _Signature) -> dict[str, Origin]:
     return restored
 
 
-def parameters_left_out(model: ir.Model, specs: _Signature) -> list[str]:
+def parameters_left_out(program: ExportedProgram) -> list[str]:
     """Return the parameters that the file does not contain in any form.
 
     The exporter folds BatchNormalization into a convolution before it.
     """
-    present = _names_present(model)
-    taken = {name for call in _calls(model) for name in _arguments(call)}
-    gone = {name: spec for name, spec in specs.items() if spec.target not in present}
+    present = program.names()
+    taken = {name for call, _ in program.calls() for name in call.arguments}
+    gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {spec.target.removesuffix(mean) for spec in gone.values() if spec.target.endswith(mean)}
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)}
     return [
-        spec.target
-        for name, spec in gone.items()
-        if spec.kind is Kind.PARAMETER and (name in taken or spec.target.rpartition(".")[0] in folded)
+        path
+        for name, path in gone.items()
+        if program.is_parameter(path) and (name in taken or path.rpartition(".")[0] in folded)
     ]
-
-
-def _names_present(model: ir.Model) -> set[str]:
-    """Return the names of the values in the file, and of those from which the exporter computed its values."""
-    return {name for value in weights_in(model) for name in (name_of(value), *_sources(value))}
-
-
-def _calls(model: ir.Model) -> dict[str, list[_Use]]:
-    """Return the calls of the program from which nodes come, and the floating-point initializers that these read."""
-    calls: dict[str, list[_Use]] = {}
-    for node in model.graph.all_nodes():
-        uses = [(x, node, i) for i, x in enumerate(node.inputs) if x is not None and is_weight(x)]
-        if call := note_of(node, EXPORTED_CALL):
-            calls.setdefault(call, []).extend(uses)
-    return calls
-
-
-def _arguments(call: str) -> list[str]:
-    """Return the values that a call reads."""
-    return re.findall(r"%(\w+)", call.partition("](args = ")[2])
-
-
-def _is_moved(value: ir.Value, placeholders: Sequence[str], inputs: Collection[str]) -> bool:
-    """Return whether a folded value contains numbers of parameters instead of others computed from them.
-
-    Either calls read the parameters themselves, so that the exporter only changed the layout, or the folded calls only
-    move numbers. Numbers must not repeat, because the gradients of repetitions belong to one number of a parameter.
-    """
-    folded = _calls_of(value, inputs) - {"val"}
-    if folded & _REPEATING and gathers.repeats(array(value)):
-        return False
-    calls = [_arguments(note_of(node, EXPORTED_CALL) or "") for node in value.consumers()]
-    if any(calls) and all(set(placeholders) <= set(arguments) for arguments in calls if arguments):
-        return True
-    return bool(folded) and folded <= _MOVING | {"arange"}  # which makes positions, not weights
-
-
-def _sources(value: ir.Value) -> tuple[str, ...]:
-    """Return the names from which the exporter computed a value."""
-    try:
-        names = ast.literal_eval(note_of(value, FOLDED_FROM) or "[]")
-    except (MemoryError, RecursionError, SyntaxError, ValueError):
-        return ()
-    return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def _named(kind: Kind, more: str = "") -> Origin:
-    return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)

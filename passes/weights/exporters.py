@@ -6,7 +6,7 @@ import warnings
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.metadata import Kind, LeftOut, Origin
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import weights_in
@@ -19,13 +19,14 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
 
     PyTorch's exporters merge weights with equal initial values, fold functions of one parameter, such as exp(scale),
     fold gathers of its rows, and drop biases of zeros. Merged weights become separate initializers, the graph computes
-    folded functions and gathers again, and dropped biases are restored.
+    folded functions and gathers again, and dropped biases are restored. The model notes which parameters the file does
+    not contain in any form.
     """
-    signature = exported_program.signature(model)
-    if signature:
-        detached.stop(model)
+    program = exported_program.ExportedProgram(model)
+    if program.paths:
+        detached.stop(program)
         detached.stop_at_padding(model)
-        exported_program.restore_records(model, signature)
+        exported_program.restore_records(program)
         restored: dict[str, Origin] = {}
         for undo in (
             exported_program.separate_parameters,
@@ -34,9 +35,11 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
             exported_program.recompute,
             exported_program.restore_biases,
         ):
-            restored |= undo(model, signature)
+            restored |= undo(program)
         model.graph.sort()
-        return dict(exported_program.program_origins(model, signature)) | restored
+        if left_out := exported_program.parameters_left_out(program):
+            LeftOut(tuple(left_out)).write(model)
+        return dict(exported_program.program_origins(program)) | restored
     if exported_program.is_stripped(model):
         warnings.warn(
             "another tool removed the records of PyTorch's exporter about weights: rules decide what trains, weights "
@@ -55,9 +58,3 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
         origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
         return dict.fromkeys(variables, origin)
     return {}
-
-
-def left_out(model: ir.Model) -> list[str]:
-    """Return the parameters of the exported program that the file does not contain in any form."""
-    signature = exported_program.signature(model)
-    return exported_program.parameters_left_out(model, signature) if signature else []

@@ -1,33 +1,23 @@
-"""Compute folded initializers again from parameters that the file contains, where numbers prove how."""
+"""Compute folded initializers again from parameters, where numbers prove how."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.metadata import STOP_GRADIENT
-from passes.weights.initializers import array, prepend, register, replace_by
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import stop_gradient_at
+from passes.weights.initializers import array, register, replace_by
 
-
-@dataclass(frozen=True)
-class _Step:
-    """Describe an operator, its attributes, its other operand, and whether that comes first."""
-
-    op_type: str
-    attributes: tuple[tuple[str, object], ...] = ()
-    other: np.ndarray | ir.Value | None = None
-    other_first: bool = False
-
-
-Chain = tuple[_Step, ...]
 _Function = Callable[[np.ndarray], np.ndarray]
+_Traced = Callable[[Emitter, ir.Value], ir.Value]
 
 # Functions of ATen, with their inverses if they have one. ONNX's operators have the same names.
-UNARY: dict[str, tuple[_Function, _Function | None]] = {
+_UNARY: dict[str, tuple[_Function, _Function | None]] = {
     "abs": (np.abs, None),
     "exp": (np.exp, np.log),
     "log": (np.log, np.exp),
@@ -47,6 +37,55 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     **{"mul": np.multiply, "div": np.divide, "pow": np.power},
 }
 _MOST_CALLS = 3
+_COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
+
+
+def gather_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
+    """Gather an initializer from a table `name` of its distinct rows, and return it, or None if no rows repeat."""
+    numbers = array(value)
+    axis = _axis(numbers)
+    if axis is None:
+        return None
+    rows = np.moveaxis(numbers, axis, -1)
+    matrix = rows.reshape(-1, rows.shape[-1])
+    existing = model.graph.initializers.get(name)
+    distinct = array(existing) if existing else _distinct(matrix)
+    if distinct.ndim != 2 or distinct.dtype != matrix.dtype or distinct.shape[1] != matrix.shape[1]:
+        return None
+    places = {row.tobytes(): i for i, row in reversed(list(enumerate(distinct)))}
+    indices = [places.get(row.tobytes()) for row in matrix]
+    if None in indices:
+        return None
+    table = existing or register(model, name, distinct)
+    with Emitter(model) as op:
+        gathered = op.Gather(table, np.array(indices, np.int64).reshape(rows.shape[:-1]))
+        perm = np.insert(np.arange(numbers.ndim - 1), axis, numbers.ndim - 1).tolist()
+        replace_by(model, value, op.Transpose(gathered, perm=perm))
+    return table
+
+
+def repeats(numbers: np.ndarray) -> bool:
+    """Return whether rows repeat along an axis, or all numbers are equal."""
+    return _axis(numbers) is not None or len(np.unique(numbers)) < 2 <= numbers.size
+
+
+def _axis(numbers: np.ndarray) -> int | None:
+    """Return the axis along which distinct rows have the fewest numbers, or None."""
+    if numbers.ndim < 2 or numbers.size == 0 or np.all(numbers == numbers.flat[0]):
+        return None
+    candidates = []
+    for axis in range(numbers.ndim):
+        rows = np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
+        distinct = _distinct(rows)
+        if len(distinct) < len(rows):
+            candidates.append((distinct.size, -numbers.shape[axis], axis))
+    return min(candidates)[2] if candidates else None
+
+
+def _distinct(rows: np.ndarray) -> np.ndarray:
+    """Return distinct rows in the order of their first occurrence."""
+    _, first = np.unique(rows, axis=0, return_index=True)
+    return np.ascontiguousarray(rows[np.sort(first)])
 
 
 def move(
@@ -77,18 +116,32 @@ def move(
         rest = register(model, missing[0], (numbers[block] if is_block else numbers[~known]).copy())
         index[~known] = flat.size + np.arange((~known).sum())
         sources = [*sources, rest]
-    size = sum(array(source).size for source in sources)
-    shape = register(model, f"{value.name}.flat", np.array([-1], np.int64))
-    parts = [
-        prepend(model, value, f"flat{i}", "Reshape", [source, shape], shape=(array(source).size,))
-        for i, source in enumerate(sources)
-    ]
-    whole = (
-        parts[0] if len(parts) == 1 else prepend(model, value, "all", "Concat", parts, {"axis": 0}, (size,))
-    )
-    gathered = [whole, register(model, f"{value.name}.places", index)]
-    _replace(model, value, prepend(model, value, "moved", "Gather", gathered, {"axis": 0}), detached)
+    with Emitter(model) as op:
+        parts = [op.Reshape(source, [-1]) for source in sources]
+        whole = op.Concat(*parts, axis=0) if len(parts) > 1 else parts[0]
+        _replace(model, op, value, op.Gather(whole, index), detached)
     return sources[-1]
+
+
+def compute_by_inverse(model: ir.Model, value: ir.Value, name: str, calls: Sequence[str]) -> bool:
+    """Compute an initializer from the parameter `name` by calls, if they have an inverse, and return whether it did."""
+    inverses = [inverse for call in reversed(calls) if (inverse := _UNARY.get(call, (None, None))[1])]
+    if not 0 < len(inverses) == len(calls) <= 2:
+        return False
+    numbers = array(value).astype(np.float64)
+    with np.errstate(all="ignore"):
+        for inverse in inverses:
+            numbers = inverse(numbers)
+    existing = model.graph.initializers.get(name)
+    other = numbers if existing is None else array(existing)
+    if not np.isfinite(numbers).all() or not np.allclose(other, numbers, rtol=1e-4, atol=1e-5):
+        return False
+    last = existing or register(model, name, np.asarray(numbers, array(value).dtype))
+    with Emitter(model) as op:
+        for call in calls:
+            last = _traced(call.capitalize())(op, last)
+        replace_by(model, value, last)
+    return True
 
 
 def compute(
@@ -113,33 +166,22 @@ def compute(
         chain = next(chains, None)
     if chain is None:
         return
-    last, shape = start, array(start).shape
-    for i, step in enumerate(chain):
-        inputs = [last]
-        other = step.other
-        if isinstance(other, np.ndarray):
-            other = register(model, f"{value.name}.operand", other.astype(array(value).dtype))
-        if other is not None:
-            inputs = [other, last] if step.other_first else [last, other]
-            shape = np.broadcast_shapes(shape, array(other).shape)
-        if step.op_type == "Transpose":
-            shape = tuple(shape[axis] for axis in dict(step.attributes)["perm"])  # type: ignore[attr-defined]
-        last = prepend(model, value, f"{step.op_type}{i}", step.op_type, inputs, dict(step.attributes), shape)
-    if shape != array(value).shape:
-        target = register(model, f"{value.name}.shape", np.array(array(value).shape, np.int64))
-        last = prepend(model, value, "reshape", "Reshape", [last, target])
-    _replace(model, value, last, detached)
+    with Emitter(model) as op:
+        last = start
+        for step in chain:
+            last = step(op, last)
+        if last.shape != value.shape:
+            last = op.Reshape(last, np.array(wanted.shape, np.int64))
+        _replace(model, op, value, last, detached)
 
 
-def _replace(model: ir.Model, value: ir.Value, computed: ir.Value, detached: bool) -> None:
-    if detached:
-        computed = STOP_GRADIENT.mark(prepend(model, value, "detached", "Identity", [computed]))
-    replace_by(model, value, computed)
+def _replace(model: ir.Model, op: Emitter, value: ir.Value, computed: ir.Value, detached: bool) -> None:
+    replace_by(model, value, stop_gradient_at(op.Identity(computed)) if detached else computed)
 
 
 def _chains(
     x: np.ndarray, wanted: np.ndarray, calls: Sequence[str], others: Sequence[ir.Value]
-) -> Iterator[Chain]:
+) -> Iterator[tuple[_Traced, ...]]:
     """Yield the steps by which calls, in this order, give the wanted numbers."""
     if not calls:
         squeezed = [[dim for dim in numbers.shape if dim != 1] for numbers in (x, wanted)]
@@ -151,20 +193,31 @@ def _chains(
             yield (step, *rest)
 
 
+def _traced(op_type: str, *other: Any, other_first: bool = False, **attributes: Any) -> _Traced:
+    """Return a traced function of a value, and of another operand if there is one."""
+
+    def step(op: Emitter, x: ir.Value) -> ir.Value:
+        result = op.call_op(op_type, [*other, x] if other_first else [x, *other], attributes)
+        assert isinstance(result, ir.Value)
+        return result
+
+    return step
+
+
 def _steps(
     x: np.ndarray, wanted: np.ndarray, call: str, others: Sequence[ir.Value], last: bool
-) -> Iterator[tuple[_Step, np.ndarray]]:
+) -> Iterator[tuple[_Traced, np.ndarray]]:
     if call in ("softmax", "_softmax", "log_softmax", "_log_softmax"):
         for axis in range(x.ndim):
             shifted = x - x.max(axis, keepdims=True)
             y = shifted - np.log(np.exp(shifted).sum(axis, keepdims=True))
             log = "log" in call
-            yield _Step("LogSoftmax" if log else "Softmax", (("axis", axis),)), y if log else np.exp(y)
+            yield _traced("LogSoftmax" if log else "Softmax", axis=axis), y if log else np.exp(y)
     elif call in ("t", "transpose", "permute"):
-        for perm in itertools.permutations(range(min(x.ndim, 4))):
-            yield _Step("Transpose", (("perm", list(perm)),)), x.transpose(perm)
-    elif call in UNARY:
-        yield _Step(call.capitalize()), UNARY[call][0](x)
+        for perm in itertools.permutations(range(x.ndim)) if x.ndim <= 4 else ():
+            yield _traced("Transpose", perm=list(perm)), x.transpose(perm)
+    elif call in _UNARY:
+        yield _traced(call.capitalize()), _UNARY[call][0](x)
     elif call in _ARITHMETIC:
         op_type, function = call.removeprefix("r").capitalize(), _ARITHMETIC[call]
         for other in [*others, *(_scalar(x, wanted, call) if last else map(np.array, _COMMON))]:
@@ -174,10 +227,7 @@ def _steps(
                     y = function(numbers, x) if first else function(x, numbers)
                 except ValueError:  # shapes that do not broadcast
                     continue
-                yield _Step(op_type, (), other, first), y
-
-
-_COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
+                yield _traced(op_type, other, other_first=first), y
 
 
 def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -39,24 +37,6 @@ def fill_value(x: ir.Value | None) -> float | None:
 def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
     """Register a copy of an initializer under a name, or under a similar free one."""
     return register(model, name, array(value).copy())
-
-
-def prepend(
-    model: ir.Model,
-    value: ir.Value,
-    what: str,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    attributes: Mapping[str, Any] | None = None,
-    shape: Sequence[int] | None = None,
-) -> ir.Value:
-    """Put a node named after an initializer, of its type and shape, before all others; sort the graph afterwards."""
-    node = ir.node(op_type, inputs, attributes or {}, name=f"{value.name}/{what}")
-    output = node.outputs[0]
-    output.name, output.type = node.name, value.type
-    output.shape = value.shape if shape is None else ir.Shape(shape)
-    model.graph.insert_before(model.graph[0], [node])
-    return output
 
 
 def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:

@@ -21,21 +21,15 @@ from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
 from graphopt.graph.roles import Role, set_role, stop_gradient_at
 from graphopt.graph.stored import DEQUANTIZE, broadcastable, dequantized
 from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
-from passes.weights.initializers import array
+from passes.weights.initializers import array, replace_by
 
 _WIDE = ir.DataType.FLOAT
-_LAYOUT = {"axis": 1, "block_size": 0}
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
-
-
-def is_narrow(value: ir.Value) -> bool:
-    """Return whether a value has a floating-point type of fewer bits than float32."""
-    return is_floating(value) and dtype_of(value).itemsize < 4
 
 
 def promote_with_master(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into state, of float32 if it has fewer bits; inside a pass only."""
-    if not is_narrow(weight):
+    if not is_floating(weight) or dtype_of(weight).itemsize >= 4:
         return state.promote(model, weight, role)
     master = _declare(model, weight, array(weight).astype(np.float32), role)
     if role is Role.STATISTIC:  # the graph computes with it in float32
@@ -64,23 +58,22 @@ class QuantizedWeights:
         self._model = model
         self._found: dict[str, Quantized] = {}
         for integers, nodes in _quantized(model.graph).items():
-            self._show(integers, nodes)
-
-    def _show(self, integers: ir.Value, nodes: Sequence[ir.Node]) -> None:
-        numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
-        assert numbers is not None and integers.const_value is not None and y.dtype is not None
-        name = name_of(integers)
-        self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
-        shown = ir.val(name, const_value=ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name))
-        metadata.copy(integers, shown)
-        QUANTIZED.write(shown, name)
-        del self._model.graph.initializers[name]
-        self._model.graph.register_initializer(shown)
-        for node in nodes:
-            ir.convenience.replace_all_uses_with(node.outputs[0], shown, replace_graph_outputs=True)
-            self._model.graph.remove(node)
-        for node in nodes[1:]:
-            _detach(node)
+            numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
+            assert numbers is not None and integers.const_value is not None and y.dtype is not None
+            name = name_of(integers)
+            self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
+            shown = ir.val(
+                name, const_value=ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
+            )
+            metadata.copy(integers, shown)
+            QUANTIZED.write(shown, name)
+            del model.graph.initializers[name]
+            model.graph.register_initializer(shown)
+            for node in nodes:
+                ir.convenience.replace_all_uses_with(node.outputs[0], shown, replace_graph_outputs=True)
+                model.graph.remove(
+                    node, safe=node is not nodes[0]
+                )  # whose scale and zero point are still used
 
     def promote(self, weight: ir.Value) -> ir.Value:
         """Turn an initializer into state, which the graph rounds as the file does."""
@@ -98,30 +91,20 @@ class QuantizedWeights:
         for weight in list(self._model.graph.initializers.values()):
             quantized = self._of(weight)
             if quantized is not None:
+                integers = ir.val(name_of(weight), const_value=quantized.integers)
+                metadata.copy(weight, integers)
                 with Emitter(self._model) as op:
-                    self._restore(op, weight, quantized)
+                    restored = _dequantize(op, integers, quantized.node)
+                replace_by(self._model, weight, like(restored, weight))
+                self._model.graph.register_initializer(integers)
         for quantized in self._found.values():
-            _detach(quantized.node)
-
-    def _restore(self, op: Emitter, weight: ir.Value, quantized: Quantized) -> None:
-        name = name_of(weight)
-        del self._model.graph.initializers[name]
-        integers = ir.val(name, const_value=quantized.integers)
-        metadata.copy(weight, integers)
-        self._model.graph.register_initializer(integers)
-        restored = _dequantize(op, integers, quantized.node)
-        ir.convenience.replace_all_uses_with(weight, like(restored, weight), replace_graph_outputs=True)
+            for i in range(len(quantized.node.inputs)):
+                quantized.node.replace_input_with(i, None)
 
     def _of(self, weight: ir.Value) -> Quantized | None:
         name = QUANTIZED.read(weight)
         QUANTIZED.remove(weight)
         return None if name is None else self._found[name]
-
-
-def _detach(node: ir.Node) -> None:
-    """Let a removed node read nothing."""
-    for i in range(len(node.inputs)):
-        node.replace_input_with(i, None)
 
 
 def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
@@ -158,36 +141,25 @@ def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role)
 def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     """Emit the numbers that the integers nearest to a master stand for; the gradient passes to the master."""
     node, dtype = quantized.node, quantized.integers.dtype
-    if dtype.itemsize < 4:
-        return _dequantize(op, STORED.mark(_quantize(op, master, node, dtype)), node)
-    scale = constant_of(node.inputs[1])
+    _, scale, zero = [*node.inputs, None][:3]
     assert scale is not None
-    steps = op.constant(broadcastable(node, scale.astype(np.float32), quantized.numbers.shape))
-    whole = op.Cast(op.Clip(op.Round(master / steps), *INT32_RANGE), to=dtype)
-    whole.shape = master.shape
-    rounded = _dequantize(op, STORED.mark(whole), node)
+    if dtype.itemsize < 4:
+        layout = {name: node.attributes[name] for name in ("axis", "block_size") if name in node.attributes}
+        extra = {} if zero is not None else {"output_dtype": dtype}
+        integers = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **extra, **layout)
+        integers.shape = master.shape
+        return _dequantize(op, STORED.mark(integers), node)
+    steps = constant_of(scale)
+    assert steps is not None
+    size = op.constant(broadcastable(node, steps.astype(np.float32), quantized.numbers.shape))
+    integers = op.Cast(op.Clip(op.Round(master / size), *INT32_RANGE), to=dtype)
+    integers.shape = master.shape
+    rounded = _dequantize(op, STORED.mark(integers), node)
     passed = master - stop_gradient_at(op.Identity(master))
     return in_inference(rounded + op.CastLike(passed, rounded), same_as=0)
 
 
-def _quantize(op: Emitter, master: ir.Value, node: ir.Node, dtype: ir.DataType) -> ir.Value:
-    scale = node.inputs[1]
-    assert scale is not None
-    zero = node.inputs[2] if len(node.inputs) > 2 else None
-    extra = {} if zero is not None else {"output_dtype": dtype}
-    quantized: ir.Value = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **extra, **_layout(node))
-    quantized.shape = master.shape
-    return quantized
-
-
 def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
     """Emit a DequantizeLinear like another."""
-    y: ir.Value = op.DequantizeLinear(integers, *node.inputs[1:], **_layout(node))
-    producer = y.producer()
-    assert producer is not None
-    producer.name = node.name
-    return y
-
-
-def _layout(node: ir.Node) -> dict[str, int]:
-    return {name: node.attributes.get_int(name, default) for name, default in _LAYOUT.items()}
+    inputs, attributes = [integers, *node.inputs[1:]], dict(node.attributes)
+    return op.call_op(DEQUANTIZE, inputs, attributes, name=node.name)  # type: ignore[return-value]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Copy
 from graphopt.graph.values import like, name_of
-from passes.weights.initializers import array, duplicate, replace_by
+from passes.weights.initializers import array, replace_by
 
 _FEWEST = 8  # the fewest equal elements that indicate a tie
 _HOW = {
@@ -27,7 +27,10 @@ def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
     """Group weights with the same numbers, in any order of their axes. Each other weight is a separate group."""
     result: dict[object, list[ir.Value]] = defaultdict(list)
     for weight in weights:
-        result[_fingerprint(array(weight))].append(weight)
+        numbers = array(weight)
+        bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
+        total = int(bits.sum(dtype=np.uint64))  # which does not depend on the order of the numbers
+        result[numbers.dtype.str, numbers.size, total].append(weight)
     return [group for group in result.values() if len(group) > 1]
 
 
@@ -73,32 +76,12 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, made_by: tuple[str, l
     with Emitter(model) as op:
         computed = weight
         if op_type == "Moved":
-            computed = _reshaped(op, weight, array(weight).squeeze().shape)
+            computed = op.Reshape(weight, np.array(array(weight).squeeze().shape, np.int64))
         if op_type in ("Moved", "Transpose"):
             computed = op.Transpose(computed, perm=argument)
         if op_type in ("Moved", "Reshape"):
-            computed = _reshaped(op, computed, shape)
+            computed = op.Reshape(computed, np.array(shape, np.int64))
     if computed is not weight:
         like(computed, copy)
     replace_by(model, copy, computed)
     return Copy(name, shape, f"{_HOW[op_type]} {weight.name}")
-
-
-def _reshaped(op: Emitter, x: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """Reshape a value, to a scalar, too, whose empty shape an operator's list of numbers cannot express."""
-    return op.Reshape(x, list(shape)) if len(shape) else op.Squeeze(x)
-
-
-def untie(model: ir.Model, weight: ir.Value) -> list[ir.Value]:
-    """Copy an initializer for each use except the first, and return the copies."""
-    copies: list[ir.Value] = []
-    for node, index in list(weight.uses())[1:]:
-        copies.append(duplicate(model, weight, f"{weight.name}.{len(copies) + 1}"))
-        node.replace_input_with(index, copies[-1])
-    return copies
-
-
-def _fingerprint(numbers: np.ndarray) -> tuple[str, int, int]:
-    """Return the sum of the numbers' bits modulo 2^64, which does not depend on their order."""
-    bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
-    return numbers.dtype.str, numbers.size, int(bits.sum(dtype=np.uint64))

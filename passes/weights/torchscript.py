@@ -10,13 +10,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
-from passes.weights import evidence, gathers
-from passes.weights.initializers import array, duplicate, is_weight, prepend, register, weights_in
+from passes.weights import evidence, folds
+from passes.weights.initializers import array, duplicate, is_weight, register, weights_in
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
@@ -38,11 +40,7 @@ _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each floating-point initializer and constant."""
     for value in weights_in(model):
-        if _is_power_vector(value, model):
-            why = "a singular vector, which spectral normalization estimates"
-            yield name_of(value), Origin(Kind.BUFFER, why, certain=False, named=True)
-        else:
-            yield name_of(value), _origin_of(value, model)
+        yield name_of(value), _origin(value, model)
     for node in model.graph.all_nodes():
         if node.op_type in LITERALS and node.domain == "":
             yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a literal of the exported program")
@@ -50,7 +48,7 @@ def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
 
 def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
     """Yield name and kind of each initializer whose name is one that buffers have."""
-    return ((name_of(x), _origin_of(x, model)) for x in weights_in(model) if _is_buffer(name_of(x)))
+    return ((name_of(x), _origin(x, model)) for x in weights_in(model) if _is_buffer(name_of(x)))
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -64,16 +62,14 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
         x, y = node.inputs[0], node.outputs[0]
         if x is None or not is_weight(x) or y.is_graph_output():
             continue
-        name, readers = name_of(y), list(y.consumers())
+        name, y.name = name_of(y), f"{y.name}/alias"
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
-        y.name = f"{name}/alias"
-        copy = x
-        if not (_is_folded(name) and _modules(own, modules) & _modules(readers, modules)):
-            copy = duplicate(model, x, name)
-            origin = _origin(copy, name, readers, model.graph.initializers)
-            parted[name_of(copy)] = replace(origin, named=True)
+        is_one = _is_folded(name) and _modules(own, modules) & _modules(y.consumers(), modules)
+        copy = x if is_one else duplicate(model, x, name)
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
+        if not is_one:
+            parted[name_of(copy)] = replace(_origin(copy, model), named=True)
     return parted
 
 
@@ -84,7 +80,7 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
         if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
-            table = gathers.undo(model, value, f"{name}.table")
+            table = folds.gather_rows(model, value, f"{name}.table")
             if table is not None:
                 why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
                 restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
@@ -103,7 +99,8 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
                 continue
             zeros = int((numbers == 0).sum())
             mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-            masked = prepend(model, value, "masked", "Mul", [value, mask])
+            with Emitter(model) as op:
+                masked = op.Mul(value, mask)
             for node, index in uses:
                 node.replace_input_with(index, masked)
             why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
@@ -112,29 +109,36 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
     return restored
 
 
-def _origin_of(value: ir.Value, model: ir.Model) -> Origin:
-    return _origin(value, name_of(value), value.consumers(), model.graph.initializers)
-
-
-def _origin(value: ir.Value, name: str, readers: Iterable[ir.Node], known: Collection[str]) -> Origin:
+def _origin(value: ir.Value, model: ir.Model) -> Origin:
     """Return the kind of an initializer from its name, its size and the nodes that read it."""
+    name, known = name_of(value), model.graph.initializers
     if name.rpartition("/")[2].startswith("Constant_"):  # in a file that a runtime has rewritten
         return Origin(Kind.CONSTANT, "a literal of the exported program")
+    if name.endswith(("_u", "_v")) and all(_is_vector(known.get(name[:-1] + letter)) for letter in "uv"):
+        why = "a singular vector, which spectral normalization estimates"
+        return Origin(Kind.BUFFER, why, certain=False, named=True)
     if _is_folded(name):
-        return _folded(value, list(readers), known)
+        return _folded(value, known)
     if _is_buffer(name):
         return Origin(Kind.BUFFER, "its name is one that buffers have", certain=False, named=True)
     why = "an attribute of the exported module"
     return Origin(Kind.PARAMETER, why, certain=False, named=True, by_exporter=True)
 
 
-def _folded(value: ir.Value, readers: Sequence[ir.Node], known: Collection[str]) -> Origin:
+def _is_vector(x: ir.Value | None) -> bool:
+    return x is not None and array(x).ndim == 1
+
+
+def _folded(value: ir.Value, known: Collection[str]) -> Origin:
     """Return the kind of a value that the exporter computed."""
+    readers = value.consumers()
     of = next(map(_of, readers), "")
     reads_literals = all(reader.op_type in _READERS_OF_LITERALS for reader in readers)
     if array(value).size == 1 and reads_literals and not _is_bias(value, readers):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
-    if all(reader.op_type in ARITHMETIC for reader in readers) and evidence.is_table(array(value)):
+    numbers = array(value)
+    is_table = numbers.size >= 16 and 1 < len(np.unique(numbers)) <= numbers.size / 4
+    if is_table and all(reader.op_type in ARITHMETIC for reader in readers):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     products = [reader for reader in readers if reader.op_type == "MatMul"]
     if all(reader.op_type in _READERS for reader in readers) and all(_is_linear(x, known) for x in products):
@@ -173,13 +177,6 @@ def _is_buffer(name: str) -> bool:
     leaf = name.rpartition(".")[2]
     words = leaf.split("_")
     return any("_".join(words[i:]) in _BUFFERS for i in range(len(words))) or leaf.startswith(_PREFIXES)
-
-
-def _is_power_vector(value: ir.Value, model: ir.Model) -> bool:
-    """Return whether a value is one of the vectors `weight_u` and `weight_v` of spectral normalization."""
-    stem, end = name_of(value)[:-1], name_of(value)[-1:]
-    pair = [model.graph.initializers.get(stem + letter) for letter in "uv"]
-    return end in ("u", "v") and stem[-1:] == "_" and all(x is not None and array(x).ndim == 1 for x in pair)
 
 
 def _is_folded(name: str) -> bool:
