@@ -124,7 +124,7 @@ def test_no_import_hides_in_a_string(path: Path) -> None:
         ),
         ("hydra", COMMAND),
         ("omegaconf", COMMAND),
-        ("pygraphviz", {"graphopt/inspection/plot/__init__.py"}),
+        ("pygraphviz", {"graphopt/inspection/plot.py"}),
     ],
 )
 def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) -> None:
