@@ -150,7 +150,7 @@ def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) 
 
 def test_metadata_is_read_and_written_in_one_file() -> None:
     users = {name_of(path) for path in SOURCES if "metadata_props" in path.read_text()}
-    own, of_files = "graphopt/graph/metadata.py", "graphopt/graph/file_notes.py"
+    own, of_files = "graphopt/graph/metadata.py", "graphopt/graph/postprocessing.py"
     assert users == {own, of_files}
 
 
