@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -31,7 +32,7 @@ class Emitter(TapeBuilder):
         super().__init__(features=BuilderFeature.FULL)
         self._model = model
         self._graph = model.graph
-        self._versions = model.opset_imports
+        self.versions = model.opset_imports
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._depth = 0
         self._taken: set[str | None] = set()
@@ -42,11 +43,6 @@ class Emitter(TapeBuilder):
         inner._graph, inner._depth = body, self._depth + 1
         inner._taken = set(ir.convenience.create_value_mapping(body))
         return inner
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """Return the model's opsets."""
-        return self._versions
 
     def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
         """Return a new value for a graph input, with the type of `x`, and its shape unless `shape` is given."""
@@ -73,7 +69,7 @@ class Emitter(TapeBuilder):
         name: str | None = None,
     ) -> ir.Value | Sequence[ir.Value]:
         if version is None:
-            version = self._versions.get(domain)
+            version = self.versions.get(domain)
         return super().call_op(
             op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
         )
@@ -124,7 +120,7 @@ class Emitter(TapeBuilder):
 
     def infer(self, node: ir.Node) -> None:
         """Infer the types and shapes of an existing node's outputs from its inputs."""
-        node.version = node.version or self._versions.get(node.domain)
+        node.version = node.version or self.versions.get(node.domain)
         self._constant_propagation(node)
         super()._infer_shapes(node)
         SHAPE_INFERENCE_ERROR.remove(node)
@@ -187,15 +183,13 @@ class Emitter(TapeBuilder):
         If the axes are static, the result is a Python number.
         """
         assert x.shape is not None and x.dtype is not None
-        whole = axes is None or len(axes) == len(x.shape)
-        if whole and not x.shape.is_static():
-            return self.Cast(self.Size(x), to=x.dtype)
-        dims = [x.shape[axis] for axis in (range(len(x.shape)) if axes is None else axes)]
-        static = float(np.prod([dim for dim in dims if isinstance(dim, int)], dtype=np.float64))
-        if all(isinstance(dim, int) for dim in dims):
-            return static
         axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
         unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
+        if unknown and len(axes) == len(x.shape):
+            return self.Cast(self.Size(x), to=x.dtype)
+        static = math.prod((dim for axis in axes if isinstance(dim := x.shape[axis], int)), start=1.0)
+        if not unknown:
+            return static
         sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
         count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
         return count if static == 1 else self.Mul(count, static)

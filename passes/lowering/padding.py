@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.shapes import inferred_shape, is_ceiled
+from graphopt.graph.shapes import is_ceiled
 from graphopt.graph.values import constant_of, dims_of
 from passes.gradients.rules.convolution import window_of
 from passes.gradients.rules.shape import spread_pads
@@ -21,7 +21,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
             continue
         x, w = node.inputs[:2]
         assert x is not None and w is not None
-        shape, weights = inferred_shape(model, x), w.shape
+        shape, weights = x.shape, w.shape
         if shape is None or weights is None:
             continue
         n = len(shape) - 2
