@@ -20,6 +20,7 @@ from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
+from graphopt.graph.schemas import schema_of
 from graphopt.graph.traversal import subgraphs
 
 Input = ir.Value | None  # of a node: None if it is left out
@@ -57,22 +58,8 @@ class Emitter(TapeBuilder):
     ) -> None:
         ir.set_value_magic_handler(self._outer)
 
-    def call_op(
-        self,
-        op_type: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        /,
-        domain: str = "",
-        version: int | None = None,
-        outputs: int | Sequence[str | ir.Value] = 1,
-        name: str | None = None,
-    ) -> ir.Value | Sequence[ir.Value]:
-        if version is None:
-            version = self.versions.get(domain)
-        return super().call_op(
-            op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
-        )
+    def _get_schema(self, op_type: str, domain: str, version: int | None) -> onnx.defs.OpSchema | None:
+        return schema_of(domain, op_type, version or self.versions.get(domain, 0))
 
     def _partition_inputs_attributes(
         self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
@@ -87,6 +74,7 @@ class Emitter(TapeBuilder):
         return super()._partition_inputs_attributes(schema, args, kwargs)
 
     def _add_node(self, node: ir.Node) -> None:
+        node.version = node.version or self.versions.get(node.domain)
         self._graph.append(node)
 
     def _add_initializer(self, value: ir.Value) -> None:
