@@ -75,22 +75,15 @@ class Emitter(TapeBuilder):
 
     def _add_node(self, node: ir.Node) -> None:
         node.version = node.version or self.versions.get(node.domain)
+        for y in node.outputs if self._depth else ():
+            self._named(y)
         self._graph.append(node)
 
     def _add_initializer(self, value: ir.Value) -> None:
         self._graph.register_initializer(value)
 
-    def _adapt_outputs(
-        self, outputs: int | Sequence[str | ir.Value], op_type: str
-    ) -> Sequence[ir.Value] | None:
-        """Name the outputs of a node in a body, whose names must differ from those in the surrounding graphs."""
-        if self._depth == 0:
-            return super()._adapt_outputs(outputs, op_type)
-        values = [ir.Value() for _ in range(outputs)] if isinstance(outputs, int) else outputs
-        adapted = super()._adapt_outputs(values, op_type)
-        return adapted and [self._named(value) for value in adapted]
-
     def _named(self, value: ir.Value) -> ir.Value:
+        """Name a value of a body, whose names must differ from those in the surrounding graphs."""
         names = (f"body{self._depth}_{i}" for i in itertools.count(len(self._taken)))
         value.name = value.name or next(name for name in names if name not in self._taken)
         self._taken.add(value.name)
