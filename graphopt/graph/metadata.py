@@ -201,6 +201,8 @@ _fields_of = functools.cache(get_type_hints)
 
 def _decoded(kind: Any, x: Any) -> Any:
     """Return a value of a type of a note or its fields from decoded JSON; raise an error if it has another form."""
+    if type(x) is kind or kind is Any or (kind, type(x)) == (float, int):
+        return x
     origin, parts = get_origin(kind), get_args(kind)
     if hasattr(kind, "__dataclass_fields__"):
         return kind(**{name: _decoded(_fields_of(kind)[name], value) for name, value in x.items()})
@@ -213,9 +215,7 @@ def _decoded(kind: Any, x: Any) -> Any:
         return tuple(_decoded(part, value) for part, value in zip(kinds, x, strict=True))
     if isinstance(kind, enum.EnumMeta):
         return kind(x)
-    if kind is not Any and type(x) is not kind and (kind, type(x)) != (float, int):
-        raise TypeError
-    return x
+    raise TypeError
 
 
 def _check(*right: bool) -> None:
