@@ -20,13 +20,12 @@ import onnxscript.version_converter
 import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
+from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
-from graphopt.graph.file_notes import remember
-from graphopt.graph.foreign import refuse_foreign
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
-from graphopt.graph.postprocessing import detach_outputs
+from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled

@@ -67,7 +67,7 @@ OWN_KEYS = [
     "graphopt.aside",
     "graphopt.origin",
     "graphopt.left_out",
-    "graphopt.notes",
+    "graphopt.file",
     "graphopt.misdeclared",
 ]
 

@@ -126,7 +126,7 @@ def test_no_import_hides_in_a_string(path: Path) -> None:
         ),
         ("hydra", COMMAND),
         ("omegaconf", COMMAND),
-        ("pygraphviz", {"graphopt/inspection/plot/__init__.py"}),
+        ("pygraphviz", {"graphopt/inspection/plot.py"}),
     ],
 )
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_package_is_imported_in_its_room_alone(package: str, rooms: set[str]) 
 
 def test_metadata_is_read_and_written_in_one_file() -> None:
     users = {name_of(path) for path in SOURCES if "metadata_props" in path.read_text()}
-    own, of_files = "graphopt/graph/metadata.py", "graphopt/graph/file_notes.py"
+    own, of_files = "graphopt/graph/metadata.py", "graphopt/graph/postprocessing.py"
     assert users == {own, of_files}
 
 

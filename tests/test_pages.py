@@ -18,7 +18,7 @@ from sklearn.metrics import confusion_matrix
 
 import graphopt
 from graphopt import cli, data
-from graphopt.inspection.charts import line_chart
+from graphopt.inspection.html import line_chart
 from graphopt.training.callbacks.curve import Curve
 from graphopt.training.callbacks.page import MOST_BINS
 

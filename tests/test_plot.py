@@ -13,7 +13,7 @@ import graphopt
 import passes
 from graphopt.graph.listing import size
 from graphopt.inspection import plot as plotting
-from graphopt.inspection.plot.kinds import (
+from graphopt.inspection.drawing import (
     DATA,
     GRADIENT_NODE,
     HYPERPARAMETER,

@@ -446,7 +446,7 @@ def test_the_report_lists_what_trains_and_why() -> None:
         if line and line[0] in ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     ]
     assert heads == ["trains", "tied", "buffer", "constant", "unsure"]
-    assert ["mask", "float[5,", "5]", "25", "its", "name", "is", "one", "that", "buffers", "have"] in lines
+    assert ["mask", "float[5,5]", "25", "its", "name", "is", "one", "that", "buffers", "have"] in lines
 
 
 def test_roles_and_reasons_survive_saving(tmp_path) -> None:
@@ -514,7 +514,7 @@ def test_the_report_says_which_weights_the_loss_does_not_reach() -> None:
     with pytest.warns(UserWarning, match="does not depend on"):
         found = report(heads(), graphopt.standard(loss=passes.MeanSquaredError(output="a"))).summary()
     assert "trains     2 tensors of 24 numbers" in found
-    assert "v  float[4, 3]  12  the loss does not depend on it" in found
+    assert "v  float[4,3]  12  the loss does not depend on it" in found
 
 
 def test_the_report_says_which_outputs_a_loss_can_compare() -> None:

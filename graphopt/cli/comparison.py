@@ -20,7 +20,7 @@ from graphopt.cli.run_folder import METRICS_FILE
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
-from graphopt.inspection.charts import line_chart
+from graphopt.inspection.html import line_chart
 from graphopt.training.callbacks import Record
 
 PAGE = "compare.html"

@@ -1,24 +1,61 @@
-"""Check what the ONNX checker leaves unchecked in a file, so that other modules may trust a loaded model."""
+"""Check what the ONNX checker leaves unchecked in a file, so that other modules may trust a loaded model.
+
+graphopt's metadata is checked once, when a model is loaded: a file may contain any. Metadata written by passes is valid
+by construction.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import onnx
 import onnx.external_data_helper as external
 import onnx_ir as ir
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits, graphs_with_depth
+from graphopt.graph.metadata import (
+    GRADIENT_OF,
+    ORIGINAL_NAME,
+    Detached,
+    InferenceForm,
+    LeftOut,
+    Misdeclared,
+    Notes,
+    Origin,
+    TargetSpec,
+    Versions,
+    malformed,
+    original_name,
+)
+from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
+from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
+from graphopt.graph.values import is_floating, name_of
+
+M = TypeVar("M", bound=Message)
 
 KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering may write
 _MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
+_OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
+
+NCHWC = "com.microsoft.nchwc"
+FOR_ONE_PROCESSOR = (
+    "ONNX Runtime wrote this file for one kind of processor: train the file from before the optimization, or optimize "
+    "it with ORT_ENABLE_EXTENDED at most"
+)
+IN_INTEGERS = (
+    "the file computes with integers (QOperator format or dynamic quantization), which have no gradient: train the "
+    "file from before the quantization and quantize what is trained"
+)
+CONVERTING = {"QuantizeLinear", "DequantizeLinear"}
 
 
 def check_proto(proto: onnx.ModelProto) -> None:
@@ -63,14 +100,9 @@ def _reserved(title: str) -> GraphoptError:
     )
 
 
-def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor in a model: weights, and tensors in attributes."""
-    return (message for message in messages(proto) if isinstance(message, onnx.TensorProto))
-
-
-def nodes_of(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yield every node in a model's graphs and functions."""
-    return (message for message in messages(proto) if isinstance(message, onnx.NodeProto))
+def messages_of(kind: type[M], proto: Message) -> list[M]:
+    """Return all messages of a type in a model."""
+    return [message for message in messages(proto) if isinstance(message, kind)]
 
 
 def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
@@ -79,7 +111,9 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
     """
     asked, sizes = 0, {}
-    for tensor in list(tensors(proto)):  # complete first, so that all text is known to be UTF-8
+    for tensor in messages_of(
+        onnx.TensorProto, proto
+    ):  # complete first, so that all text is known to be UTF-8
         if tensor.data_location != EXTERNAL:
             continue
         try:
@@ -110,11 +144,11 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
 
 
 def _check_references(whole: Message, title: str, names: Collection[str]) -> None:
-    for message in messages(whole):
-        if isinstance(message, onnx.AttributeProto) and message.ref_attr_name not in ("", *names):
+    for attribute in messages_of(onnx.AttributeProto, whole):
+        if attribute.ref_attr_name not in ("", *names):
             raise GraphoptError(
-                f"attribute {message.name!r}: expected a reference to an attribute of {title} "
-                f"({', '.join(names) or 'which has none'}), found {message.ref_attr_name!r}"
+                f"attribute {attribute.name!r}: expected a reference to an attribute of {title} "
+                f"({', '.join(names) or 'which has none'}), found {attribute.ref_attr_name!r}"
             )
 
 
@@ -172,3 +206,119 @@ def _amounts(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[
     if dtype in (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
         return 2 * count, numbers, "numbers"
     return size if dtype.bitwidth < 8 else count, numbers, "numbers"  # a byte contains several 4-bit numbers
+
+
+def check_metadata(model: ir.Model) -> None:
+    """Check graphopt's metadata in a model."""
+    graph = model.graph
+    for values, roles in ((graph.inputs, INPUTS), (graph.outputs, OUTPUTS)):
+        for value in values:
+            role = role_of(value)
+            if role is not None and role not in roles:
+                raise GraphoptError(
+                    f"{value.name!r}: role {role.value!r}: expected one of {', '.join(sorted(r.value for r in roles))}"
+                )
+    names = {value.name for value in graph.inputs}
+    for value in graph.inputs:
+        _check_input(model, value)
+    _check_original_names(model)
+    for node in graph:
+        for y in node.outputs:
+            form = InferenceForm.read(y)
+            if form is not None:
+                if not any(role_of(x) in STATE for x in graph.inputs):
+                    raise InferenceForm.wrong(y, "none in a model without parameters")
+                _check_inference(node, y, form, names)
+            if GRADIENT_OF.read(y) not in (None, *names):
+                raise malformed(y, GRADIENT_OF.key, "the name of an input")
+    check_detached(model)
+    for note in (Versions, LeftOut, Misdeclared):
+        note.read(model)
+    if notes := Notes.read(model):
+        check_proto(onnx.ModelProto(graph=notes.graph()))
+    for value in graph.initializers.values():
+        Origin.read(value)
+
+
+def _check_input(model: ir.Model, value: ir.Value) -> None:
+    role = role_of(value)
+    if role in STATE or role is Role.HYPERPARAMETER:
+        initial, plain = value.const_value, not any(x.is_initializer() for x in model.graph.inputs)
+        if (initial is None and not plain) or (initial is not None and initial.dtype is ir.DataType.STRING):
+            raise GraphoptError(
+                f"input {value.name!r}: role {role.value!r}: expected an initial value, found none"
+            )
+    elif role is not None and value.is_initializer():
+        raise GraphoptError(
+            f"input {value.name!r}: role {role.value!r}: expected no initial value, found one"
+        )
+    spec = TargetSpec.read(value)
+    if spec is None:
+        return
+    output = next((y for y in model.graph.outputs if y.name == spec.output), None)
+    if output is None:
+        raise TargetSpec.wrong(value, "the name of an output")
+    rank = math.inf if output.shape is None else len(output.shape)
+    if spec.axis is not None and not -rank <= spec.axis < rank:
+        raise TargetSpec.wrong(value, "an axis of the output")
+
+
+def _check_original_names(model: ir.Model) -> None:
+    graph = model.graph
+    interface = [x for x in [*graph.inputs, *graph.outputs] if role_of(x) in _OF_MODEL]
+    values = dict.fromkeys([*interface, *(x for x in graph.initializers.values() if not x.is_graph_input())])
+    names = {x: original_name(x) for x in values}
+    counts = Counter(names.values())
+    for value, name in names.items():
+        if ORIGINAL_NAME.read(value) is not None and (not name or counts[name] > 1):
+            raise malformed(value, ORIGINAL_NAME.key, "a name that no other value has")
+
+
+def _check_inference(
+    node: ir.Node, value: ir.Value, form: InferenceForm, inputs: Collection[str | None]
+) -> None:
+    present = [i for i, x in enumerate(node.inputs) if x is not None]
+    if form.same_as not in (None, *present):
+        raise InferenceForm.wrong(value, "the number of an input")
+    if not all(i in range(len(node.inputs)) and name in inputs for i, name in form.inputs.items()):
+        raise InferenceForm.wrong(value, "inputs by number, and inputs of the graph by name")
+
+
+def check_detached(model: ir.Model) -> None:
+    """Check the metadata of detached outputs; also called before more outputs are detached."""
+    detached = Detached.read(model)
+    if detached is None:
+        return
+    names = {name_of(output) for output in model.graph.outputs}
+    try:
+        parts = detached.models()
+    except (ValueError, DecodeError) as error:
+        raise Detached.wrong(model) from error
+    for part in parts:
+        check_proto(part)
+        names |= {output.name for output in part.graph.output}
+    if not {*detached.outputs} <= names:
+        raise Detached.wrong(model, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
+
+
+def refuse_foreign(model: ir.Model) -> None:
+    """Refuse a model that a tool wrote for inference alone."""
+    integers = None
+    for node in model.graph.all_nodes():
+        if node.domain == NCHWC:
+            raise GraphoptError(f"{NCHWC}::{_label(node)}: {FOR_ONE_PROCESSOR}")
+        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
+            integers = node
+    if integers is not None and not any(map(_may_train, model.graph.initializers.values())):
+        raise GraphoptError(f"{_label(integers)}: {IN_INTEGERS}")
+
+
+def _may_train(weight: ir.Value) -> bool:
+    """Return whether a weight is more than one number and read by other nodes than those of quantization."""
+    many = weight.const_value is not None and weight.const_value.size > 1
+    quantizing = INTEGER_OPERATORS | CONVERTING
+    return is_floating(weight) and many and any(x.op_type not in quantizing for x in weight.consumers())
+
+
+def _label(node: ir.Node) -> str:
+    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"

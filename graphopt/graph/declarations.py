@@ -8,6 +8,7 @@ inputs.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
@@ -33,27 +34,20 @@ def forget(model: ir.Model) -> None:
     The model gets a note of the values whose declared shapes are wrong.
     """
     shapes.name_dimensions(model.graph.inputs, (f"unknown_{i}" for i in itertools.count()))
-    declared = _clear(model.graph)
+    declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
+    for x in declared:
+        x.shape = None
     propagate = shapes.check_expanded(model)
     _infer(model, propagate)
-    while (ifs := shapes.ifs(model)) and shapes.fold_integers(model) < ifs:
+    while shapes.ifs(model) and shapes.fold_integers(model):
         _infer(model, propagate)
     kept = _keep_undetermined(model, declared, propagate)
     _name_sizes(model, declared, kept, propagate)
     _note_wrong(model, declared)
 
 
-def _clear(graph: ir.Graph) -> Declared:
-    """Remove and return the declared shapes of values that ONNX may infer, also in bodies."""
-    cleared: Declared = {}
-    for value in _inferable(graph):
-        if value.shape is not None:
-            cleared[value] = value.shape
-            value.shape = None
-    return cleared
-
-
 def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield the values that ONNX may infer, also in bodies."""
     for node in graph:
         if onnx.defs.has(node.op_type, node.domain) and not _is_inferred_wrongly(node):
             yield from (y for y in node.outputs if y.name)
@@ -129,18 +123,14 @@ def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propag
     sizes = {name: size for name, size in sizes.items() if name in made_up}
     if not dynamic:  # nothing is dynamic but what depends on data
         sizes |= _numbers_declared(model, declared, made_up - sizes.keys())
-    sizes |= _names_of_outputs(model, declared, made_up - sizes.keys(), _symbols(declared.values()) | dynamic)
+    sizes |= _names_of_outputs(model, declared, made_up - sizes.keys())
     for value in values:
         if value.shape is not None:
             value.shape = ir.Shape([sizes.get(_name(dim), dim) for dim in value.shape])
 
 
-def _symbols(shaped: Iterable[ir.Shape | None]) -> set[str]:
-    return {name for shape in shaped for dim in shape or () if (name := _name(dim))}
-
-
 def _symbols_of(values: Iterable[ir.Value]) -> set[str]:
-    return _symbols(x.shape for x in values)
+    return {name for x in values for dim in x.shape or () if (name := _name(dim))}
 
 
 def _name(dim: Dim) -> str:
@@ -157,26 +147,22 @@ def _resolved(
     proto = without_weights(model)
     for value, shape in shapes_now.items():
         value.shape = shape
-    seen: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
     distinct = [{name: start + 6 * i + i * i for i, name in enumerate(symbols)} for start in TRIED]
+    meanings: dict[str, set[int | str]] = {}  # a number, or the names of inputs' dimensions of this size
+    distinguished: Counter[str] = Counter()
     for sizes in [*distinct, *(dict.fromkeys(symbols, size) for size in _FEW)] if symbols else ():
         once: dict[str, int] = {}
         typed = _typed(_with_sizes(proto, sizes), propagate)
         known = set(_known(typed))
         for value, sized in _pairs(model.graph, typed):
-            if sized not in known:
-                continue
             for dim, size in zip(shapes_now.get(value) or (), sized.shape or (), strict=False):
-                if isinstance(size, int) and _name(dim):
+                if sized in known and isinstance(size, int) and _name(dim):
                     once.setdefault(_name(dim), size)
         for name, size in once.items():
-            seen.setdefault(name, []).append((size, sizes))
-    result: dict[str, int | str] = {}
-    for name, tries in seen.items():
-        distinguished = sum(sizes in distinct for _, sizes in tries)
-        if distinguished > 1 and (meaning := _meaning(tries)) is not None:
-            result[name] = meaning
-    return result
+            found: set[int | str] = {size, *(symbol for symbol, its in sizes.items() if its == size)}
+            meanings[name] = meanings.get(name, found) & found
+        distinguished.update(once.keys() if sizes in distinct else ())
+    return {name: found.pop() for name, found in meanings.items() if distinguished[name] > 1 and found}
 
 
 def _known(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -192,13 +178,6 @@ def _known(graph: ir.Graph) -> Iterator[ir.Value]:
         if all(x is None or x in known or x.graph is not graph for x in node.inputs):
             known.update(filter(shapes.is_static, node.outputs))
             yield from filter(shapes.is_static, node.outputs)
-
-
-def _meaning(tries: Sequence[tuple[int, Mapping[str, int]]]) -> int | str | None:
-    if len({size for size, _ in tries}) == 1:
-        return tries[0][0]
-    names = (name for name in tries[0][1] if all(sizes[name] == size for size, sizes in tries))
-    return next(names, None)
 
 
 def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
@@ -230,9 +209,7 @@ def _numbers_declared(model: ir.Model, declared: Declared, names: set[str]) -> d
     return {name: sizes.pop() for name, sizes in numbers.items() if name not in several}
 
 
-def _names_of_outputs(
-    model: ir.Model, declared: Declared, names: set[str], taken: set[str]
-) -> dict[str, str]:
+def _names_of_outputs(model: ir.Model, declared: Declared, names: set[str]) -> dict[str, str]:
     """Return the declared names of sizes of outputs for names made up, if nothing else has these names."""
     result: dict[str, str] = {}
     dynamic = _symbols_of(model.graph.inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
+from graphopt.graph.schemas import schema_of
 from graphopt.graph.traversal import subgraphs
 
 Input = ir.Value | None  # of a node: None if it is left out
@@ -31,7 +33,7 @@ class Emitter(TapeBuilder):
         super().__init__(features=BuilderFeature.FULL)
         self._model = model
         self._graph = model.graph
-        self._versions = model.opset_imports
+        self.versions = model.opset_imports
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._depth = 0
         self._taken: set[str | None] = set()
@@ -42,11 +44,6 @@ class Emitter(TapeBuilder):
         inner._graph, inner._depth = body, self._depth + 1
         inner._taken = set(ir.convenience.create_value_mapping(body))
         return inner
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """Return the model's opsets."""
-        return self._versions
 
     def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
         """Return a new value for a graph input, with the type of `x`, and its shape unless `shape` is given."""
@@ -61,22 +58,8 @@ class Emitter(TapeBuilder):
     ) -> None:
         ir.set_value_magic_handler(self._outer)
 
-    def call_op(
-        self,
-        op_type: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        /,
-        domain: str = "",
-        version: int | None = None,
-        outputs: int | Sequence[str | ir.Value] = 1,
-        name: str | None = None,
-    ) -> ir.Value | Sequence[ir.Value]:
-        if version is None:
-            version = self._versions.get(domain)
-        return super().call_op(
-            op_type, args, kwargs, domain=domain, version=version, outputs=outputs, name=name
-        )
+    def _get_schema(self, op_type: str, domain: str, version: int | None) -> onnx.defs.OpSchema | None:
+        return schema_of(domain, op_type, version or self.versions.get(domain, 0))
 
     def _partition_inputs_attributes(
         self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
@@ -91,22 +74,16 @@ class Emitter(TapeBuilder):
         return super()._partition_inputs_attributes(schema, args, kwargs)
 
     def _add_node(self, node: ir.Node) -> None:
+        node.version = node.version or self.versions.get(node.domain)
+        for y in node.outputs if self._depth else ():
+            self._named(y)
         self._graph.append(node)
 
     def _add_initializer(self, value: ir.Value) -> None:
         self._graph.register_initializer(value)
 
-    def _adapt_outputs(
-        self, outputs: int | Sequence[str | ir.Value], op_type: str
-    ) -> Sequence[ir.Value] | None:
-        """Name the outputs of a node in a body, whose names must differ from those in the surrounding graphs."""
-        if self._depth == 0:
-            return super()._adapt_outputs(outputs, op_type)
-        values = [ir.Value() for _ in range(outputs)] if isinstance(outputs, int) else outputs
-        adapted = super()._adapt_outputs(values, op_type)
-        return adapted and [self._named(value) for value in adapted]
-
     def _named(self, value: ir.Value) -> ir.Value:
+        """Name a value of a body, whose names must differ from those in the surrounding graphs."""
         names = (f"body{self._depth}_{i}" for i in itertools.count(len(self._taken)))
         value.name = value.name or next(name for name in names if name not in self._taken)
         self._taken.add(value.name)
@@ -124,7 +101,7 @@ class Emitter(TapeBuilder):
 
     def infer(self, node: ir.Node) -> None:
         """Infer the types and shapes of an existing node's outputs from its inputs."""
-        node.version = node.version or self._versions.get(node.domain)
+        node.version = node.version or self.versions.get(node.domain)
         self._constant_propagation(node)
         super()._infer_shapes(node)
         SHAPE_INFERENCE_ERROR.remove(node)
@@ -187,15 +164,13 @@ class Emitter(TapeBuilder):
         If the axes are static, the result is a Python number.
         """
         assert x.shape is not None and x.dtype is not None
-        whole = axes is None or len(axes) == len(x.shape)
-        if whole and not x.shape.is_static():
-            return self.Cast(self.Size(x), to=x.dtype)
-        dims = [x.shape[axis] for axis in (range(len(x.shape)) if axes is None else axes)]
-        static = float(np.prod([dim for dim in dims if isinstance(dim, int)], dtype=np.float64))
-        if all(isinstance(dim, int) for dim in dims):
-            return static
         axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
         unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
+        if unknown and len(axes) == len(x.shape):
+            return self.Cast(self.Size(x), to=x.dtype)
+        static = math.prod((dim for axis in axes if isinstance(dim := x.shape[axis], int)), start=1.0)
+        if not unknown:
+            return static
         sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
         count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
         return count if static == 1 else self.Mul(count, static)

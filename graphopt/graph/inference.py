@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -12,10 +12,9 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
-from graphopt.graph.file_notes import restore_notes
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
-from graphopt.graph.postprocessing import detached_parts, restore
+from graphopt.graph.postprocessing import detached_parts, restore, restore_notes
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.storage import declare_inputs
@@ -57,17 +56,22 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
         _switch_to_inference(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
-    graph = extracted.graph
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
-    RemoveUnusedNodesPass()(extracted)
-    unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
-    for value in list(graph.inputs):
-        if not value.uses() and not value.is_graph_output() and value.name not in unread:
-            graph.initializers.pop(value.name or "", None)
-            graph.inputs.remove(value)
-    RemoveUnusedOpsetsPass()(extracted)
+    _remove_unused(
+        extracted, {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
+    )
     return extracted
+
+
+def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
+    """Remove nodes, inputs and opsets that nothing uses, except some inputs."""
+    RemoveUnusedNodesPass()(model)
+    for x in list(model.graph.inputs):
+        if not x.uses() and not x.is_graph_output() and x.name not in kept:
+            model.graph.initializers.pop(x.name or "", None)
+            model.graph.inputs.remove(x)
+    RemoveUnusedOpsetsPass()(model)
 
 
 def _switch_to_inference(graph: ir.Graph) -> None:
@@ -91,12 +95,8 @@ def _switch_to_inference(graph: ir.Graph) -> None:
             elif x.dtype != y.dtype:
                 cast |= {x.dtype, y.dtype}
             ir.convenience.replace_all_uses_with(y, x, replace_graph_outputs=True)
-        if form.operator is not None:
-            y = node.outputs[0]
-            other = _operator(graph, node, made, same, form)
-            if other is None:
-                continue
-            swap(y, like(other, y))
+        if form.operator is not None and (other := _operator(graph, node, made, same, form)) is not None:
+            swap(node.outputs[0], like(other, node.outputs[0]))
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
 
@@ -197,10 +197,7 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
         if name not in values:
             raise GraphoptError(unknown("value", name, values))
     model.graph.outputs[:] = [values[name] for name in outputs]
-    RemoveUnusedNodesPass()(model)
-    for x in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
-        model.graph.inputs.remove(x)
-    RemoveUnusedOpsetsPass()(model)
+    _remove_unused(model)
     return ir.to_proto(model)
 
 

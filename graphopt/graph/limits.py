@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import graphlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +17,6 @@ from graphopt.graph.values import tensor_bytes
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
-_Measured = dict[ir.OperatorIdentifier, tuple[int, int]]  # the nodes of functions, and their nesting depth
 PER_BYTE = 32  # bytes of constants per byte of weights: 4-bit weights may become several float32 constants
 
 
@@ -57,10 +57,21 @@ def limits_of(model: ir.Model) -> Limits:
 def check_size(model: ir.Model) -> None:
     """Raise an error if a model's functions are recursive, or it exceeds the limit of nodes or depth."""
     limits = limits_of(model)
-    known: _Measured = {}
-    for function in model.functions.values():
-        _measure_function(model, function, known, limits)
-    nodes, depth = _measure(model, model.graph, known)
+    known: dict[ir.OperatorIdentifier, tuple[int, int]] = {}  # functions: their nodes and nesting depth
+    calls = {
+        name: {node.op_identifier() for graph, _ in graphs_with_depth(function) for node in graph}
+        & model.functions.keys()
+        for name, function in model.functions.items()
+    }
+    try:
+        for identifier in graphlib.TopologicalSorter(calls).static_order():
+            known[identifier] = _measure(model.functions[identifier], known)
+    except graphlib.CycleError as error:
+        domain, name, _ = error.args[1][0]
+        raise GraphoptError(
+            f"function {domain}::{name}: expected no recursion, found a function that calls itself"
+        ) from error
+    nodes, depth = _measure(model.graph, known)
     if nodes > limits.nodes:
         raise GraphoptError(
             f"the model: expected at most {limits.nodes:,} nodes with its functions inlined, found {nodes:,}: "
@@ -73,32 +84,15 @@ def check_size(model: ir.Model) -> None:
         )
 
 
-def _measure_function(model: ir.Model, function: ir.Function, known: _Measured, limits: Limits) -> None:
-    """Measure a function after all functions that it calls; without recursion, because calls may nest deeply."""
-    path = [function]
-    while path:
-        current = path[-1]
-        called = {node.op_identifier() for graph, _ in graphs_with_depth(current) for node in graph}
-        unknown = [name for name in called if name in model.functions and name not in known]
-        if not unknown:
-            known[current.identifier()] = _measure(model, current, known)
-            path.pop()
-        elif any(name == key.identifier() for name in unknown for key in path):
-            name = current.identifier()
-            raise GraphoptError(
-                f"function {name[0]}::{name[1]}: expected no recursion, found a function that calls itself"
-            )
-        else:
-            path.append(model.functions[unknown[0]])
-
-
-def _measure(model: ir.Model, whole: ir.Graph | ir.Function, known: _Measured) -> tuple[int, int]:
+def _measure(
+    whole: ir.Graph | ir.Function, known: Mapping[ir.OperatorIdentifier, tuple[int, int]]
+) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
     for graph, depth in graphs_with_depth(whole):
         deepest = max(deepest, depth)
         for node in graph:
-            more, below = known[node.op_identifier()] if node.op_identifier() in model.functions else (0, -1)
+            more, below = known.get(node.op_identifier(), (0, -1))
             nodes += 1 + more
             deepest = max(deepest, depth + 1 + below)
     return nodes, deepest

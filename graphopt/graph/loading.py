@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
 from graphopt.errors import GraphoptError, cause, line, root
-from graphopt.graph import metadata_checks
-from graphopt.graph.checking import check_domains, check_proto, nodes_of
+from graphopt.graph.checking import (
+    check_detached,
+    check_domains,
+    check_metadata,
+    check_proto,
+    messages_of,
+)
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.schemas import formal_of, schema_of
-from graphopt.graph.sparse import dense
-from graphopt.graph.storage import checkable, read_external, read_proto
+from graphopt.graph.storage import is_large, read_external, read_proto, without_weights
 
-# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
+# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
@@ -55,7 +59,6 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     if isinstance(source, ir.Model):
         limits = limits or limits_of(source)
         model = _cloned(source)
-        _give_domains(model)
         read_external(model)
     else:
         limits = limits or Limits()
@@ -65,6 +68,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
+    _give_domains(model)
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:  # whatever the file declares
@@ -72,7 +76,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     set_limits(model, limits)
     check_size(model)
     check_domains(model)
-    metadata_checks.check_metadata(model)
+    check_metadata(model)
     return model
 
 
@@ -81,12 +85,12 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
     check_proto(proto)
-    proto = _with_domains(proto, RUNTIMES_OWN)
-    try:
-        onnx.checker.check_model(_with_domains(checkable(proto), TRAININGS_OWN))
+    try:  # the checker reads less than 2 GB
+        small = without_weights(ir.from_proto(proto)) if is_large(proto) else proto
+        onnx.checker.check_model(_with_domains(small))
     except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
-    proto = dense(proto, limits)
+    proto = _densified(proto, limits)
     for value in proto.graph.input:
         if _holds_map(value.type):
             raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
@@ -101,15 +105,15 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     return _without(proto, {output.name: output.type for output in made_of_tensors})
 
 
-def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.ModelProto:
+def _with_domains(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model whose operators from ONNX Runtime are in the runtime's domain, not in ONNX's."""
     version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
-    own = [op_type for op_type, since in added.items() if version < since]
-    if not any(node.op_type in own and node.domain in ONNX for node in nodes_of(proto)):
+    own = {op_type for op_type, since in (RUNTIMES_OWN | TRAININGS_OWN).items() if version < since}
+    if not any(node.op_type in own and node.domain in ONNX for node in messages_of(onnx.NodeProto, proto)):
         return proto
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for node in nodes_of(copy):
+    for node in messages_of(onnx.NodeProto, copy):
         if node.op_type in own and node.domain in ONNX:
             node.domain = MICROSOFT
     if all(opset.domain != MICROSOFT for opset in copy.opset_import):
@@ -118,9 +122,9 @@ def _with_domains(proto: onnx.ModelProto, added: Mapping[str, float]) -> onnx.Mo
 
 
 def _give_domains(model: ir.Model) -> None:
-    """Put operators from ONNX Runtime into the runtime's domain, as in a file."""
+    """Put operators from ONNX Runtime that ONNX did not have in the model's opset into the runtime's domain."""
     version = model.opset_imports.get("", 0)
-    for node in model.graph.all_nodes():
+    for node in [*model.graph.all_nodes(), *(x for f in model.functions.values() for x in f.all_nodes())]:
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
             node.domain, node.version = MICROSOFT, None
             model.opset_imports.setdefault(MICROSOFT, 1)
@@ -139,7 +143,7 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     del untyped.graph.value_info[:]
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
-    metadata_checks.check_detached(model)
+    check_detached(model)
     values = [y for y in model.graph.outputs if y.name in outputs]
     detach_outputs(model, values, _is_tensor, types=outputs)
     return model
@@ -172,3 +176,43 @@ def _cloned(model: ir.Model) -> ir.Model:
         raise GraphoptError(
             "the model: expected nodes in topological order, found a cycle or another order: try model.graph.sort()"
         ) from error
+
+
+def _densified(proto: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
+    """Return a model whose sparse initializers and constants are dense; the model itself if it has none."""
+    sparse = messages_of(onnx.SparseTensorProto, proto)
+    if not sparse:
+        return proto
+    total = sum(8 * math.prod(map(int, tensor.dims)) for tensor in sparse)
+    if total > limits.constant_bytes:
+        raise GraphoptError(
+            f"sparse tensors: expected at most {limits.constant_bytes:,} bytes once they are dense, found up to "
+            f"{total:,}: limits.constant_bytes={total} allows it"
+        )
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for graph in messages_of(onnx.GraphProto, copy):
+        graph.initializer.extend(map(_dense, graph.sparse_initializer))
+        del graph.sparse_initializer[:]
+    for attribute in messages_of(onnx.AttributeProto, copy):
+        if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+            attribute.t.CopyFrom(_dense(attribute.sparse_tensor))
+            attribute.ClearField("sparse_tensor")
+            attribute.name, attribute.type = "value", onnx.AttributeProto.TENSOR
+    return copy
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    """Return a dense tensor with the values at their indices, which are flat or one row for each value."""
+    name, dims = sparse.values.name, list(sparse.dims)
+    values, indices = map(onnx.numpy_helper.to_array, (sparse.values, sparse.indices))
+    flat = indices if indices.ndim < 2 else indices @ np.cumprod([1, *dims[:0:-1]])[::-1].astype(np.int64)
+    count = math.prod(dims)
+    if flat.shape != values.shape or (flat < 0).any() or (flat >= count).any() or values.dtype.kind == "O":
+        raise GraphoptError(
+            f"sparse tensor {name!r}: expected numbers and an index into {dims} for each, found {values.size} of "
+            f"type {values.dtype} and indices of shape {list(indices.shape)}"
+        )
+    array = np.zeros(count, values.dtype)
+    array[flat] = values
+    return onnx.numpy_helper.from_array(array.reshape(dims), name)

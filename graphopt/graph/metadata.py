@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import functools
 import json
+import types
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import onnx
 import onnx_ir as ir
@@ -76,16 +78,11 @@ OWNER = Text("graphopt.owner")  # of a slot: the name of the parameter or other 
 KIND = Text("graphopt.kind")  # of a slot: what it is called, such as `momentum`
 ORIGINAL_NAME = Text("graphopt.original_name")  # of a renamed value: its name in the original model
 GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it is the gradient of
-BATCH_WEIGHT = Text(
-    "graphopt.batch_weight"
-)  # of a value: the weights that sum to the loss's divisor, a sum, or a mean over rows
-RUNTIME = Text(
-    "graphopt.needs_runtime"
-)  # of a model: the package of the only runtime that supports its operators
+# Of a value: the weights that sum to the loss's divisor, a sum, or a mean over rows
+BATCH_WEIGHT = Text("graphopt.batch_weight")
+RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
-LABELS = Text(
-    "labels"
-)  # of a model: the names of its classes, a list in JSON, which stays in the trained model
+LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
@@ -100,9 +97,7 @@ STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in t
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
-SHAPE_INFERENCE_ERROR = Text(
-    "pkg.onnxscript.shape_inference_error"
-)  # of a node: what onnxscript's inference says
+SHAPE_INFERENCE_ERROR = Text("pkg.onnxscript.shape_inference_error")  # of a node: what onnxscript says
 
 
 def original_name(value: ir.Value) -> str:
@@ -169,18 +164,14 @@ class Note:
         except (ValueError, RecursionError) as error:
             raise cls.wrong(holder, "JSON") from error
         try:
-            return cls.of(fields)
+            note: N = _decoded(cls, fields)
+            note.check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise cls.wrong(holder) from error
+        return note
 
-    @classmethod
-    def of(cls: type[N], fields: dict[str, Any]) -> N:
-        """Build the note from decoded JSON fields.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing, unknown or invalid.
-        """
-        return cls(**fields)
+    def check(self) -> None:
+        """Raise a ValueError if a field has an invalid value of its type."""
 
     @classmethod
     def is_on(cls, holder: Holder) -> bool:
@@ -195,21 +186,41 @@ class Note:
     @classmethod
     def wrong(cls, holder: Holder, expected: str = "") -> GraphoptError:
         """Return the error for a malformed note."""
-        name = "the model" if isinstance(holder, ir.Model) else f"value {holder.name!r}"
-        found = holder.metadata_props[cls.KEY][:80]
-        return GraphoptError(
-            f"{name}: metadata {cls.KEY!r}: expected {expected or cls.EXPECTED}, found {found!r}"
-        )
+        return malformed(holder, cls.KEY, expected or cls.EXPECTED)
+
+
+def malformed(holder: Holder, key: str, expected: str) -> GraphoptError:
+    """Return the error for malformed metadata."""
+    name = "the model" if isinstance(holder, ir.Model) else f"value {holder.name!r}"
+    found = holder.metadata_props.get(key, "")[:80]
+    return GraphoptError(f"{name}: metadata {key!r}: expected {expected}, found {found!r}")
+
+
+_fields_of = functools.cache(get_type_hints)
+
+
+def _decoded(kind: Any, x: Any) -> Any:
+    """Return a value of a type of a note or its fields from decoded JSON; raise an error if it has another form."""
+    if type(x) is kind or kind is Any or (kind, type(x)) == (float, int):
+        return x
+    origin, parts = get_origin(kind), get_args(kind)
+    if hasattr(kind, "__dataclass_fields__"):
+        return kind(**{name: _decoded(_fields_of(kind)[name], value) for name, value in x.items()})
+    if origin in (types.UnionType, Union):
+        return None if x is None else _decoded(parts[0], x)
+    if origin is Mapping or origin is dict:
+        return {parts[0](key): _decoded(parts[1], value) for key, value in x.items()}
+    if origin is tuple and type(x) is list:
+        kinds = [parts[0]] * len(x) if parts[-1] is Ellipsis else parts
+        return tuple(_decoded(part, value) for part, value in zip(kinds, x, strict=True))
+    if isinstance(kind, enum.EnumMeta):
+        return kind(x)
+    raise TypeError
 
 
 def _check(*right: bool) -> None:
     if not all(right):
         raise ValueError
-
-
-def _fits(values: Any, *kinds: type) -> bool:
-    """Return whether a list has elements of these types."""
-    return isinstance(values, list) and [type(x) for x in values] == list(kinds)
 
 
 @dataclass(frozen=True)
@@ -240,19 +251,9 @@ class TargetSpec(Note):
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> TargetSpec:
-        spec = cls(**fields)
-        _check(isinstance(spec.output, str), spec.task in ("regression", "binary", "classification"))
-        if spec.task == "classification":
-            _check(
-                type(spec.axis) is int,
-                *(type(x) in (int, type(None)) for x in (spec.classes, spec.ignore_index)),
-            )
-        if spec.task == "binary":
-            labels = spec.labels or ()
-            _check(len(labels) == 2, *(type(x) in (int, float) for x in (spec.threshold, *labels)))
-        return spec
+    def check(self) -> None:
+        needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
+        _check(None not in needed[self.task])
 
 
 @dataclass(frozen=True)
@@ -275,22 +276,10 @@ class InferenceForm(Note):
     reads: tuple[str, ...] = ()
     output: int = 0
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> InferenceForm:
-        inputs = {int(index): name for index, name in fields.pop("inputs", {}).items()}
-        operator = fields.pop("operator", None)
-        form = cls(inputs=inputs, operator=operator and tuple(operator), **fields)
-        _check(
-            all(index >= 0 and isinstance(name, str) for index, name in inputs.items()),
-            form.same_as is None or type(form.same_as) is int,
-            isinstance(form.reads, (list, tuple)) and all(isinstance(name, str) for name in form.reads),
-            type(form.output) is int and 0 <= form.output < MANY,
-        )
-        if form.operator is not None:
-            op_type, attributes = form.operator
-            _check(isinstance(op_type, str), isinstance(attributes, dict))
-            ir.convenience.convert_attributes(attributes)
-        return form
+    def check(self) -> None:
+        _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
+        if self.operator is not None:
+            ir.convenience.convert_attributes(self.operator[1])
 
 
 @dataclass(frozen=True)
@@ -303,12 +292,8 @@ class Versions(Note):
     ir_version: int
     opset: int | None = None
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Versions:
-        versions = cls(**fields)
-        numbers = [versions.ir_version] if versions.opset is None else [versions.opset, versions.ir_version]
-        _check(*(type(x) is int and 1 <= x <= MANY for x in numbers))
-        return versions
+    def check(self) -> None:
+        _check(*(1 <= x <= MANY for x in (self.ir_version, self.opset) if x is not None))
 
 
 @dataclass(frozen=True)
@@ -318,14 +303,8 @@ class Detached(Note):
     KEY = "graphopt.aside"
     EXPECTED = "outputs and the parts that compute them"
 
-    outputs: list[str]
-    parts: list[str]  # models, serialized, in base64
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Detached:
-        detached = cls(**fields)
-        _check(*(isinstance(text, str) for text in [*detached.outputs, *detached.parts]))
-        return detached
+    outputs: tuple[str, ...]
+    parts: tuple[str, ...]  # models, serialized, in base64
 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
@@ -384,14 +363,6 @@ class Origin(Note):
         """Return the evidence and the names of tied initializers."""
         return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Origin:
-        fields["kind"], fields["why"] = Kind(fields["kind"]), str(fields["why"])
-        fields["sources"] = tuple(map(str, fields.get("sources", ())))
-        copies = fields.get("copies", ())
-        fields["copies"] = tuple(Copy(copy["name"], tuple(copy["shape"]), copy["how"]) for copy in copies)
-        return cls(**fields)
-
 
 @dataclass(frozen=True)
 class LeftOut(Note):
@@ -401,10 +372,6 @@ class LeftOut(Note):
     EXPECTED = "names of parameters"
 
     names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> LeftOut:
-        return cls(tuple(map(str, fields["names"])))
 
 
 @dataclass(frozen=True)
@@ -417,68 +384,45 @@ class Misdeclared(Note):
     count: int = 0
     example: str = ""
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Misdeclared:
-        found = cls(int(fields["count"]), str(fields["example"]))
-        _check(0 <= found.count < 2**31, len(found.example) < 2000)
-        return found
+    def check(self) -> None:
+        _check(0 <= self.count < 2**31, len(self.example) < 2000)
 
 
 @dataclass(frozen=True)
 class Notes(Note):
-    """Record what a file says about its values, and passes and onnx_ir drop: texts, for people and for applications.
+    """Record what a file says about its graph and values, and passes and onnx_ir drop, such as documentation.
 
     Args:
-        packed: a mapping in JSON, compressed, in base64; see `graphopt.graph.file_notes`.
+        packed: a GraphProto, compressed, in base64; see `graphopt.graph.postprocessing.remember`.
     """
 
-    KEY = "graphopt.notes"
-    EXPECTED = "compressed text"
+    KEY = "graphopt.file"
+    EXPECTED = "a compressed graph"
 
     packed: str = ""
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Notes:
-        notes = cls(str(fields["packed"]))
-        notes.unpacked()
-        return notes
+    def check(self) -> None:
+        self.graph()
 
     @classmethod
-    def pack(cls, texts: Mapping[str, Any]) -> Notes:
-        """Return the note of a mapping."""
-        return cls(base64.b64encode(zlib.compress(json.dumps(texts).encode())).decode())
+    def pack(cls, graph: onnx.GraphProto) -> Notes:
+        """Return the note of a graph."""
+        return cls(base64.b64encode(zlib.compress(graph.SerializeToString())).decode())
 
-    def unpacked(self) -> dict[str, Any]:
-        """Return the mapping.
+    def graph(self) -> onnx.GraphProto:
+        """Return the graph.
 
         Raises:
             ValueError: the text is malformed, or longer than `MOST_TEXT`.
         """
         inflate = zlib.decompressobj()
         try:
-            text = inflate.decompress(base64.b64decode(self.packed, validate=True), MOST_TEXT)
-            _check(inflate.eof)
-            found = json.loads(text)
-        except (RecursionError, zlib.error) as error:
+            content = inflate.decompress(base64.b64decode(self.packed, validate=True), MOST_TEXT)
+            graph = onnx.GraphProto.FromString(content)
+        except (DecodeError, zlib.error) as error:
             raise ValueError from error
-        _check(isinstance(found, dict), *(isinstance(x, str) for x in found.get("weights", ())))
-        mappings = [found.get(name, {}) for name in ("graph", "docs", "denotations", "nodes")]
-        _check(*(isinstance(each, dict) for each in mappings))
-        _check(*(_fits(each, str, list) for each in found.get("denotations", {}).values()))
-        _check(*(_fits(each, str, str, dict) for each in found.get("nodes", {}).values()))
-        unread = found.get("unread", {})
-        _check(isinstance(unread, dict), *(isinstance(each, str) for each in unread.values()))
-        return found | {"unread": {name: _tensor(name, text) for name, text in unread.items()}}
-
-
-def _tensor(name: str, text: str) -> onnx.TensorProto:
-    """Return a tensor that carries its own numbers."""
-    try:
-        tensor = onnx.TensorProto.FromString(base64.b64decode(text, validate=True))
-    except DecodeError as error:
-        raise ValueError from error
-    _check(tensor.name == name, not tensor.external_data)
-    return tensor
+        _check(inflate.eof, all(not x.external_data for x in graph.initializer))
+        return graph
 
 
 def note_of(holder: Holder, key: str) -> str | None:

@@ -40,25 +40,11 @@ PREDICATES = frozenset(
 ELEMENTWISE_OPERATORS = frozenset(
     {
         *(ARITHMETIC | PREDICATES),
-        *(
-            "Abs",
-            "Acos",
-            "Acosh",
-            "Asin",
-            "Asinh",
-            "Atan",
-            "Atanh",
-            "Cos",
-            "Cosh",
-            "Erf",
-            "Exp",
-            "Log",
-            "Sin",
-        ),
+        *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Erf", "Exp", "Log"),
         *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Clip", "Floor", "Identity"),
         *("Celu", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Neg", "PRelu", "Relu"),
-        *("Reciprocal", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sinh", "Softplus", "Softsign", "Sqrt"),
-        *("Swish", "Tan", "Tanh", "ThresholdedRelu", "Where"),
+        *("Reciprocal", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus"),
+        *("Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where"),
     }
 )
 

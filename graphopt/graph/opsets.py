@@ -124,10 +124,10 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
         return None
     if any(attribute.is_ref() for attribute in node.attributes.values()):
         return None
-    form = _as_attributes(node, attributes, inputs, new, old)
-    if form is None or not _written(node, form[0], old, version):
+    count = _turn_into_attributes(node, attributes, new, old)
+    if count is None or not _written(node, attributes, old, version):
         return None
-    attributes, inputs = form
+    inputs = inputs[:count]
     for name, default in defaults("", node.op_type, now).items():
         if name not in old.attributes and attributes.get(name) == default:
             del attributes[name]
@@ -144,15 +144,11 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
     return (attributes, inputs) if is_valid else None
 
 
-def _as_attributes(
-    node: ir.Node,
-    attributes: dict[str, Any],
-    inputs: list[ir.Value | None],
-    new: onnx.defs.OpSchema,
-    old: onnx.defs.OpSchema,
-) -> _Form | None:
-    """Turn constant inputs into the attributes that they were in an older opset."""
-    count = len(inputs)
+def _turn_into_attributes(
+    node: ir.Node, attributes: dict[str, Any], new: onnx.defs.OpSchema, old: onnx.defs.OpSchema
+) -> int | None:
+    """Turn constant inputs into the attributes that they were in an older opset; return the number of other inputs."""
+    inputs, count = node.inputs, len(node.inputs)
     for i, formal in list(enumerate(new.inputs))[len(old.inputs) :]:
         if formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
             continue
@@ -168,7 +164,7 @@ def _as_attributes(
             attributes[name] = array.ravel().tolist() if whole else array.item()
         elif not _does_nothing(node.op_type, formal.name, array):
             return None
-    return attributes, inputs[:count]
+    return count
 
 
 def _does_nothing(op_type: str, name: str, array: Any) -> bool:
@@ -201,20 +197,12 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
         attributes["mode"] = _MODES.get(mode, mode)
     if version < NEGATIVE_AXES_SINCE:
         indexed = node.outputs[0] if node.op_type == "Unsqueeze" else x
-        shape = None if indexed is None else indexed.shape
-        return _made_positive(attributes, None if shape is None else len(shape))
-    return True
-
-
-def _made_positive(attributes: dict[str, Any], rank: int | None) -> bool:
-    for name in ("axis", "axes"):
-        value = attributes.get(name, [])
-        axes = list(value) if isinstance(value, list | tuple) else [value]
-        if any(axis < 0 for axis in axes):
-            if rank is None:
-                return False
-            positive = [axis % rank for axis in axes]
-            attributes[name] = positive if name == "axes" else positive[0]
+        for name in attributes.keys() & {"axis", "axes"}:
+            axes = np.array(attributes[name])
+            if (axes < 0).any():
+                if indexed is None or indexed.shape is None:
+                    return False
+                attributes[name] = (axes % len(indexed.shape)).tolist()
     return True
 
 

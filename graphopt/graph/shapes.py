@@ -17,12 +17,13 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.limits import check_constants, limits_of, set_limits
+from graphopt.graph.listing import operator_of
 from graphopt.graph.operators import GROWING, POOLS
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.schemas import schema_of
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
-from graphopt.graph.values import constant_of, name_of
+from graphopt.graph.values import constant_of
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 Pairs = Iterator[tuple[ir.Value, ir.Value]]
@@ -40,10 +41,8 @@ def fold_shapes(model: ir.Model) -> None:
 
     An If with a constant condition is replaced by its branch, which may make later shapes static.
     """
-    before, now = ifs(model), fold_integers(model)
-    while now < before:
+    while fold_integers(model):
         infer(model)
-        before, now = now, fold_integers(model)
     onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
 
 
@@ -52,13 +51,14 @@ def ifs(model: ir.Model) -> int:
     return sum(node.op_type == "If" for node in model.graph)
 
 
-def fold_integers(model: ir.Model) -> int:
-    """Fold integers and booleans that are constant, once, and return the number of If nodes that remain."""
+def fold_integers(model: ir.Model) -> bool:
+    """Fold integers and booleans that are constant, once, and return whether fewer If nodes remain."""
+    before = ifs(model)
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with protect([*dropouts, *needed(model)]):  # a later pass may enable Dropout
         fold(model, floating=False, infer_shapes=True)
-    return ifs(model)
+    return ifs(model) < before
 
 
 def is_static(value: ir.Value) -> bool:
@@ -91,16 +91,14 @@ def infer(model: ir.Model) -> None:
     _infer_all(model, propagate)
     while shape_states(model.graph):
         _infer_all(model, propagate)
-    untyped = next(_untyped(model), None)
-    while untyped is not None:
+    while (untyped := next(_untyped(model), None)) is not None:
         if not all(_type_by_schema(untyped, output) for output in untyped.outputs):
-            operator = f"{untyped.domain}::{untyped.op_type}" if untyped.domain else untyped.op_type
             raise GraphoptError(
-                f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator} node {untyped.name!r}: "
-                f"expected an operator of ONNX, a function in the model, or its type and shape in value_info"
+                f"cannot infer the type of {untyped.outputs[0].name!r}, output of {operator_of(untyped)} node "
+                f"{untyped.name!r}: expected an operator of ONNX, a function in the model, or its type and shape in "
+                f"value_info"
             )
         _infer_all(model, propagate)
-        untyped = next(_untyped(model), None)
     name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
     name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
 
@@ -213,13 +211,6 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(model.graph, typed)
-
-
-def inferred_shape(model: ir.Model, x: ir.Value) -> ir.Shape | None:
-    """Return the shape that ONNX's inference finds for a value, also in a model with inference errors."""
-    typed = ir.from_proto(onnx.shape_inference.infer_shapes(without_weights(model)))
-    inferred = ir.convenience.create_value_mapping(typed.graph).get(name_of(x))
-    return None if inferred is None else inferred.shape
 
 
 def _take_types(graph: ir.Graph, typed: onnx.ModelProto) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.rewriter
-from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 from onnxscript.rewriter.rules.common import (
     cast_cast_rule,
     expand_before_binary_op_rules,
@@ -24,37 +24,32 @@ from onnxscript.rewriter.rules.common import (
 )
 
 from graphopt.graph import metadata
-from graphopt.graph.algebra import simplify_algebra
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
+from graphopt.graph.inference import stand_in
 from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.traversal import results_when_ready
-from graphopt.graph.values import constant_number, is_floating
+from graphopt.graph.values import constant_number, is_floating, is_number, like
+
+# Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
+_RECIPROCAL = RewriteRule(
+    lambda op, one, x: op.Div(one, x),
+    lambda op, one, x: op.Reciprocal(x),
+    lambda context, one, x: constant_number(one) == 1 and is_floating(x) and _broadcasts_into(one, x),
+)
 
 
-class ReciprocalOf(RewriteRuleClassBase):
-    """Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently."""
-
-    def pattern(self, op: Any, one: Any, x: Any) -> Any:
-        return op.Div(one, x)
-
-    def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
-        result, x, one = MatchResult(), values["x"], values["one"]
-        if constant_number(one) != 1 or not is_floating(x):
-            return result.fail("expected a floating-point division of 1")
-        fits = x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape)
-        return result if fits else result.fail("another shape")
-
-    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
-        return op.Reciprocal(x)
+def _broadcasts_into(one: ir.Value, x: ir.Value) -> bool:
+    return x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape)
 
 
 # onnxscript's rewrite rules without its rule for x + 0, which treats an epsilon of 1e-8 as 0.
 # The key is an operator that every rule of the entry replaces: without it in the graph, the rules are not tried.
 REWRITE_RULES = {
     "Cast": [cast_cast_rule, no_op_cast_rule],
-    "Div": [ReciprocalOf.rule()],  # type: ignore[no-untyped-call]
+    "Div": [_RECIPROCAL],
     "Expand": [no_op_expand_rule],
     "Reshape": [reshape_reshape_rule],
     "Transpose": [no_op_transpose_rule, transpose_transpose_rule],
@@ -125,6 +120,103 @@ def _note_gradients(model: ir.Model) -> None:
         if name is not None and x is not None and x.producer() is not None:
             GRADIENT_OF.remove(y)
             GRADIENT_OF.write(x, GRADIENT_OF.read(x) or name)
+
+
+def simplify_algebra(model: ir.Model) -> bool:
+    """Rewrite the arithmetic of a training graph whose gradients stay readable; return whether anything changed."""
+    rules = [CombineScalarFactors.rule(), _square_as_product(), _mask_before_upsampling()]  # type: ignore[no-untyped-call]
+    changed = bool(RewriteRuleSet(rules, commute=True).apply_to_model(model))
+    return share_gelu_distribution(model) or changed
+
+
+class CombineScalarFactors(RewriteRuleClassBase):
+    """Rewrite s (t x) as (s t) x for scalars s and t."""
+
+    def pattern(self, op: Any, s: Any, t: Any, x: Any) -> Any:
+        return op.Mul(s, op.Mul(t, x, _outputs=["product"]))
+
+    def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
+        result = MatchResult()
+        numbers = [is_number(values[name]) for name in ("s", "t", "x")]
+        if numbers != [True, True, False] or len(values["product"].uses()) != 1:
+            return result.fail("expected two scalar factors")
+        return result
+
+    def rewrite(self, op: Any, s: ir.Value, t: ir.Value, x: ir.Value, **_: Any) -> Any:
+        return op.Mul(like(op.Mul(s, t), s), x)
+
+
+def _square_as_product() -> RewriteRule:
+    """Return the rule that rewrites x^2 as x x, which is 0.4 us faster for a small x."""
+    return RewriteRule(
+        lambda op, x, two: op.Pow(x, two),
+        lambda op, x, two: op.Mul(x, x),
+        lambda context, x, two: is_number(two) and constant_number(two) == 2,
+    )
+
+
+def _mask_before_upsampling() -> RewriteRule:
+    """Return the rule that rewrites [x = p] up(g) [x > 0] as [x = p] up(g [p > 0]), where p is a window's maximum.
+
+    The results are bit-identical. The gradient of a 2 x 2 MaxPool and a Relu on 64 x 32 x 28 x 28 takes 2.8 ms instead
+    of 4.0.
+    """
+
+    def pattern(op: Any, x: Any, p: Any, share: Any, scales: Any) -> Any:
+        up = op.Resize(p, None, scales, _outputs=["up"], _allow_other_attributes=True)
+        chosen = op.Cast(op.Equal(x, up), _outputs=["chosen"], _allow_other_attributes=True)
+        spread = op.Resize(share, None, scales, _outputs=["spread"], _allow_other_attributes=True)
+        mask = op.HardSigmoid(x, _outputs=["mask"], _allow_other_attributes=True)
+        return op.Mul(op.Mul(chosen, spread), mask)
+
+    def is_alike(context: Any, p: Any, share: Any, **values: Any) -> bool:
+        up, spread = (values[name].producer().attributes for name in ("up", "spread"))
+        nearest = up == spread and up.get_string("mode", "nearest") == "nearest"
+        return nearest and p.shape is not None and p.shape == share.shape
+
+    def rewritten(
+        op: Any, p: Any, share: Any, scales: Any, chosen: Any, spread: Any, mask: Any, **_: Any
+    ) -> Any:
+        positive = like(op.HardSigmoid(p, **mask.producer().attributes), p)
+        masked = like(op.Mul(share, positive), share)
+        return op.Mul(chosen, like(op.Resize(masked, None, scales, **spread.producer().attributes), spread))
+
+    return RewriteRule(pattern, rewritten, is_alike, remove_nodes=False)  # other nodes also read the mask
+
+
+_DISTRIBUTION = {"none": "Erf", "tanh": "Tanh"}  # by the form of Gelu
+
+
+def share_gelu_distribution(model: ir.Model) -> bool:
+    """Replace y = Gelu(x) by x Phi(x) if the gradient computes the normal distribution Phi(x).
+
+    Inference keeps the Gelu. For 524288 elements the product takes 0.10 ms and the Gelu 0.40.
+    """
+    nodes = [node for node in model.graph if node.op_type == "Gelu" and node.domain == ""]
+    replaced = False
+    with Emitter(model) as op:
+        for node in nodes:
+            x = node.inputs[0]
+            assert x is not None
+            share = _distribution(x, _DISTRIBUTION[node.attributes.get_string("approximate", "none")])
+            if share is not None:
+                stand_in(node, [op.Mul(x, share)])
+                replaced = True
+    return replaced
+
+
+def _distribution(x: ir.Value, op_type: str) -> ir.Value | None:
+    """Return 0.5 + 0.5 f(c x) of the graph, where f is an `op_type`, or None."""
+    inner = [user for user in x.consumers() if user.op_type == "Mul"]
+    for f in (node for user in inner for node in user.outputs[0].consumers() if node.op_type == op_type):
+        for half in (node for node in f.outputs[0].consumers() if _has_half(node, "Mul")):
+            for whole in (node for node in half.outputs[0].consumers() if _has_half(node, "Add")):
+                return whole.outputs[0]
+    return None
+
+
+def _has_half(node: ir.Node, op_type: str) -> bool:
+    return node.op_type == op_type and any(constant_number(x) == 0.5 for x in node.inputs)
 
 
 @dataclass(frozen=True)

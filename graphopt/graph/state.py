@@ -17,8 +17,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
-from graphopt.graph.names import Named, name_of, next_of, slot_of
+from graphopt.graph.names import next_of, slot_of
 from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.values import Named, name_of
 
 INITIAL = "graphopt.initial"
 STEP = "step"
@@ -35,10 +36,7 @@ def detached(model: ir.Model) -> Iterator[None]:
     graph = model.graph
     for value in graph.inputs:
         if value.is_initializer() and role_of(value) is not None:
-            assert value.name is not None
-            value.meta[INITIAL] = value.const_value
-            value.const_value = None
-            del graph.initializers[value.name]
+            _detach(graph, value)
     try:
         yield
     finally:
@@ -48,15 +46,15 @@ def detached(model: ir.Model) -> Iterator[None]:
                 graph.register_initializer(value)
 
 
+def _detach(graph: ir.Graph, value: ir.Value) -> None:
+    value.meta[INITIAL], value.const_value = value.const_value, None
+    del graph.initializers[name_of(value)]
+
+
 def initial(value: ir.Value) -> ir.TensorProtocol | None:
     """Return the initial value of a state or hyperparameter, or None for data; inside or outside a pass."""
     found: ir.TensorProtocol | None = value.meta.get(INITIAL, value.const_value)
     return found
-
-
-def set_initial(value: ir.Value, array: np.ndarray) -> None:
-    """Replace the initial value of a state or hyperparameter; outside a pass only."""
-    value.const_value = ir.tensor(array, name=value.name)
 
 
 def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
@@ -64,18 +62,15 @@ def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
     taken = {}
     for value in model.graph.inputs:
         if value.is_initializer() and value.const_value is not None:
-            taken[str(value.name)] = value.const_value.numpy()
-            del model.graph.initializers[str(value.name)]
+            taken[name_of(value)] = value.const_value.numpy()
+            del model.graph.initializers[name_of(value)]
             value.const_value = None
     return taken
 
 
 def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into an input with an initial value; inside a pass only."""
-    assert initializer.name is not None
-    del model.graph.initializers[initializer.name]
-    initializer.meta[INITIAL] = initializer.const_value
-    initializer.const_value = None
+    _detach(model.graph, initializer)
     model.graph.inputs.append(initializer)
     return set_role(initializer, role)
 
@@ -155,25 +150,15 @@ def make_room(model: ir.Model) -> None:
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
         weight, _, suffix = name.rpartition(".")
-        inside = not (value.is_graph_input() or value.is_graph_output())
-        if name in RESERVED and inside:
+        if name in RESERVED and not (value.is_graph_input() or value.is_graph_output()):
             _rename(value, values)
         elif suffix.isidentifier() and weight in model.graph.initializers:
-            if not inside:
-                raise GraphoptError(
-                    f"{name!r}: expected no input or output named like what training makes of weight {weight!r}: "
-                    f"rename it in the model"
-                )
-            _rename(value, values)
-
-
-def _rename(value: ir.Value, taken: Mapping[str, ir.Value]) -> None:
-    """Rename a value to a unique name."""
-    own = str(value.name)
-    names = (own.replace(".", "_") + "_" * i for i in itertools.count())
-    value.name = next(name for name in names if name not in taken)
-    if value.is_initializer() and ORIGINAL_NAME.read(value) is None:
-        ORIGINAL_NAME.write(value, own)
+            _rename(
+                value,
+                values,
+                f"{name!r}: expected no input or output named like what training makes of weight {weight!r}: "
+                f"rename it in the model",
+            )
 
 
 def check_free(model: ir.Model, name: str) -> None:
@@ -183,11 +168,17 @@ def check_free(model: ir.Model, name: str) -> None:
         GraphoptError: an input or output, which cannot be renamed, has this name.
     """
     values = ir.convenience.create_value_mapping(model.graph)
-    if name not in values:
-        return
-    if not (values[name].is_graph_input() or values[name].is_graph_output()):
-        _rename(values[name], values)
-    else:
-        raise GraphoptError(
-            f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
-        )
+    if name in values:
+        problem = f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
+        _rename(values[name], values, problem)
+
+
+def _rename(value: ir.Value, taken: Mapping[str, ir.Value], problem: str = "") -> None:
+    """Rename a value to a unique name; raise an error with the problem if it is an input or output."""
+    if value.is_graph_input() or value.is_graph_output():
+        raise GraphoptError(problem)
+    own = name_of(value)
+    names = (own.replace(".", "_") + "_" * i for i in itertools.count())
+    value.name = next(name for name in names if name not in taken)
+    if value.is_initializer() and ORIGINAL_NAME.read(value) is None:
+        ORIGINAL_NAME.write(value, own)

@@ -13,7 +13,6 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -78,25 +77,11 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a copy of a model in which large weights are inputs."""
     with _external(model) as weights:
         proto = ir.to_proto(model)
-    small = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
+    declare_inputs(proto.graph, (x for x in proto.graph.initializer if x.name in weights))
+    small = [x for x in proto.graph.initializer if x.name not in weights]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(small)
-    dims = {name: tensor.shape.numpy() for name, tensor in weights.items()}
-    infos = (onnx.helper.make_tensor_value_info(name, x.dtype, dims[name]) for name, x in weights.items())
-    proto.graph.input.extend(infos)
     return proto
-
-
-def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model that onnx's checker accepts: if the model is large, a copy with large initializers as inputs."""
-    if not is_large(proto):
-        return proto
-    weights = [x for x in proto.graph.initializer if len(x.raw_data) > _SMALL]
-    copy, graph = _fields_but(proto, "graph"), _fields_but(proto.graph, "initializer")
-    graph.initializer.extend(x for x in proto.graph.initializer if len(x.raw_data) <= _SMALL)
-    declare_inputs(graph, weights)
-    copy.graph.CopyFrom(graph)
-    return copy
 
 
 def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) -> None:
@@ -169,19 +154,6 @@ def _external(model: ir.Model) -> Iterator[Weights]:
     finally:
         for name, tensor in weights.items():
             values[name].const_value = tensor
-
-
-def _fields_but(source: onnx.ModelProto | onnx.GraphProto, left_out: str) -> Any:
-    """Return a copy of a message without a field. Messages of 2 GB cannot be copied whole."""
-    copy = type(source)()
-    for field, value in source.ListFields():
-        if field.name != left_out:
-            own = getattr(copy, field.name)
-            if hasattr(own, "extend"):
-                own.extend(value)
-            else:
-                setattr(copy, field.name, value)
-    return copy
 
 
 def _save_large(model: ir.Model, path: Path) -> None:

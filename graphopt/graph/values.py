@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 
+Named = ir.Value | ir.Node | str
 _SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 _TYPES = {
     dtype.numpy().name: dtype
@@ -20,9 +21,9 @@ _TYPES = {
 }
 
 
-def name_of(x: ir.Value | ir.Node) -> str:
-    """Return the name of a value or a node, which has one."""
-    return str(x.name)
+def name_of(x: Named) -> str:
+    """Return the name of a value or a node, which has one, or a name itself."""
+    return x if isinstance(x, str) else str(x.name)
 
 
 def is_floating(value: ir.Value | None) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
-from graphopt.graph.listing import listing, size
+from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
+from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
@@ -198,7 +198,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
         origin = Origin.read(value)
         if origin is None:
             continue
-        row = (name_of(value), _shape(value), _elements(value), origin.reason)
+        row = (name_of(value), type_of(value), _elements(value), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
             rows["tied"] += [
@@ -228,7 +228,7 @@ def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
     yield f"blocked    at {step}: operators without a gradient"
     rows = [("  operator", "nodes", "blocks", "what would help")]
     rows += [
-        (f"  {x.operator}", _some(x.nodes), _some(x.blocks), "; ".join(_advice(x))) for x in error.operators
+        (f"  {x.operator}", some(x.nodes), some(x.blocks), "; ".join(_advice(x))) for x in error.operators
     ]
     yield from _table(rows)
 
@@ -243,16 +243,10 @@ def _advice(operator: BlockingOperator) -> Iterator[str]:
         yield f"register a rule: passes.gradient({operator.domain!r}, {operator.op_type!r})"
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _operators(model: ir.Model) -> str:
     """Count operators, including those in functions and subgraphs."""
     nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
-    names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in nodes)
-    counts = Counter(names).most_common()
+    counts = Counter(map(operator_of, nodes)).most_common()
     return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
 
 
@@ -263,11 +257,6 @@ def _counted(sizes: Sequence[int]) -> str:
 
 def _elements(value: ir.Value) -> int:
     return math.prod(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else 0
-
-
-def _shape(value: ir.Value) -> str:
-    dtype = "?" if value.dtype is None else value.dtype.name.lower()
-    return f"{dtype}{[] if value.shape is None else list(value.shape)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
-from graphopt.graph.algebra import CombineScalarFactors
 from graphopt.graph.rewriting import interface_kept
+from graphopt.graph.simplify import CombineScalarFactors
 from graphopt.targets.gemm_updates import FoldMomentum, FoldSum, FoldTranspose, FoldUpdate
 from graphopt.targets.scaled_gradients import fold_rate_into_loss_gradient
 from graphopt.targets.scan import hoist_weight_gradients

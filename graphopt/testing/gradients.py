@@ -6,7 +6,7 @@ Otherwise, the reference evaluator does, and its forward pass is compared with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import values
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.names import gradient_of, output_of, seed_of
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import infer
+from graphopt.graph.values import is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.testing.reference import evaluator
@@ -50,6 +50,7 @@ ROUGH_STEP, ROUGH_TOLERANCE = 1e-2, 1e-3
 
 DIFFERENCES = "finite differences"
 
+_Forward = Callable[..., Any]  # takes names of outputs, and a point; returns these outputs
 Oracle = Callable[[ir.Model, NamedArrays, NamedArrays], tuple[NamedArrays, NamedArrays]]
 
 
@@ -166,8 +167,8 @@ def prove(
     return Proof(gradients, by, oracle_name, compared, total, steepest <= 0, flat)
 
 
-def forward_of(model: ir.Model, point: NamedArrays) -> tuple[Any, NamedArrays, str]:
-    """Return an evaluator of a model, the outputs at a point, and the evaluator's name.
+def forward_of(model: ir.Model, point: NamedArrays) -> tuple[_Forward, NamedArrays, str]:
+    """Return a function that evaluates a model, the outputs at a point, and the evaluator's name.
 
     The evaluator is ONNX Runtime if it has the kernels, otherwise the reference.
 
@@ -176,8 +177,8 @@ def forward_of(model: ir.Model, point: NamedArrays) -> tuple[Any, NamedArrays, s
     """
     result = by_runtime(model, point)
     if result is not None:
-        return result[0], result[1], "runtime"
-    reference = evaluator(model)
+        return *result, "runtime"
+    reference = evaluator(model).run
     outputs = evaluate_reference(model, point)
     single = in_precision(model, ir.DataType.FLOAT)
     theirs = by_runtime(single, in_types(single, point))
@@ -196,28 +197,25 @@ def _is_same(actual: Any, expected: Any) -> bool:
     return distance(finite(np.asarray(actual)), finite(expected), 1e-3) <= FORWARD_TOLERANCE
 
 
-class _Copying:
-    """Run a session on copies of its feeds, because BatchNormalization in training writes to its inputs."""
+def by_runtime(model: ir.Model, feeds: NamedArrays) -> tuple[_Forward, NamedArrays] | None:
+    """Return a function that runs a model in ONNX Runtime, and the outputs.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._taken = [x.name for x in session.ort.get_inputs()]
-
-    def run(self, outputs: list[str], feeds: Mapping[str, np.ndarray]) -> list[Any]:
-        return self._session.ort.run(outputs, {name: feeds[name].copy() for name in self._taken})
-
-
-def by_runtime(model: ir.Model, feeds: NamedArrays) -> tuple[_Copying, NamedArrays] | None:
-    """Return a session of ONNX Runtime and a model's outputs; None without kernels, or if the model draws numbers."""
+    Return None without kernels, or if the model draws numbers.
+    """
     if any(map(_draws, model.graph.all_nodes())):
         return None
     device = Device("cpu", threads=1, flush_denormals=False)
-    outputs = list(map(values.name_of, model.graph.outputs))
+    outputs = list(map(name_of, model.graph.outputs))
     if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
         return None
+
+    def run(outputs: Sequence[str], feeds: NamedArrays) -> list[Any]:
+        # BatchNormalization in training writes to its inputs.
+        return session.ort.run(outputs, {x.name: feeds[x.name].copy() for x in session.ort.get_inputs()})
+
     try:
-        session = _Copying(Session(device, model))
-        return session, dict(zip(outputs, session.run(outputs, feeds), strict=True))
+        session = Session(device, model)
+        return run, dict(zip(outputs, run(outputs, feeds), strict=True))
     except Exception:  # noqa: BLE001 - versions raise different types
         return None
 
@@ -270,9 +268,9 @@ def gradient_model(
     import passes
 
     model = normalized(source)
-    wrt = [x for x in model.graph.inputs if values.is_floating(x) and (by is None or x.name in by)]
+    wrt = [x for x in model.graph.inputs if is_floating(x) and (by is None or x.name in by)]
     seeds = {}
-    for y in filter(values.is_floating, model.graph.outputs):
+    for y in filter(is_floating, model.graph.outputs):
         seeds[y] = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
     model.graph.inputs.extend(seeds.values())
     with Emitter(model) as op:
@@ -384,8 +382,8 @@ def random_seeds(outputs: Mapping[str, np.ndarray]) -> NamedArrays:
 
 
 def differences(
-    forward: Any,
-    point: Mapping[str, np.ndarray],
+    forward: _Forward,
+    point: NamedArrays,
     name: str,
     seeds: NamedArrays,
     step: float,
@@ -396,13 +394,13 @@ def differences(
     slopes = np.zeros_like(point[name][at])
     indices = zip(*at, strict=True) if at else [()]
     for number, index in enumerate(indices):
-        values = []
+        slope = 0.0
         for sign in (1, -1):
             moved = point[name].copy()
             moved[index] += sign * step
-            outputs = map(finite, forward.run(projected, {**point, name: moved}))
-            values.append(sum(np.vdot(y, seed) for y, seed in zip(outputs, seeds.values(), strict=True)))
-        slopes[number if at else ()] = (values[0] - values[1]) / (2 * step)
+            outputs = map(finite, forward(projected, {**point, name: moved}))
+            slope += sign * sum(np.vdot(y, seed) for y, seed in zip(outputs, seeds.values(), strict=True))
+        slopes[number if at else ()] = slope / (2 * step)
     return slopes
 
 
@@ -416,6 +414,4 @@ def distance(actual: np.ndarray, expected: np.ndarray, least: float = 0.0) -> fl
 
 def evaluate_reference(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> NamedArrays:
     """Run a model in the reference evaluator and return its outputs by name."""
-    return dict(
-        zip(map(values.name_of, model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True)
-    )
+    return dict(zip(map(name_of, model.graph.outputs), evaluator(model).run(None, dict(inputs)), strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
-from graphopt.graph.shapes import inferred_shape, is_ceiled
+from graphopt.graph.shapes import is_ceiled
 from graphopt.graph.values import constant_of, dims_of
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
@@ -42,7 +42,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
             continue
         x, w = node.inputs[:2]
         assert x is not None and w is not None
-        shape = inferred_shape(model, x)
+        shape = x.shape
         if (
             shape is None
             or w.shape is None

@@ -14,11 +14,11 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, name_of, state_of
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import FED, STATE, Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import wide_type
+from graphopt.graph.values import name_of, wide_type
 from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 

@@ -16,8 +16,8 @@ from graphopt.files import write
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
-from graphopt.inspection.charts import line_chart, scatter_chart
-from graphopt.inspection.plot.kinds import kinds_of_nodes
+from graphopt.inspection.drawing import kinds_of_nodes
+from graphopt.inspection.html import line_chart, scatter_chart
 from graphopt.inspection.report import Report
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
