@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from graphopt.graph.roles import Role, with_role
+from graphopt.intervals import check_intervals
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
@@ -123,6 +124,14 @@ class Callback:
     on_every_worker = True
     saved: ClassVar[Sequence[str]] = ()
 
+    def __post_init__(self) -> None:
+        """Check the intervals of a dataclass's fields, and set its other attributes."""
+        check_intervals(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget earlier runs: a run begins that continues none of them. A dataclass calls it when it is created."""
+
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""
 
@@ -181,9 +190,14 @@ class CallbackGroup:
         return any(callback.reads_state for callback in self._named.values())
 
     def tell(self, event: str, *arguments: Any) -> None:
-        """Call the method of an event."""
+        """Call the method of an event of all callbacks."""
         for callback in self._named.values():
             getattr(callback, event)(self._run, *arguments)
+
+    def reset(self) -> None:
+        """Let all callbacks forget earlier runs."""
+        for callback in self._named.values():
+            callback.reset()
 
     def state(self) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
         """Return the values of each callback for JSON, and copies of the arrays of all by `callback/name`."""
