@@ -32,6 +32,14 @@ from graphopt.training.evaluation import reported
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 
+_Arrays = np.ndarray | Mapping[str, np.ndarray]
+FEATURES = "X"
+
+# scikit-learn's schedules, and the classes of `passes` that implement them
+SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
+
+_Self = TypeVar("_Self", bound="Trainer")
+
 CHUNK = 1024  # how many are predicted at a time
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
@@ -103,15 +111,6 @@ class Estimator:
         known = self._metric()
         parts = [self._running().predict(batch) for batch in batches]
         return np.concatenate([part[known[0] if known else next(iter(part))] for part in parts])
-
-
-_Arrays = np.ndarray | Mapping[str, np.ndarray]
-FEATURES = "X"
-
-# scikit-learn's schedules, and the classes of `passes` that implement them
-SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
-
-_Self = TypeVar("_Self", bound="Trainer")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

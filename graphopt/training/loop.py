@@ -30,12 +30,15 @@ from graphopt.training.evaluation import HeldOut, Mean
 from graphopt.training.signals import Signals, deferred
 from graphopt.training.sources import Epochs, FitOptions
 
+AHEAD = 2  # batches that are prefetched
+
+_Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
+
 
 @dataclass(frozen=True)
 class Progress:
-    """Hold how far a run has come: what a checkpoint has in JSON."""
+    """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
 
-    identity: Mapping[str, Any]  # of the data and the training graph, which a run that continues shares
     environment: Mapping[str, Any]  # what the last bits of results depend on
     step: int
     epoch: int
@@ -49,10 +52,9 @@ class Progress:
     callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
 
     def to_json(self) -> dict[str, Any]:
-        """Return the progress as JSON; the items of `identity` are at the top level."""
-        fields = {name: value for name, value in vars(self).items() if name != "identity"}
+        """Return the progress as JSON."""
         rates = {name: np.asarray(value).tolist() for name, value in self.hyperparameters.items()}
-        return {**self.identity, **fields, "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
+        return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
 
     @classmethod
     def of(
@@ -67,7 +69,7 @@ class Progress:
         """
         names = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in checkpoint.progress.items() if name in names}
-        progress = cls(**{"data": None, **fields, "identity": identity, "mean": Mean(**fields["mean"])})
+        progress = cls(**{"data": None, **fields, "mean": Mean(**fields["mean"])})
         for name, value in identity.items():
             found = checkpoint.progress.get(name)
             if found != value:
@@ -90,11 +92,6 @@ def versions(executor: Executor) -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
     packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
     return {**packages, "onnxruntime": executor.device_options.ort.__version__}
-
-
-AHEAD = 2  # batches that are prefetched
-
-_Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
 
 
 class After(Enum):
@@ -316,7 +313,6 @@ class TrainingLoop:
             self._tell("on_save_begin")
             values, arrays = self._callbacks.state()
             progress = Progress(
-                identity=self._identity,
                 environment=self._environment,
                 step=run.step,
                 epoch=run.epoch,
@@ -329,7 +325,8 @@ class TrainingLoop:
                 hyperparameters=run.executor.hyperparameters,
                 callbacks=values,
             )
-            checkpoints.save(position, run.executor.state, arrays, progress.to_json(), best)
+            content = {**self._identity, **progress.to_json()}
+            checkpoints.save(position, run.executor.state, arrays, content, best)
         if last:
             self._tell_saved(checkpoints.wait())
 

@@ -107,7 +107,8 @@ class Callback:
     events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
     in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
 
-    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more.
+    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more, and
+    `reset`, which is called before a run that continues no other, to forget earlier runs.
 
     With several workers, each has its own callback, which sees the same numbers. A callback that prints or writes sets
     `on_every_worker` to False: only the first worker's then sees the run. What one worker's callback asks for, except
@@ -130,7 +131,7 @@ class Callback:
         self.reset()
 
     def reset(self) -> None:
-        """Forget earlier runs: a run begins that continues none of them. A dataclass calls it when it is created."""
+        """Forget earlier runs. A callback that is a dataclass also calls this when it is created."""
 
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""

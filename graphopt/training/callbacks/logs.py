@@ -22,6 +22,9 @@ from graphopt.errors import GraphoptError, line, unknown
 from graphopt.files import replacing
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
+TRACKERS = ("trackio", "wandb")
+POSITION = ("epoch", "step", "rows")
+
 
 @dataclass
 class Log(Callback, ABC):
@@ -180,10 +183,6 @@ class CSV(FileLog):
 def json_value(value: Any) -> Any:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-TRACKERS = ("trackio", "wandb")
-POSITION = ("epoch", "step", "rows")
 
 
 @dataclass

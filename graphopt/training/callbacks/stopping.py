@@ -22,6 +22,7 @@ from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import larger_is_better, seconds
 
 _MODES = ("auto", "min", "max")
+_WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
 
 
 @dataclass
@@ -95,9 +96,6 @@ class Monitor(Callback, ABC):
         self.waited += 1
         if self.waited >= self.patience:
             self.stalled(run)
-
-
-_WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
 
 
 @dataclass

@@ -24,6 +24,10 @@ from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step
 from graphopt.training.sklearn.network import HIDDEN
 
+RATES = ("constant", "invscaling", "adaptive")
+SOLVERS = ("adam", "sgd")
+_TYPES = ("auto", "float32", "float64")
+
 
 @dataclass(frozen=True)
 class LogLoss(passes.BinaryCrossEntropy):
@@ -95,11 +99,6 @@ class ScikitLearnAdam(passes.Adam):
 def _of_rows(op: Emitter, elements: ir.Value) -> ir.Value:
     axes = [*range(1, rank(elements))]
     return op.ReduceSum(elements, axes, keepdims=0) if axes else elements
-
-
-RATES = ("constant", "invscaling", "adaptive")
-SOLVERS = ("adam", "sgd")
-_TYPES = ("auto", "float32", "float64")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
