@@ -24,12 +24,11 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
 from graphopt.targets.known import lower
 from graphopt.targets.target import Target
-from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.evaluation import evaluate
-from graphopt.training.fit import fit
+from graphopt.training.fit import adapt, fit
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
 
 if TYPE_CHECKING:

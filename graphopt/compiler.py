@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Concatenate, Final, Literal, ParamSpec
 
 import onnx_ir as ir
 
@@ -28,6 +28,7 @@ class Default(enum.Enum):
 DEFAULT: Final = Default.PASS
 FIRST_SCALE = 2.0**15  # of the loss
 Steps = Step | Sequence[Step] | None
+_P = ParamSpec("_P")
 
 
 def standard(
@@ -64,9 +65,7 @@ def standard(
         "parameters": passes.Parameters,
         "sort": passes.SortInitializers,
         "training": partial(passes.TrainingMode, as_exported=True),
-        "gradient": passes.Gradient
-        if loss_scale is None
-        else partial(passes.Gradient, loss_scale=FIRST_SCALE),
+        "gradient": partial(passes.Gradient, loss_scale=None if loss_scale is None else FIRST_SCALE),
         "simplify": passes.Simplify,
     }
     return Pipeline(**{name: default[name]() if step is DEFAULT else step for name, step in steps.items()})
@@ -75,27 +74,22 @@ def standard(
 STANDARD = tuple(inspect.signature(standard).parameters)
 
 
-def compile(
-    model: Source,
-    *,
-    normalize: Steps | Default = DEFAULT,
-    standardize: Steps = None,
-    parameters: Steps | Default = DEFAULT,
-    sort: Steps | Default = DEFAULT,
-    training: Steps | Default = DEFAULT,
-    loss: Steps = None,
-    regularizer: Steps = None,
-    precision: Steps = None,
-    gradient: Steps | Default = DEFAULT,
-    recompute: Steps = None,
-    clip: Steps = None,
-    optimizer: Steps = None,
-    schedule: Steps = None,
-    loss_scale: Steps = None,
-    accumulate: Steps = None,
-    simplify: Steps | Default = DEFAULT,
-    fuse: Steps = None,
-) -> ir.Model:
+def _taking(
+    steps: Callable[_P, Pipeline],
+) -> Callable[[Callable[..., ir.Model]], Callable[Concatenate[Source, _P], ir.Model]]:
+    """Show the keywords of `steps` in place of `**steps` in the signature of `function(model, **steps)`."""
+
+    def shown(function: Any) -> Any:
+        model, _ = inspect.signature(function).parameters.values()
+        shown = [model, *inspect.signature(steps).parameters.values()]
+        function.__signature__ = inspect.Signature(shown, return_annotation="ir.Model")
+        return function
+
+    return shown
+
+
+@_taking(standard)
+def compile(model: Source, **steps: Any) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline.
 
     A step is a pass, a sequence of passes, or None to omit it. Steps run in the order of the arguments.
@@ -146,8 +140,6 @@ def compile(
     >>> [output.name for output in step.graph.outputs][:2]
     ['loss', 'y']
     """
-    steps = dict(locals())
-    del steps["model"]
     return standard(**steps)(model)
 
 
@@ -298,21 +290,12 @@ class LayerGraphs:
         return yielding(self.joint)
 
 
-def compile_layer(
-    model: Source,
-    *,
-    normalize: Steps | Default = DEFAULT,
-    parameters: Steps | Default = DEFAULT,
-    sort: Steps | Default = DEFAULT,
-    training: Steps | Default = DEFAULT,
-    gradient: Steps | Default = DEFAULT,
-    simplify: Steps | Default = DEFAULT,
-    fuse: Steps = None,
-) -> LayerGraphs:
+def compile_layer(model: Source, **steps: Steps | Default) -> LayerGraphs:
     """Compile a model to the graphs of a layer in a larger program; see `compile` for the steps.
 
     Args:
-        gradient: emits the gradients of weighted outputs; `passes.VectorJacobianProduct()` by default.
+        steps: normalize, parameters, sort, training, gradient, simplify and fuse. `gradient` emits the gradients of
+            weighted outputs; `passes.VectorJacobianProduct()` by default.
 
     Raises:
         GraphoptError: the model cannot be read, or a pass rejects it.
@@ -320,14 +303,7 @@ def compile_layer(
     import passes
     from passes.parts.vector_jacobian import forward_and_backward
 
-    pipeline = standard(
-        normalize=normalize,
-        parameters=parameters,
-        sort=sort,
-        training=training,
-        gradient=passes.VectorJacobianProduct() if gradient is DEFAULT else gradient,
-        simplify=simplify,
-        fuse=fuse,
-    )
-    joint = pipeline(model)
+    if steps.get("gradient", DEFAULT) is DEFAULT:
+        steps["gradient"] = passes.VectorJacobianProduct()
+    joint = standard(**steps)(model)  # type: ignore[arg-type]  # mypy does not know the names
     return LayerGraphs(joint, *forward_and_backward(joint))

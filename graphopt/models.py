@@ -22,6 +22,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET
 
 _MAX = 2**27  # weights of a model
 MOST_LAYERS = 1_000
+_PERMUTATIONS = [0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]  # of the axes of queries, keys and values
 
 
 def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
@@ -46,10 +47,10 @@ def mlp(
     """
     random = _random(seed, outputs=outputs, hidden=hidden)
     sizes = [math.prod(features), *hidden, outputs]
-    layers: list[nn.Module] = [_Flatten()] if len(features) != 1 else []
+    layers: list[nn.Module] = [_Apply("Flatten")] if len(features) != 1 else []
     for i, (size, following) in enumerate(itertools.pairwise(sizes)):
         last = i == len(hidden)
-        layers += [_Linear(size, following, random, relu=not last)] + ([] if last else [_Relu()])
+        layers += [_Linear(size, following, random, relu=not last)] + ([] if last else [_Apply("Relu")])
     return _model("mlp" if hidden else "linear", _Layers(layers), features)
 
 
@@ -79,12 +80,12 @@ def cnn(
     depth, height, width = features
     layers: list[nn.Module] = []
     for following in channels:
-        layers += [_Convolution(depth, following, random), _Relu()]
+        layers += [_Convolution(depth, following, random), _Apply("Relu")]
         depth = following
         if min(height, width) >= 2:
-            layers.append(_MaxPool())
+            layers.append(_Apply("MaxPool", kernel_shape=[2, 2], strides=[2, 2]))
             height, width = height // 2, width // 2
-    layers += [_Flatten(), _Linear(depth * height * width, hidden, random, relu=True), _Relu()]
+    layers += [_Apply("Flatten"), _Linear(depth * height * width, hidden, random, relu=True), _Apply("Relu")]
     layers.append(_Linear(hidden, outputs, random))
     return _model("cnn", _Layers(layers), features)
 
@@ -159,7 +160,7 @@ class _Linear(nn.Module):
         super().__init__()
         bound = math.sqrt(6 / (size + outputs))
         shape = size, outputs
-        drawn = random.normal(0, math.sqrt(2 / size), shape) if relu else random.uniform(-bound, bound, shape)
+        drawn = random.normal(math.sqrt(2 / size), shape) if relu else random.uniform(bound, shape)
         self.weight = _parameter(drawn)
         self.bias = _parameter(np.zeros(outputs))
 
@@ -172,21 +173,22 @@ class _Linear(nn.Module):
 class _Convolution(nn.Module):
     def __init__(self, depth: int, channels: int, random: _Random) -> None:
         super().__init__()
-        self.weight = _parameter(random.normal(0, math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3)))
+        self.weight = _parameter(random.normal(math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3)))
         self.bias = _parameter(np.zeros(channels))
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         return op.Conv(x, self.weight, self.bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
 
 
-class _Relu(nn.Module):
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.Relu(x)
+class _Apply(nn.Module):
+    """Apply an operator without weights."""
 
+    def __init__(self, op_type: str, **attributes: Any) -> None:
+        super().__init__()
+        self._op_type, self._attributes = op_type, attributes
 
-class _MaxPool(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2])
+        return getattr(op, self._op_type)(x, **self._attributes)
 
 
 class _Random:
@@ -196,13 +198,13 @@ class _Random:
         self._drawn = np.random.default_rng(seed)
         self._left = _MAX
 
-    def normal(self, mean: float, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+    def normal(self, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
         self._count(shape)
-        return self._drawn.normal(mean, deviation, shape)
+        return self._drawn.normal(0, deviation, shape)
 
-    def uniform(self, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:
+    def uniform(self, bound: float, shape: tuple[int, ...]) -> np.ndarray:
         self._count(shape)
-        return self._drawn.uniform(low, high, shape)
+        return self._drawn.uniform(-bound, bound, shape)
 
     def _count(self, shape: tuple[int, ...]) -> None:
         self._left -= math.prod(shape)
@@ -221,11 +223,6 @@ def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
     return _Random(seed)
 
 
-class _Flatten(nn.Module):
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        return op.Flatten(x)
-
-
 class _LayerNormalization(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -239,10 +236,7 @@ class _LayerNormalization(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, length: int, width: int, heads: int, causal: bool, random: _Random) -> None:
         super().__init__()
-        self.query = _Linear(width, width, random)
-        self.key = _Linear(width, width, random)
-        self.value = _Linear(width, width, random)
-        self.output = _Linear(width, width, random)
+        self.query, self.key, self.value, self.output = (_Linear(width, width, random) for _ in range(4))
         self._split = [0, length, heads, width // heads]
         self._joined = [0, length, width]
         self._visible = np.tril(np.ones((length, length), np.bool_)) if causal else None
@@ -250,11 +244,7 @@ class _Attention(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         query, key, value = (
             op.Transpose(op.Reshape(project(op, x), self._split), perm=perm)
-            for project, perm in (
-                (self.query, [0, 2, 1, 3]),
-                (self.key, [0, 2, 3, 1]),
-                (self.value, [0, 2, 1, 3]),
-            )
+            for project, perm in zip((self.query, self.key, self.value), _PERMUTATIONS, strict=True)
         )
         scores = op.Mul(op.MatMul(query, key), 1 / math.sqrt(self._split[-1]))
         if self._visible is not None:
@@ -289,8 +279,8 @@ class _Transformer(nn.Module):
         random: _Random,
     ) -> None:
         super().__init__()
-        self.embedding = _parameter(random.normal(0, 0.1, (vocabulary, width)))
-        self.positions = _parameter(random.normal(0, 0.1, (length, width)))
+        self.embedding = _parameter(random.normal(0.1, (vocabulary, width)))
+        self.positions = _parameter(random.normal(0.1, (length, width)))
         self.blocks = nn.ModuleList(list(blocks))
         self.norm = _LayerNormalization(width)
         self.head = _Linear(width, outputs, random)

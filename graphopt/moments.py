@@ -106,12 +106,15 @@ class Moments:
 
     Args:
         axis: the axis of the features, by default the channels of images [N, C, H, W] and the columns of a table.
+
+    Attributes:
+        squares: the sum of squared differences from the mean of each feature.
     """
 
     def __init__(self, axis: int = 1) -> None:
         self._axis = axis
         self._count = 0
-        self._center = self._mean = self._squares = np.zeros(0)  # the mean is that of what is centered
+        self._center = self._mean = self.squares = np.zeros(0)  # the mean is that of what is centered
 
     def add(self, x: np.ndarray) -> None:
         """Add a piece: rows of the array.
@@ -132,14 +135,14 @@ class Moments:
         with np.errstate(invalid="ignore", over="ignore"):
             if not self._count:
                 self._center = columns.mean(axis=0)
-                self._mean = self._squares = np.zeros_like(self._center)
+                self._mean = self.squares = np.zeros_like(self._center)
             columns -= self._center
             mean = columns.mean(axis=0)
             columns -= mean
             share, distance = count / (self._count + count), mean - self._mean
             self._mean = self._mean + share * distance
-            self._squares = (
-                self._squares + (columns * columns).sum(axis=0) + self._count * share * distance * distance
+            self.squares = (
+                self.squares + (columns * columns).sum(axis=0) + self._count * share * distance * distance
             )
         self._count += count
 
@@ -151,7 +154,7 @@ class Moments:
             GraphoptError: a mean or a standard deviation is not finite.
         """
         mean = self._center + self._mean
-        wrong = ~(np.isfinite(mean) & np.isfinite(self._squares))
+        wrong = ~(np.isfinite(mean) & np.isfinite(self.squares))
         if wrong.any():
             raise GraphoptError(
                 f"mean and scale: expected finite numbers whose squares are finite, found others in feature "
@@ -170,7 +173,7 @@ class Moments:
             GraphoptError: a mean or a standard deviation is not finite.
         """
         epsilon = np.finfo(np.float64).eps
-        mean, variance = self.mean, self._squares / max(self._count, 1)
+        mean, variance = self.mean, self.squares / max(self._count, 1)
         rounding = self._count * epsilon * variance + (self._count * mean * epsilon) ** 2
         return np.where(variance <= rounding, 1.0, np.sqrt(np.maximum(variance, 0)))
 

@@ -16,7 +16,7 @@ from graphopt.data import Batches
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.errors import GraphoptError
 from graphopt.training.callbacks import Record, Run
-from graphopt.training.prediction import predict
+from graphopt.training.evaluation import predict
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((103, 3))

@@ -19,8 +19,8 @@ from sklearn.metrics import confusion_matrix
 import graphopt
 from graphopt import cli, data
 from graphopt.inspection.html import line_chart
-from graphopt.training.callbacks.curve import Curve
 from graphopt.training.callbacks.page import MOST_BINS
+from graphopt.training.callbacks.progress import Curve
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 QUIET = [

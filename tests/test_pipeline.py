@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -69,16 +67,6 @@ def test_compile_takes_paths_protos_and_models_and_changes_none(tmp_path):
     assert ir.to_proto(loaded).SerializeToString(deterministic=True) == ir.to_proto(
         ir.from_proto(proto)
     ).SerializeToString(deterministic=True)
-
-
-def test_compile_and_standard_take_the_same_steps():
-    ours, theirs = (
-        inspect.signature(function).parameters for function in (graphopt.compile, graphopt.standard)
-    )
-    assert {name: p.default for name, p in ours.items() if name != "model"} == {
-        name: p.default for name, p in theirs.items()
-    }
-    assert [name for name in ours if name != "model"] == list(STANDARD)
 
 
 def test_the_contract_of_a_training_graph():

@@ -20,8 +20,7 @@ import passes
 from graphopt import cli
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import progress
-from graphopt.training.callbacks.curve import Curve
-from graphopt.training.callbacks.progress import ProgressBar, sparkline
+from graphopt.training.callbacks.progress import Curve, ProgressBar, sparkline
 
 X = np.random.default_rng(0).standard_normal((200, 3)).astype(np.float32)
 DATA = {"x": X, "target": (X.sum(axis=1) > 0).astype(np.int64)}

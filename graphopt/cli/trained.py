@@ -28,8 +28,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import read
-from graphopt.training.evaluation import evaluate
-from graphopt.training.prediction import predict
+from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
 

@@ -226,6 +226,14 @@ def _written(
     fbs = _classes()
     builder = importlib.import_module("flatbuffers").Builder(size + 4096)
 
+    def table(kind: str, **fields: Any) -> int:
+        schema = getattr(fbs, kind)
+        getattr(schema, f"{kind}Start")(builder)
+        for field, value in fields.items():
+            getattr(schema, f"{kind}Add{field}")(builder, value)
+        end: int = getattr(schema, f"{kind}End")(builder)
+        return end
+
     def vector(offsets: list[int]) -> int:
         builder.StartVector(4, len(offsets), 4)
         for offset in reversed(offsets):
@@ -233,39 +241,24 @@ def _written(
         end: int = builder.EndVector()
         return end
 
-    tensors = [
-        vector([_tensor(builder, fbs.Tensor, name, array) for name, array in arrays.items()])
-        for arrays in (trained, untrained)
-    ]
-    fbs.ModuleState.ModuleStateStart(builder)
-    fbs.ModuleState.ModuleStateAddRequiresGradParams(builder, tensors[0])
-    fbs.ModuleState.ModuleStateAddFrozenParams(builder, tensors[1])
-    module_state = fbs.ModuleState.ModuleStateEnd(builder)
-    name = builder.CreateString(LEARNING_RATE)
-    fbs.FloatProperty.FloatPropertyStart(builder)
-    fbs.FloatProperty.FloatPropertyAddName(builder, name)
-    fbs.FloatProperty.FloatPropertyAddValue(builder, learning_rate)
-    floats = vector([fbs.FloatProperty.FloatPropertyEnd(builder)])
-    fbs.PropertyBag.PropertyBagStart(builder)
-    fbs.PropertyBag.PropertyBagAddFloats(builder, floats)
-    properties = fbs.PropertyBag.PropertyBagEnd(builder)
-    fbs.Checkpoint.CheckpointStart(builder)
-    fbs.Checkpoint.CheckpointAddVersion(builder, _VERSION)
-    fbs.Checkpoint.CheckpointAddModuleState(builder, module_state)
-    fbs.Checkpoint.CheckpointAddPropertyBag(builder, properties)
-    builder.Finish(fbs.Checkpoint.CheckpointEnd(builder), file_identifier=b"ODTC")
+    def tensors(arrays: Mapping[str, np.ndarray]) -> int:
+        # Bytes that are written first are last in the file: the tables before them show that a file is truncated.
+        return vector(
+            [
+                table(
+                    "Tensor",
+                    RawData=builder.CreateByteVector(array.tobytes()),
+                    Dims=builder.CreateNumpyVector(np.array(array.shape, np.int64)),
+                    Name=builder.CreateString(name),
+                    DataType=int(ir.DataType.from_numpy(array.dtype)),
+                )
+                for name, array in arrays.items()
+            ]
+        )
+
+    state = table("ModuleState", RequiresGradParams=tensors(trained), FrozenParams=tensors(untrained))
+    rate = table("FloatProperty", Name=builder.CreateString(LEARNING_RATE), Value=learning_rate)
+    properties = table("PropertyBag", Floats=vector([rate]))
+    checkpoint = table("Checkpoint", Version=_VERSION, ModuleState=state, PropertyBag=properties)
+    builder.Finish(checkpoint, file_identifier=b"ODTC")
     return bytes(builder.Output())
-
-
-def _tensor(builder: Any, schema: Any, name: str, array: np.ndarray) -> int:
-    # Bytes that are written first are last in the file: the tables before them show that a file is truncated.
-    data = builder.CreateByteVector(array.tobytes())
-    dims = builder.CreateNumpyVector(np.array(array.shape, np.int64))
-    text = builder.CreateString(name)
-    schema.TensorStart(builder)
-    schema.TensorAddName(builder, text)
-    schema.TensorAddDims(builder, dims)
-    schema.TensorAddDataType(builder, int(ir.DataType.from_numpy(array.dtype)))
-    schema.TensorAddRawData(builder, data)
-    offset: int = schema.TensorEnd(builder)
-    return offset

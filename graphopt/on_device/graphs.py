@@ -34,14 +34,13 @@ from graphopt.graph.roles import (
     set_role,
     with_role,
 )
-from graphopt.graph.state import take_initial
+from graphopt.graph.state import demote, detached, take_initial
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import name_of
-from graphopt.on_device.update import update_model
-from graphopt.pipeline import Pipeline, Step
+from graphopt.graph.values import like, name_of
+from graphopt.pipeline import Pipeline
 from passes.accumulate import Accumulate
-from passes.clipping import Clip
-from passes.optimizers import Optimizer
+from passes.clipping import Clip, ClipGlobalNorm, ClipValue
+from passes.optimizers import SGD, Adam, AdamW, Optimizer
 from passes.schedules import Schedule
 
 RESET = "lazy_reset_grad"
@@ -57,22 +56,13 @@ COUNTED = 2**24  # the largest count that float32 represents exactly
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Hold the three graphs from which a device trains, and their initial values.
+    """Hold the three graphs from which a device trains, and their initial values."""
 
-    Args:
-        training: computes the loss and accumulates gradients in buffers; its state is plain inputs.
-        evaluation: computes the loss and the model's outputs, in inference form, from the same state.
-        optimizer: updates the parameters.
-        trained: the parameters by name.
-        untrained: other state by name: running statistics and counters.
-        learning_rate: the initial rate.
-    """
-
-    training: ir.Model
-    evaluation: ir.Model
+    training: ir.Model  # computes the loss and accumulates gradients in buffers; its state is plain inputs
+    evaluation: ir.Model  # computes the loss and the model's outputs, in inference form, from the same state
     optimizer: onnx.ModelProto
-    trained: dict[str, np.ndarray]
-    untrained: dict[str, np.ndarray]
+    trained: dict[str, np.ndarray]  # the parameters
+    untrained: dict[str, np.ndarray]  # running statistics and counters
     learning_rate: float
 
 
@@ -92,7 +82,10 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
     optimizers = [item for item in steps if isinstance(item, Optimizer)]
     if len(optimizers) != 1:
         raise GraphoptError(f"pipeline: expected one optimizer, found {len(optimizers)}: name one")
-    _refuse(steps)
+    for kind, reason in _REFUSED.items():
+        for step in steps:
+            if isinstance(step, kind):
+                raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
     (optimizer,) = optimizers
     update = update_model(optimizer, [item for item in steps if isinstance(item, Clip)])
     rest = {
@@ -107,8 +100,10 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
             f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}, which onnxruntime-training "
             f"cannot load: export the model with an older opset"
         )
+    with detached(model):
+        for value in with_role(model, Role.HYPERPARAMETER):  # which a device's program does not feed
+            demote(model, value)
     initial = take_initial(model)
-    _fix_hyperparameters(model, initial)
     for value in with_role(model, Role.COUNTER):
         _count_in_float32(model, value)
         initial[name_of(value)] = initial[name_of(value)].astype(np.float32)
@@ -135,13 +130,6 @@ def _own_name(value: ir.Value) -> str:
     return original_name(value)
 
 
-def _refuse(steps: Sequence[Step]) -> None:
-    for step in steps:
-        for kind, reason in _REFUSED.items():
-            if isinstance(step, kind):
-                raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
-
-
 def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
     """Store a counter as float32, the only type that is updated in place; it wraps around after 2^24 steps."""
     uses = list(counter.uses())
@@ -157,15 +145,6 @@ def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
     wrapped.name, following.name = following.name, None
     model.graph.outputs[place] = set_role(wrapped, Role.NEXT)
     model.graph.sort()
-
-
-def _fix_hyperparameters(model: ir.Model, initial: dict[str, np.ndarray]) -> None:
-    """Turn hyperparameters into constants, because a device's program does not feed them."""
-    for value in with_role(model, Role.HYPERPARAMETER):
-        model.graph.inputs.remove(value)
-        clear_role(value)
-        value.const_value = ir.tensor(initial.pop(name_of(value)), name=value.name)
-        model.graph.register_initializer(value)
 
 
 def _check(model: ir.Model) -> None:
@@ -194,14 +173,12 @@ def _evaluation(model: ir.Model) -> ir.Model:
     RUNTIME.remove(part)
     read = {x.name: x for x in part.graph.inputs}
     data = [x for x in part.graph.inputs if role_of(x) not in STATE]
-    part.graph.inputs[:] = data + [read.get(x.name) or _twin(x) for x in with_role(model, *STATE)]
+    part.graph.inputs[:] = data
+    for x in with_role(model, *STATE):
+        twin = read.get(x.name) or like(ir.Value(name=x.name), x)
+        metadata.copy(x, twin)
+        part.graph.inputs.append(twin)
     return part
-
-
-def _twin(value: ir.Value) -> ir.Value:
-    twin = ir.Value(name=value.name, type=value.type, shape=value.shape)
-    metadata.copy(value, twin)
-    return twin
 
 
 def _update_in_place(model: ir.Model) -> None:
@@ -235,3 +212,124 @@ def _update_in_place(model: ir.Model) -> None:
     needs_training_runtime(model)
     RemoveUnusedNodesPass()(model)
     graph.sort()
+
+
+# the names of a, rate and b in an update a - rate * b of sequences a and b
+_Step = tuple[str, str, str]
+
+
+def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
+    """Return the model with which onnxruntime-training's Optimizer updates parameters.
+
+    A model may contain only one node with an optimizer's kernel at its top level. Earlier arithmetic, such as momentum,
+    is in a branch of an If, where SGDOptimizerV2 computes a - rate * b in place on sequences. Optimizer stores the
+    moments, also in its checkpoints.
+
+    Raises:
+        GraphoptError: the optimizer or a clipping has no kernel, or parameters are in groups.
+    """
+    if optimizer.groups:
+        raise GraphoptError(
+            f"{type(optimizer).__name__}: groups: expected none on a device, whose Optimizer has one rate and one "
+            f"weight decay for all parameters, found {len(optimizer.groups)}: leave them out"
+        )
+    lines, gradients = [], "gradients"
+    for i, clip in enumerate(clips):
+        lines.append(f"clipped_{i} = {_clipping(clip, gradients)}")
+        gradients = f"clipped_{i}"
+    before: list[_Step] = []
+    if optimizer.weight_decay and not optimizer.decoupled:
+        lines.append(_constant("decay", -optimizer.weight_decay))
+        before.append((gradients, "decay", "params"))
+    moments = ["first_order_moments"]
+    if isinstance(optimizer, SGD) and type(optimizer) is SGD:
+        kernel, inputs = "SGDOptimizerV2", ["rate", "params", gradients]
+        if optimizer.momentum:
+            if optimizer.rate_in_velocity:
+                raise GraphoptError(
+                    f"optimizer={optimizer}: expected rate_in_velocity=False on a device, whose program sets the rate"
+                )
+            (b,) = moments
+            lines += _momentum(optimizer)
+            before += [(b, "forget", b), (b, "remember", gradients)]
+            if optimizer.nesterov:
+                before.append(("params", "look_ahead", b))
+            else:
+                inputs[-1] = b
+    elif isinstance(optimizer, Adam) and type(optimizer) in (Adam, AdamW):
+        moments.append("second_order_moments")
+        kernel = _adamw(optimizer)
+        inputs = ["rate", "t", "params", gradients, *moments]
+    else:
+        raise GraphoptError(
+            f"optimizer={optimizer}: onnxruntime-training has no kernel for it: use SGD, Adam or AdamW on a device"
+        )
+    if before:
+        lines.append(_one_by_one(before))
+        inputs.append("ready")
+    sequences = [f"seq(float[]) {name}" for name in ("params", "gradients", *moments)]
+    return onnx.parser.parse_model(
+        f"""<ir_version: {ORT_TRAINING_IR_VERSION}, opset_import: ["": {ORT_TRAINING_OPSET}, "{MICROSOFT}": 1],
+         producer_name: "graphopt">
+        update (float[1] learning_rate, int64[1] step, {", ".join(sequences)}) => (bool updated) {{
+            rate = Squeeze(learning_rate)
+            t = Squeeze(step)
+            {" ".join(lines)}
+            updated = {MICROSOFT}.{kernel}({", ".join(inputs)})
+        }}"""
+    )
+
+
+def _adamw(adam: Adam) -> str:
+    """Return the kernel with its attributes; the gradients already include a decay that is not decoupled."""
+    decay = float(adam.weight_decay) if adam.decoupled else 0.0
+    spec = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
+    assert spec is not None
+    op_type, attributes = spec
+    typed = [f"{name}: {type(value).__name__} = {value!r}" for name, value in attributes.items()]
+    return f"{op_type}<{', '.join(typed)}>"
+
+
+def _momentum(sgd: SGD) -> list[str]:
+    """Return lines that compute the factors of b = momentum b + (1 - dampening) g; the first step is not dampened."""
+    return [
+        _constant("forget", 1 - sgd.momentum),
+        *([_constant("momentum", sgd.momentum), "look_ahead = Mul(rate, momentum)"] if sgd.nesterov else []),
+        _constant("dampening", sgd.dampening),
+        _constant("one", 1.0),
+        "time = Cast<to = 1>(t)",
+        "is_later = Greater(time, one)",
+        "later = Cast<to = 1>(is_later)",
+        "dampened = Mul(dampening, later)",
+        "remember = Sub(dampened, one)",
+    ]
+
+
+def _clipping(clip: Clip, gradients: str) -> str:
+    if isinstance(clip, ClipGlobalNorm):
+        return f"{MICROSOFT}.InplaceClipGradNorm<max_norm: float = {float(clip.max_norm)!r}>({gradients})"
+    if isinstance(clip, ClipValue):
+        return f"""SequenceMap<body = element (float[] g) => (float[] bounded) {{
+            {_constant("low", -clip.limit)}
+            {_constant("high", clip.limit)}
+            bounded = Clip(g, low, high)
+        }}>({gradients})"""
+    raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: use one of them")
+
+
+def _one_by_one(updates: Sequence[_Step]) -> str:
+    """Return an If that runs updates in order and outputs a flag; its condition is true but not a constant."""
+    body, last = "", ""
+    for i, (a, rate, b) in enumerate(updates):
+        body += f"done_{i} = {MICROSOFT}.SGDOptimizerV2({rate}, {a}, {b}{last}) "
+        last = f", done_{i}"
+    return f"""none = Constant<value = int64 {{0}}>()
+    always = Greater(t, none)
+    ready = If (always) <
+        then_branch = updates () => (bool {last[2:]}) {{ {body} }},
+        else_branch = nothing () => (bool same) {{ same = Identity(always) }}
+    >"""
+
+
+def _constant(name: str, value: float) -> str:
+    return f"{name} = Constant<value = float {{{float(value)!r}}}>()"

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 import warnings
@@ -22,17 +23,14 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.intervals import check_intervals, within
 from graphopt.runtime.checkpoint import state_bytes
 
-_STATE, _CALLBACKS, _PROGRESS, _MANIFEST = (
-    "state.safetensors",
-    "callbacks.safetensors",
-    "progress.json",
-    "manifest.json",
-)
+_STATE, _CALLBACKS = "state.safetensors", "callbacks.safetensors"
+_PROGRESS, _MANIFEST = "progress.json", "manifest.json"
 NEWEST, BEST = "newest", "best"  # files that name a checkpoint
 _FOLDER = re.compile(r"step-(\d+)")
 _EVERY = re.compile(r"([0-9]+) *(step|epoch)s?")
@@ -106,14 +104,14 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
+        self._larger = larger_is_better(self.best or "")
         check_intervals(self)
-        count, time_between = None, None
-        if self.every is not None:
-            count, time_between = _EVERY.fullmatch(str(self.every)), seconds(str(self.every))
-            if not (time_between or (count and int(count[1]))):
-                raise GraphoptError(
-                    f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
-                )
+        every = str(self.every)
+        count, time_between = _EVERY.fullmatch(every), seconds(every)
+        if self.every is not None and not (time_between or (count and int(count[1]))):
+            raise GraphoptError(
+                f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
+            )
         self._steps = int(count[1]) if count and count[2] == "step" else None
         self._epochs = int(count[1]) if count and count[2] == "epoch" else None
         self._seconds = time_between or math.inf
@@ -131,9 +129,7 @@ class Checkpoints:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            probe = self._folder / f".probe-{uuid.uuid4().hex}"
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=self._folder).close()  # raises an error if the folder is read-only
             for left in self._folder.glob(".step-*"):
                 shutil.rmtree(left)
         except OSError as error:
@@ -170,10 +166,6 @@ class Checkpoints:
         is_best = len(best) < self.keep_best or (value > best[-1] if self._larger else value < best[-1])
         return value if is_best else None
 
-    @property
-    def _larger(self) -> bool:
-        return larger_is_better(self.best or "")
-
     def save(
         self,
         position: tuple[int, ...],
@@ -194,7 +186,8 @@ class Checkpoints:
         values = dict(self._values)
         if best is not None:
             values[name] = best
-        self._writing = self._thread.submit(self._write, name, state, arrays, progress, values)
+        checkpoint = Checkpoint(self._folder / name, state, arrays, progress)
+        self._writing = self._thread.submit(self._write, checkpoint, values)
 
     def finished(self, *, wait: bool = False) -> Path | None:
         """Return the folder of a checkpoint that has been written since the last call; warn if it could not be.
@@ -229,10 +222,12 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, or None; warn of newer ones that are damaged."""
         first = _pointer(self._folder / NEWEST)
-        names = sorted((path.name for path in self._folder.glob("step-*")), reverse=True)
-        for name in sorted(names, key=lambda name: name != first):  # stable: the pointer's, then the newest
+        paths = sorted(self._folder.glob("step-*"), reverse=True)
+        for path in sorted(
+            paths, key=lambda path: path.name != first
+        ):  # stable: the pointer's, then the newest
             try:
-                return read(self._folder / name)
+                return read(path)
             except GraphoptError as error:
                 warnings.warn(f"{error}; an earlier checkpoint is tried", stacklevel=2)
         return None
@@ -241,26 +236,19 @@ class Checkpoints:
         """Continue with the best values of a run so far."""
         self._values = {name: value for name, value in values.items() if (self._folder / name).is_dir()}
 
-    def _write(
-        self,
-        name: str,
-        state: Mapping[str, np.ndarray],
-        arrays: Mapping[str, np.ndarray],
-        progress: Mapping[str, Any],
-        values: dict[str, float],
-    ) -> Path:
+    def _write(self, checkpoint: Checkpoint, values: dict[str, float]) -> Path:
         """Write a checkpoint and remove those that need not stay; this runs in the thread."""
         start = time.thread_time()
-        target = self._folder / name
-        temporary = self._folder / f".{name}-{uuid.uuid4().hex}"
+        target = checkpoint.path
+        temporary = _hidden(target)
         ranked = sorted(values, key=lambda saved: values[saved], reverse=self._larger)[: self.keep_best]
         values = {saved: values[saved] for saved in ranked}
         contents = {
-            _STATE: state_bytes(state),
-            _PROGRESS: json.dumps({**progress, "best_values": values}, indent=1).encode(),
+            _STATE: state_bytes(checkpoint.state),
+            _PROGRESS: json.dumps({**checkpoint.progress, "best_values": values}, indent=1).encode(),
         }
-        if arrays:
-            contents[_CALLBACKS] = state_bytes(arrays)
+        if checkpoint.arrays:
+            contents[_CALLBACKS] = state_bytes(checkpoint.arrays)
         sums = {file_name: hashlib.sha256(content).hexdigest() for file_name, content in contents.items()}
         contents[_MANIFEST] = json.dumps({"sha256": sums}, indent=1).encode()
         try:
@@ -273,22 +261,18 @@ class Checkpoints:
             _flush(temporary)
             _rename(temporary, target)
             _flush(self._folder)
-            _point(self._folder / NEWEST, name)
+            _point(self._folder / NEWEST, target.name)
             if ranked:
                 _point(self._folder / BEST, ranked[0])
             self._values = values
-            self._prune(name)
+            names = sorted(path.name for path in self._folder.glob("step-*") if _FOLDER.fullmatch(path.name))
+            names = [name for name in names if name <= target.name] + [target.name]
+            for name in {*names} - {*names[-1 - self.keep :], *values}:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             self._cost = time.thread_time() - start
         return target
-
-    def _prune(self, newest: str) -> None:
-        names = sorted(path.name for path in self._folder.glob("step-*") if _FOLDER.fullmatch(path.name))
-        names = [name for name in names if name <= newest] + [newest]
-        keep = {*names[-1 - self.keep :], *self._values}
-        for name in set(names) - keep:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
@@ -314,6 +298,22 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         raise GraphoptError(f"{error.filename}: expected a checkpoint of fit: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise GraphoptError(f"{folder}: expected a whole checkpoint, found a damaged one: {error}") from error
+
+
+def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Return the checkpoint of the first worker, whose disk the others need not share."""
+    if communicator.size == 1:
+        return checkpoint
+    about, contents = None, [b"", b""]
+    if checkpoint is not None:
+        about = [str(checkpoint.path), checkpoint.progress]
+        contents = [state_bytes(checkpoint.state), state_bytes(checkpoint.arrays)]
+    contents = [communicator.gather(content)[0] for content in contents]
+    about = communicator.gather_json(about)[0]
+    if communicator.leads or about is None:
+        return checkpoint
+    state, arrays = map(safetensors.numpy.load, contents)
+    return Checkpoint(Path(about[0]), state, arrays, about[1])
 
 
 def find(path: str | os.PathLike[str]) -> Path:
@@ -349,7 +349,7 @@ def _point(path: Path, name: str) -> None:
 
 def _rename(written: Path, target: Path) -> None:
     """Rename a folder; an existing target is removed only once the new folder is in place."""
-    old = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    old = _hidden(target)
     has_old = target.exists()
     if has_old:
         os.rename(target, old)
@@ -360,6 +360,11 @@ def _rename(written: Path, target: Path) -> None:
             os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _hidden(path: Path) -> Path:
+    """Return a new name in the folder of a path, which `prepare` removes after an interruption."""
+    return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
 def _flush(folder: Path) -> None:

@@ -1,12 +1,15 @@
-"""Train with scikit-learn's estimator interface: `fit`, `predict`, `score`."""
+"""Compile the training graphs of estimators, keep their executors, and train with scikit-learn's interface."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import onnx
@@ -25,9 +28,9 @@ from graphopt.graph.values import name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
+from graphopt.training.evaluation import reported
 from graphopt.training.fit import fit
-from graphopt.training.metrics import weighted_accuracy, weighted_r2
-from graphopt.training.structure import CHUNK, Estimator, Structure
+from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
@@ -36,6 +39,78 @@ FEATURES = "X"
 SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
 
 _Self = TypeVar("_Self", bound="Trainer")
+
+CHUNK = 1024  # how many are predicted at a time
+_SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device."""
+
+    model: Source | bytes
+    steps: tuple[tuple[str, Any], ...]
+    device: str
+    threads: int | None
+
+    def executor(self) -> Executor:
+        """Return a new executor, which reports the losses; equal structures share one training graph."""
+        compiled: Callable[..., ir.Model] = _compiled
+        if isinstance(self.model, bytes) and len(self.model) <= _SHARED:
+            with contextlib.suppress(TypeError):  # an option of a pass is a list, for example
+                hash(self.steps)
+                compiled = _shared
+        step = compiled(self.model, self.steps)
+        return Executor(step, device=self.device, threads=self.threads, report=reported(step))
+
+
+def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.Model:
+    source = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
+    return compile(source, **dict(steps))
+
+
+_shared = functools.lru_cache(32)(_compiled)
+
+
+class Estimator:
+    """Keep an executor through changes of options, and its state through pickling.
+
+    All attributes are of the class, because scikit-learn expects __init__ to set its arguments only.
+    """
+
+    model: Source | None
+    _structure: Structure | None = None
+    _executor: Executor | None = None
+    _kept: Mapping[str, np.ndarray] | None = None  # the state of an estimator that was pickled
+
+    _transient: ClassVar[Sequence[str]] = ("_executor",)  # what pickling leaves out
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in self._transient}
+        if isinstance(self.model, ir.Model):
+            state["model"] = ir.to_proto(self.model)
+        return state if self._executor is None else {**state, "_kept": self._executor.state}
+
+    def _use(self, structure: Structure, executor: Executor, state: Mapping[str, np.ndarray]) -> Executor:
+        """Train with an executor from now on; continue from a state as far as its graph has one of the same name."""
+        known = executor.state
+        executor.update_state({name: array for name, array in state.items() if name in known})
+        self._structure, self._executor, self._kept = structure, executor, None
+        return executor
+
+    @abstractmethod
+    def _running(self) -> Executor:
+        """Return the executor; open it for an estimator that was pickled."""
+
+    def _metric(self) -> tuple[str, Metrics] | None:
+        """Return the name of the output that has targets, and the metric that compares the two, if known."""
+        return metrics(self._running().inputs).get(TARGET)
+
+    def _predictions(self, batches: Iterable[Mapping[str, np.ndarray]]) -> np.ndarray:
+        """Return the output that has targets, or the first one, for the rows of all batches."""
+        known = self._metric()
+        parts = [self._running().predict(batch) for batch in batches]
+        return np.concatenate([part[known[0] if known else next(iter(part))] for part in parts])
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -124,13 +199,12 @@ class Trainer(Estimator):
         if X_val is not None:
             if sample_weight is not None and sample_weight_val is None and y_val is not None:
                 sample_weight_val = np.ones(len(y_val))
-            validation = _named(X_val, **{TARGET: y_val, WEIGHT: sample_weight_val})
-        data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
-        return self._fit(data, validation, self.max_iter, self.warm_start)
+            validation = _named(X_val, y_val, sample_weight_val)
+        return self._fit(_named(X, y, sample_weight), validation, self.max_iter, self.warm_start)
 
     def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
-        return self._fit(_named(X, **{TARGET: y, WEIGHT: sample_weight}), None, 1, True)
+        return self._fit(_named(X, y, sample_weight), None, 1, True)
 
     def predict(self, X: _Arrays) -> np.ndarray:
         """Return predictions: class numbers for a classification, otherwise the model's output.
@@ -172,8 +246,8 @@ class Trainer(Estimator):
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         inputs = {name_of(x): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
-        data = _named(X, **{TARGET: y, WEIGHT: sample_weight})
-        return np.concatenate([run(graph, batch)["loss"] for batch in _batches(data, inputs)])
+        batches = _batches(_named(X, y, sample_weight), inputs)
+        return np.concatenate([run(graph, batch)["loss"] for batch in batches])
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
@@ -202,12 +276,10 @@ class Trainer(Estimator):
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
-        params = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
-        if deep:
-            for name, value in list(params.items()):
-                if dataclasses.is_dataclass(value):
-                    fields = dataclasses.fields(value)
-                    params |= {f"{name}__{field.name}": getattr(value, field.name) for field in fields}
+        params = _fields(self)
+        for name, step in list(params.items() if deep else ()):
+            if dataclasses.is_dataclass(step):
+                params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
         return params
 
     def set_params(self: _Self, **params: Any) -> _Self:
@@ -224,11 +296,9 @@ class Trainer(Estimator):
         return self
 
     def __repr__(self) -> str:
-        options = {
-            option.name: option.default for option in dataclasses.fields(self) if option.name != "model"
-        }
-        changed = [name for name, default in options.items() if getattr(self, name) is not default]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+        default = {option.name: option.default for option in dataclasses.fields(self)} | {"model": self.model}
+        changed = [f"{name}={x!r}" for name, x in _fields(self).items() if x is not default[name]]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
@@ -327,21 +397,24 @@ class Trainer(Estimator):
         return self._predictions(_batches(_named(X), inputs))
 
 
+def _fields(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+
+
 def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
     """Return whether a row has the shape of an array's rows, if axes of size 1 are ignored."""
     return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
 
 
-def _named(X: _Arrays, **more: np.ndarray | None) -> dict[str, np.ndarray]:
+def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
-    return arrays | {name: np.asarray(array) for name, array in more.items() if array is not None}
+    named = zip((TARGET, WEIGHT), more, strict=False)
+    return arrays | {name: np.asarray(array) for name, array in named if array is not None}
 
 
-def _batches(
-    data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield all rows in order, as `inputs` take them."""
+def _batches(data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]) -> Iterable[dict[str, Any]]:
+    """Return all rows in order, as `inputs` take them."""
     batches = Batches(Dataset(data, features=FEATURES), inputs)
-    for rows in Batches.split(range(len(batches)), batches.fixed_size or CHUNK):
-        yield batches.take(rows)
+    return map(batches.take, Batches.split(range(len(batches)), batches.fixed_size or CHUNK))

@@ -1,27 +1,35 @@
-"""Evaluate on rows that do not train: mean losses and metrics."""
+"""Compute mean losses, metrics and outputs on rows that do not train."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import safetensors.numpy
 
 from graphopt.communicator import SINGLE, Communicator
-from graphopt.data import Batches
+from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
+from graphopt.data.foreign import as_dataset
 from graphopt.data.streams import Stream
-from graphopt.graph.roles import Role, role_of
+from graphopt.errors import GraphoptError
+from graphopt.graph.loading import Source, load
+from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.values import name_of
+from graphopt.runtime.checkpoint import state_bytes
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.session import Session
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.options import Data
-from graphopt.training.sources import read_batches
-from graphopt.training.workers import evaluated, summed
+from graphopt.training.sources import Data, read_batches
+
+_POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 
 
 def evaluate(
@@ -55,6 +63,48 @@ def evaluate(
     return HeldOut(read_batches(data, executor, allow_nan), batch_size, metrics).measure(executor)
 
 
+def predict(
+    model: Source,
+    data: Dataset | Mapping[str, np.ndarray],
+    *,
+    batch_size: int = 256,
+    allow_nan: bool = False,
+    device: Device | None = None,
+) -> dict[str, np.ndarray]:
+    """Return the outputs of a model on all rows of a data set, by name. Targets and weights in the data are ignored.
+
+    Args:
+        model: an inference model.
+        data: a data set, or arrays named like the model's inputs.
+        batch_size: the number of rows per call; a model with a fixed batch uses its own.
+        allow_nan: accept data that contains NaN or infinities.
+        device: where to compute; by default, the CPU.
+
+    Raises:
+        GraphoptError: the data does not fit the model, or an output does not have a row for each row of data.
+    """
+    loaded = load(model)
+    data = as_dataset(data)
+    weights = loaded.graph.initializers
+    inputs = {name_of(x): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
+    if not data.inputs():
+        raise GraphoptError(f"data: expected arrays {', '.join(inputs)}, found targets alone")
+    batches = Batches(Dataset(data.inputs(), features=data.features), inputs, allow_nan=allow_nan)
+    size = batches.fixed_size or batch_size
+    session = Session(device or Device(), loaded)
+    parts: dict[str, list[np.ndarray]] = {}
+    for rows in Batches.split(np.arange(len(batches)), size):
+        filled = np.resize(rows, size) if batches.fixed_size else rows
+        for name, array in session.compute_arrays(batches.take(filled)).items():
+            if np.ndim(array) == 0 or len(array) != len(filled):
+                raise GraphoptError(
+                    f"output {name!r}: expected a row for each of {len(filled)} rows of data, found shape "
+                    f"{list(np.shape(array))}"
+                )
+            parts.setdefault(name, []).append(array[: len(rows)])
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
 def reported(step: ir.Model) -> list[str]:
     """Return the names of the outputs that go into a record: losses, metrics and diagnostics."""
     roles = (Role.LOSS, Role.METRIC, Role.DIAGNOSTIC)
@@ -79,8 +129,9 @@ class Mean:
 
     def result(self, communicator: Communicator = SINGLE) -> Record:
         """Return the mean of each number over the rows of all workers, and the last learning rate."""
-        rows, sums = summed(communicator, self.rows, self.sums)
-        means: Record = {name: value / rows for name, value in sums.items()}
+        totals = np.array([self.rows, *self.sums.values()], np.float64)
+        communicator.sum(totals)  # all workers have the same names
+        means: Record = dict(zip(self.sums, (totals[1:] / totals[0]).tolist(), strict=True))
         if "learning_rate" in means:
             means["learning_rate"] = self.rate
         return means
@@ -106,16 +157,25 @@ class HeldOut:
             self.count = len(chosen)
             self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
 
-    def evaluated(self, executor: Executor) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
-        """Yield the data and the evaluation of each batch."""
-        for feeds in self._feeds():
-            yield feeds, executor.evaluate(feeds)
+    def evaluated(
+        self, executor: Executor, workers: Communicator = SINGLE
+    ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+        """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time."""
+        left = iter(self._feeds())
+        while group := list(itertools.islice(left, workers.size)):
+            own = workers.rank
+            values: Mapping[int, Any] = {own: executor.evaluate(group[own])} if own < len(group) else {}
+            if workers.size > 1:
+                values = _exchanged(workers, values)
+            yield from ((group[i], value) for i, value in values.items())
+            lost = [batch for i, batch in enumerate(group) if i not in values]  # with a worker that has died
+            left = itertools.chain(lost, left)
 
     def measure(self, executor: Executor) -> Record:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics_of(executor.inputs, self._metrics)
         mean = Mean()
-        for feeds, values in evaluated(executor.workers, self._feeds(), executor.evaluate):
+        for feeds, values in self.evaluated(executor, executor.workers):
             for target, (output, metric) in chosen.items():
                 metric.add(values[output], feeds[target])
             mean.add(len(next(iter(feeds.values()))), values)
@@ -124,3 +184,17 @@ class HeldOut:
             prefix = "" if len(chosen) == 1 else f"{target}."
             measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}
         return measured
+
+
+def _exchanged(
+    communicator: Communicator, own: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """Return the numbers and arrays of all workers by the position of their batch."""
+    results: dict[int, Mapping[str, Any]] = {}
+    arrays = [{_POSITION: np.array(position), **values} for position, values in own.items()]
+    for content in communicator.gather(state_bytes(arrays[0] if arrays else {})):
+        values = safetensors.numpy.load(content)
+        if values:
+            position = int(values.pop(_POSITION))
+            results[position] = {name: x if x.ndim else x.item() for name, x in values.items()}
+    return results

@@ -1,27 +1,37 @@
-"""Train on a data set: `fit`, which prepares a run for `TrainingLoop`."""
+"""Train on a data set: `fit`, which prepares a run for `TrainingLoop`, and `adapt`, by which passes learn from it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 from graphopt.communicator import digest
 from graphopt.data.batches import fixed_batch
+from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.data.loader import Shuffle
 from graphopt.data.streams import Stream
-from graphopt.data.training_rows import hold_out
+from graphopt.data.training_rows import TrainingRows, hold_out
 from graphopt.errors import GraphoptError
+from graphopt.graph.loading import Source, load
+from graphopt.graph.storage import model_digest
+from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.checkpoints import Checkpoint, Checkpoints, find, read
+from graphopt.training.checkpoints import Checkpoints, find, from_first, read
 from graphopt.training.evaluation import HeldOut
-from graphopt.training.loop import TrainingLoop
+from graphopt.training.loop import TrainingLoop, versions
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.options import Data, FitOptions, PathLike
-from graphopt.training.progress import graph_digest, versions
-from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
-from graphopt.training.workers import from_first
+from graphopt.training.sources import (
+    Data,
+    Epochs,
+    FitOptions,
+    PathLike,
+    RowEpochs,
+    StreamEpochs,
+    read_batches,
+)
 
 
 def fit(
@@ -95,20 +105,8 @@ def fit(
     >>> len(records), records[-1]["validation_loss"] < 1e-3
     (50, True)
     """
-    options = FitOptions(
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        validation=validation,
-        validation_every=validation_every,
-        metrics=metrics,
-        allow_nan=allow_nan,
-        prefetch=prefetch,
-        checkpoint=checkpoint,
-        resume=resume,
-    )
+    arguments = dict(locals())
+    options = FitOptions(**{field.name: arguments[field.name] for field in dataclasses.fields(FitOptions)})
     if "loss" not in executor.reported:
         raise GraphoptError(
             "report: expected an executor that reports its loss, found an empty report: leave it out"
@@ -125,16 +123,72 @@ def fit(
             )
         workers.check_alike(_facts(executor, source, options))
         callbacks = [callback for callback in callbacks if workers.leads or callback.on_every_worker]
-    checkpoints = options.checkpoints if workers.leads else None
-    if checkpoints is not None:
+    checkpoints = None
+    if checkpoint is not None and workers.leads:
+        checkpoints = checkpoint if isinstance(checkpoint, Checkpoints) else Checkpoints(checkpoint)
         checkpoints.prepare()
     run = Run(executor, epochs, source.steps, source.count, validation_rows, step=executor.batches)
     if held_out is not None:
         run.evaluated = functools.partial(held_out.evaluated, executor)
+    resumed = None
+    if workers.leads and not isinstance(resume, bool):
+        resumed = read(find(resume))
+    elif resume and checkpoints is not None:
+        resumed = checkpoints.newest()
     loop = TrainingLoop(run, source, held_out, options, callbacks, checkpoints)
-    loop.load(from_first(workers, _resumed(resume, checkpoints) if workers.leads else None))
+    loop.load(from_first(workers, resumed))
     loop.train()
     return run.records
+
+
+def adapt(
+    pipeline: Pipeline,
+    model: Source,
+    data: Data,
+    *,
+    validation: float | Data | None = 0.2,
+    shuffle: Shuffle = True,
+    seed: int = 0,
+    allow_nan: bool = False,
+) -> Pipeline:
+    """Return a pipeline whose passes have learnt from the training rows of a data set.
+
+    `passes.Standardize()` learns means and standard deviations, and `class_weights="balanced"` of `passes.CrossEntropy`
+    and `passes.BinaryCrossEntropy` learns class weights. Held-out rows do not count. Give `validation`, `shuffle` and
+    `seed` as to `fit`.
+
+    Args:
+        pipeline: the pipeline; it is not changed.
+        model: the inference model that the pipeline will rewrite.
+        data: data with rows, as in `fit`; arrays that are memory-mapped or read from files are read once for each pass,
+            in pieces.
+        validation: the share of rows to hold out; with other data or None, all rows train.
+        shuffle: whether held-out rows are drawn, as in `fit`.
+        seed: the seed of what is drawn.
+        allow_nan: accept NaN and infinities in arrays that no pass learns from.
+
+    Raises:
+        GraphoptError: the data does not fit the model, or a pass cannot learn from it.
+
+    >>> from graphopt import data, models
+    >>> digits, model = data.digits(), models.mlp((1, 8, 8), 10)
+    >>> loss = passes.CrossEntropy(class_weights="balanced")
+    >>> pipeline = graphopt.standard(standardize=passes.Standardize(), loss=loss, optimizer=passes.AdamW())
+    >>> executor = graphopt.Executor(graphopt.adapt(pipeline, model, digits)(model))
+    >>> graphopt.fit(executor, digits, epochs=5)[-1]["accuracy"] > 0.9
+    True
+    """
+    if not pipeline.learns:
+        return pipeline
+    if not has_rows(data):
+        raise GraphoptError(
+            f"adapt: expected a data set or arrays by name, found {type(data).__name__}: give the passes their "
+            "numbers, such as passes.Standardize(mean, scale)"
+        )
+    data, loaded = as_dataset(data), load(model)
+    share = validation if isinstance(validation, int | float) else 0.0
+    rows, _ = hold_out(len(data), share, shuffle=shuffle, seed=seed)
+    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)
 
 
 def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
@@ -179,16 +233,9 @@ def _facts(executor: Executor, source: RowEpochs, options: FitOptions) -> dict[s
     """Return what has to be the same for all workers."""
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions(executor).items()),
-        "training graph": graph_digest(executor),
+        "training graph": model_digest(executor.model),
         "state": digest(b"".join(x.tobytes() for x in executor.state.values())),
         "data": source.batches.digest(),
         "options of fit": f"batch_size {options.batch_size}, shuffle {options.shuffle}, seed {options.seed}, "
         f"epochs {options.epochs}",
     }
-
-
-def _resumed(resume: bool | PathLike, checkpoints: Checkpoints | None) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None to start a run."""
-    if not isinstance(resume, bool):
-        return read(find(resume))
-    return checkpoints.newest() if resume and checkpoints is not None else None

@@ -1,32 +1,97 @@
-"""Run the epochs and steps of a training, call callbacks, and write checkpoints."""
+"""Run the epochs and steps of a training, call callbacks, and write checkpoints, from which a run continues."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import signal
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from graphopt.data.prefetch import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
+from graphopt.graph.storage import model_digest
+from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import Callback, CallbackGroup, Record, Run
 from graphopt.training.checkpoints import Checkpoint, Checkpoints
 from graphopt.training.evaluation import HeldOut, Mean
-from graphopt.training.options import FitOptions
-from graphopt.training.progress import Progress, environment_of, graph_digest
 from graphopt.training.signals import Signals, deferred
-from graphopt.training.sources import Epochs
-from graphopt.training.workers import agree
+from graphopt.training.sources import Epochs, FitOptions
 
 AHEAD = 2  # batches that are prefetched
 
 _Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
+
+    environment: Mapping[str, Any]  # what the last bits of results depend on
+    step: int
+    epoch: int
+    row: int
+    before: int  # epochs in earlier calls of `fit`
+    data: Any  # its position, if it keeps one
+    mean: Mean
+    seconds: float
+    records: Sequence[Record]
+    hyperparameters: Mapping[str, Any]
+    callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the progress as JSON."""
+        rates = {name: np.asarray(value).tolist() for name, value in self.hyperparameters.items()}
+        return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, identity: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> Progress:
+        """Return the progress in a checkpoint, which has no position of the data if it is old.
+
+        Warn if the environment is another one.
+
+        Raises:
+            GraphoptError: the checkpoint is that of another graph, or of other data.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = {name: value for name, value in checkpoint.progress.items() if name in names}
+        progress = cls(**{"data": None, **fields, "mean": Mean(**fields["mean"])})
+        for name, value in identity.items():
+            found = checkpoint.progress.get(name)
+            if found != value:
+                what = "the checkpoint of another training graph" if name == "graph" else f"{name} {found}"
+                raise GraphoptError(
+                    f"{checkpoint.path}: expected {name} {value} as in this run, found {what}"
+                )
+        for name, value in environment.items():
+            found = progress.environment.get(name)
+            if found != value:
+                warnings.warn(
+                    f"{checkpoint.path}: written with {name} {found}, continues with {value}: results may differ in "
+                    "their last bits",
+                    stacklevel=4,
+                )
+        return progress
+
+
+def versions(executor: Executor) -> dict[str, str]:
+    """Return the versions of the packages that results depend on."""
+    packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
+    return {**packages, "onnxruntime": executor.device_options.ort.__version__}
 
 
 class After(Enum):
@@ -63,13 +128,13 @@ class TrainingLoop:
         run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
 
     def load(self, checkpoint: Checkpoint | None) -> None:
-        """Continue from a checkpoint, if there is one.
+        """Continue from a checkpoint, or begin a run if it is None.
 
         Raises:
             GraphoptError: it is that of another graph, or of other data.
         """
         if checkpoint is None:
-            return
+            return self._callbacks.reset()
         run, executor = self._run, self._run.executor
         progress = Progress.of(checkpoint, self._identity, self._environment)
         executor.update_state(checkpoint.state)
@@ -125,7 +190,11 @@ class TrainingLoop:
         if is_cut:
             return After.FINISH
         run.row, self._mean, self._seconds = 0, Mean(), 0.0
-        self._save_epoch(record)
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
+            best = checkpoints.best_of(record)
+            if best is not None or checkpoints.is_due_after(run.epoch) or run.control.should_save:
+                self._save(best=best)
         return After.GO_ON
 
     def _steps(self) -> After:
@@ -186,10 +255,16 @@ class TrainingLoop:
         return after
 
     def _agree(self) -> After:
-        """Return what follows, because a callback of any worker has asked for it or a signal has arrived."""
-        if agree(self._run.executor.workers, self._run.control, self._signals):
+        """Return what follows. What a callback of any worker has asked for, or a signal to it, counts for all."""
+        workers, control, signals = self._run.executor.workers, self._run.control, self._signals
+        ended = signals.received is not None or workers.asked_to_end()
+        control.should_stop, control.should_evaluate, ended = workers.any(
+            control.should_stop, control.should_evaluate, ended
+        )
+        if ended:
+            signals.received = signals.received or signal.SIGTERM
             return After.LEAVE
-        return After.FINISH if self._run.control.should_stop else After.GO_ON
+        return After.FINISH if control.should_stop else After.GO_ON
 
     def _batches(self) -> Iterator[_Batch]:
         for drawn in self._source.draw(self._run.epoch, self._run.row):
@@ -226,14 +301,6 @@ class TrainingLoop:
         self._tell("on_evaluate_end", record)
         return record
 
-    def _save_epoch(self, record: Record) -> None:
-        """Write a checkpoint after an epoch if one is due, asked for, or among the best."""
-        checkpoints = self._checkpoints
-        if checkpoints is not None:
-            best = checkpoints.best_of(record)
-            if best is not None or checkpoints.is_due_after(self._run.epoch) or self._run.control.should_save:
-                self._save(best=best)
-
     def _save(self, *, last: bool = False, best: float | None = None) -> None:
         """Start to write a checkpoint; write the last one before this returns."""
         run, checkpoints = self._run, self._checkpoints
@@ -246,7 +313,6 @@ class TrainingLoop:
             self._tell("on_save_begin")
             values, arrays = self._callbacks.state()
             progress = Progress(
-                identity=self._identity,
                 environment=self._environment,
                 step=run.step,
                 epoch=run.epoch,
@@ -259,7 +325,8 @@ class TrainingLoop:
                 hyperparameters=run.executor.hyperparameters,
                 callbacks=values,
             )
-            checkpoints.save(position, run.executor.state, arrays, progress.to_json(), best)
+            content = {**self._identity, **progress.to_json()}
+            checkpoints.save(position, run.executor.state, arrays, content, best)
         if last:
             self._tell_saved(checkpoints.wait())
 
@@ -270,8 +337,11 @@ class TrainingLoop:
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it have in common."""
-        return {**self._source.identity, "graph": graph_digest(self._run.executor)}
+        return {**self._source.identity, "graph": model_digest(self._run.executor.model)}
 
     @functools.cached_property
     def _environment(self) -> dict[str, Any]:
-        return environment_of(self._run.executor)
+        """Return what the last bits of results depend on."""
+        executor = self._run.executor
+        device, workers = executor.device_options, executor.workers.size
+        return {**versions(executor), "device": device.name, "threads": device.threads, "workers": workers}

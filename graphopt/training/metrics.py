@@ -1,7 +1,7 @@
 """Compute metrics of predictions batch by batch, exactly as on all rows at once.
 
-`Metrics` reads outputs and targets as labels, numbers and probabilities. A class per metric, which `METRICS` names,
-has its mathematics. scikit-learn's metrics of the same names define the values.
+`Metrics` reads outputs and targets as labels, numbers and probabilities. `METRICS` has the mathematics of each metric.
+scikit-learn's metrics of the same names define the values.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +21,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
+from graphopt.moments import Moments
 
 # A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
@@ -29,21 +32,15 @@ TAKEN = ("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "s
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Hold what metrics see of a batch, without ignored elements.
+    """Hold what metrics see of a batch, without ignored elements."""
 
-    Args:
-        target: the labels, one for each element, or the numbers of each row.
-        predicted: what is predicted, in the same shape.
-        scores: the output that decides on each label: one for each element, and class if there are classes.
-        spec: the specification of the target.
-        expected: the probability of each class of each element, if the target has probabilities.
-    """
-
-    target: np.ndarray
-    predicted: np.ndarray
-    scores: np.ndarray
+    target: np.ndarray  # the label of each element, or the numbers of each row
+    predicted: np.ndarray  # in the same shape
+    scores: (
+        np.ndarray
+    )  # the output that decides on each label: one for each element, and class if there are classes
     spec: TargetSpec
-    expected: np.ndarray | None = None
+    expected: np.ndarray | None = None  # the probability of each class, if the target has probabilities
 
     def log_probabilities(self) -> np.ndarray:
         """Return the logarithm of the probability of each class of each element."""
@@ -55,9 +52,9 @@ class ScoredBatch:
 
 
 class Metric(ABC):
-    """Accumulate batches to a number. A subclass declares the tasks for which it is defined."""
+    """Accumulate batches to a number. `tasks` are those for which it is defined."""
 
-    tasks: ClassVar[Sequence[str]] = ("binary", "classification")
+    tasks: Sequence[str] = ("binary", "classification")
 
     @abstractmethod
     def update(self, batch: ScoredBatch) -> None:
@@ -68,43 +65,71 @@ class Metric(ABC):
         """Return the value on all batches so far, of which at least one has elements."""
 
     def name(self, known_as: str) -> str:
-        """Return the name in records.
-
-        Args:
-            known_as: the name in `METRICS`.
-        """
+        """Return the name in records of what `METRICS` names `known_as`."""
         return known_as
 
 
 class OfMean(Metric):
-    """Average a term of each element or row, then over columns."""
+    """Average the terms of each element or row, and then, after a function of each column's mean, over columns."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        terms: Callable[[ScoredBatch], np.ndarray],
+        tasks: Sequence[str] = Metric.tasks,
+        of_mean: Callable[[Any], Any] = np.asarray,
+        /,
+    ) -> None:
+        self._terms, self.tasks, self._of_mean = terms, tasks, of_mean
         self._count = 0
         self._sum: Any = 0.0
 
     def update(self, batch: ScoredBatch) -> None:
-        terms = self.terms(batch)
+        terms = self._terms(batch)
         self._count += len(terms)
         self._sum = self._sum + terms.sum(axis=0)
 
     def result(self) -> float:
-        return float(np.mean(self.of_mean(self._sum / self._count)))
-
-    @abstractmethod
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        """Return the terms of a batch."""
-
-    def of_mean(self, mean: np.ndarray) -> np.ndarray:
-        """Return a column's value from the mean of its terms."""
-        return mean
+        return float(np.mean(self._of_mean(self._sum / self._count)))
 
 
-class Accuracy(OfMean):
-    """Compute the share of predictions that equal the target."""
+class TopK(OfMean):
+    """Compute the share of targets among the k classes with the highest scores.
 
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        return np.equal(batch.predicted, batch.target)
+    Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
+
+    Args:
+        k: the number of classes.
+    """
+
+    def __init__(self, k: int = 5) -> None:
+        if type(k) is not int or k < 1:
+            raise GraphoptError(f"metrics: top_k: expected k of 1 or more, found {k!r}")
+        super().__init__(self._is_among, ("classification",))
+        self._k = k
+
+    def name(self, known_as: str) -> str:
+        return f"top_{self._k}_accuracy"
+
+    def _is_among(self, batch: ScoredBatch) -> np.ndarray:
+        own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
+        later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
+        higher = (batch.scores > own) | ((batch.scores == own) & later)
+        return np.less(higher.sum(axis=1), self._k)
+
+
+class R2(OfMean):
+    """Compute the coefficient of determination, as the mean over columns."""
+
+    def __init__(self) -> None:
+        super().__init__(_squared_errors, ("regression",))
+        self._target = Moments()
+
+    def update(self, batch: ScoredBatch) -> None:
+        super().update(batch)
+        self._target.add(_columns(batch.target))
+
+    def result(self) -> float:
+        return r2(self._sum, self._target.squares)
 
 
 class OfCounts(Metric):
@@ -114,6 +139,7 @@ class OfCounts(Metric):
         self._counts: dict[float, np.ndarray] = {}
 
     def update(self, batch: ScoredBatch) -> None:
+        self._spec = batch.spec
         right = batch.target[batch.predicted == batch.target]
         for place, labels in enumerate((right, batch.predicted, batch.target)):
             for label, count in zip(*np.unique(labels, return_counts=True), strict=True):
@@ -124,13 +150,7 @@ class OfCounts(Metric):
 
     @abstractmethod
     def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
-        """Return the number.
-
-        Args:
-            right: how often each label is predicted and right.
-            predicted: how often each label is predicted.
-            target: how often each label is in the target.
-        """
+        """Return the number, from how often each label is predicted rightly, is predicted, and is in the target."""
 
 
 class BalancedAccuracy(OfCounts):
@@ -144,27 +164,22 @@ class OfClasses(OfCounts):
     """Average a number of each class; a class without a denominator counts as 0.
 
     Args:
+        of_class: returns the number of each class, from the arguments of `of`.
         average: `macro` for the mean over the classes in targets or predictions; `weighted` for the mean weighted by
             their number in targets; `micro` for the number of all classes' counts together; `binary` for that of the
             second label. None is `binary` for a binary loss, and `macro` for several classes.
     """
 
-    def __init__(self, average: str | None = None) -> None:
+    def __init__(self, of_class: Callable[..., np.ndarray], /, average: str | None = None) -> None:
         super().__init__()
         if average is not None and average not in AVERAGES:
             raise GraphoptError(f"metrics: {_nearest('average', average, AVERAGES)}")
-        self._average = average
-        self._spec: TargetSpec | None = None
+        self._of_class, self._average = of_class, average
 
     def name(self, known_as: str) -> str:
         return known_as if self._average is None else f"{known_as}_{self._average}"
 
-    def update(self, batch: ScoredBatch) -> None:
-        self._spec = batch.spec
-        super().update(batch)
-
     def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
-        assert self._spec is not None
         average = self._average or ("binary" if self._spec.task == "binary" else "macro")
         if average == "micro":
             right, predicted, target = (np.atleast_1d(counts.sum()) for counts in (right, predicted, target))
@@ -179,32 +194,7 @@ class OfClasses(OfCounts):
                 )
             if not weights.any():
                 return 0.0
-        return np.average(self.of_class(right, predicted, target), weights=weights)
-
-    @abstractmethod
-    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Return the number of each class."""
-
-
-class Precision(OfClasses):
-    """Compute the share of right predictions among the predictions of a class."""
-
-    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
-        return right / np.maximum(predicted, 1)
-
-
-class Recall(OfClasses):
-    """Compute the share of right predictions among the targets of a class."""
-
-    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
-        return right / np.maximum(target, 1)
-
-
-class F1(OfClasses):
-    """Compute the harmonic mean of precision and recall."""
-
-    def of_class(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
-        return 2 * right / np.maximum(predicted + target, 1)
+        return np.average(self._of_class(right, predicted, target), weights=weights)
 
 
 class ConfusionMatrix(Metric):
@@ -214,70 +204,38 @@ class ConfusionMatrix(Metric):
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[float, float], int] = {}
-        self._labels: Sequence[float] | None = None
+        self._counts: Counter[tuple[float, float]] = Counter()
 
     def update(self, batch: ScoredBatch) -> None:
         spec = batch.spec
         self._labels = spec.labels or (None if spec.classes is None else range(spec.classes))
         pairs = np.stack([batch.target, batch.predicted], axis=1)
         for pair, count in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
-            place = (pair[0].item(), pair[1].item())
-            self._counts[place] = self._counts.get(place, 0) + int(count)
+            self._counts[tuple(pair.tolist())] += int(count)
 
     def result(self) -> list[list[int]]:
         labels = self._labels or sorted({label for pair in self._counts for label in pair})
-        return [[self._counts.get((row, column), 0) for column in labels] for row in labels]
+        return [[self._counts[row, column] for column in labels] for row in labels]
 
 
-class TopK(OfMean):
-    """Compute the share of targets among the k classes with the highest scores.
+class Collected(Metric):
+    """Compute a function of arrays of all elements: it keeps those that `arrays` returns for each batch."""
 
-    Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
-
-    Args:
-        k: the number of classes.
-    """
-
-    tasks = ("classification",)
-
-    def __init__(self, k: int = 5) -> None:
-        if type(k) is not int or k < 1:
-            raise GraphoptError(f"metrics: top_k: expected k of 1 or more, found {k!r}")
-        super().__init__()
-        self._k = k
-
-    def name(self, known_as: str) -> str:
-        return f"top_{self._k}_accuracy"
-
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        own = np.take_along_axis(batch.scores, batch.target[:, None].astype(np.int64), axis=1)
-        later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
-        higher = (batch.scores > own) | ((batch.scores == own) & later)
-        return np.less(higher.sum(axis=1), self._k)
-
-
-class RocAuc(Metric):
-    """Compute the area under the ROC curve, from the ranks of the scores of all elements, which it keeps.
-
-    With several classes, it is the mean over the classes in the target of the area for each class against all others.
-    """
-
-    def __init__(self) -> None:
-        self._scores: list[np.ndarray] = []
-        self._targets: list[np.ndarray] = []
+    def __init__(
+        self,
+        arrays: Callable[[ScoredBatch], Sequence[np.ndarray]],
+        function: Callable[..., float],
+        tasks: Sequence[str] = Metric.tasks,
+        /,
+    ) -> None:
+        self._arrays, self._function, self.tasks = arrays, function, tasks
+        self._parts: list[Sequence[np.ndarray]] = []
 
     def update(self, batch: ScoredBatch) -> None:
-        several = batch.spec.labels is None
-        self._scores.append(np.exp(batch.log_probabilities()) if several else batch.scores[:, None])
-        positive = np.arange(batch.scores.shape[1]) if batch.spec.labels is None else [batch.spec.labels[1]]
-        self._targets.append(batch.target[:, None] == positive)
+        self._parts.append(self._arrays(batch))
 
     def result(self) -> float:
-        scores, positive = np.concatenate(self._scores), np.concatenate(self._targets)
-        columns = range(scores.shape[1])
-        areas = [area(scores[:, i], positive[:, i]) for i in columns if positive[:, i].any()]
-        return float(np.mean(areas)) if areas else float("nan")
+        return float(self._function(*map(np.concatenate, zip(*self._parts, strict=True))))
 
 
 def area(scores: np.ndarray, positive: np.ndarray) -> float:
@@ -293,44 +251,18 @@ def area(scores: np.ndarray, positive: np.ndarray) -> float:
     return float(above / pairs) if pairs else float("nan")
 
 
-class Perplexity(OfMean):
-    """Compute the exponential of the mean cross-entropy."""
-
-    tasks = ("classification",)
-
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        log_p = batch.log_probabilities()
-        if batch.expected is None:
-            return -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
-        return -(batch.expected * log_p).sum(axis=1)
-
-    def of_mean(self, mean: np.ndarray) -> np.ndarray:
-        return np.exp(mean)
+def mean_area(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Return the mean of `area` over the columns, classes against all others, that have a positive element."""
+    areas = [area(x, own) for x, own in zip(scores.T, positive.T, strict=True) if own.any()]
+    return float(np.mean(areas)) if areas else float("nan")
 
 
-class MAE(OfMean):
-    """Compute the mean of |p - t|."""
-
-    tasks = ("regression",)
-
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        return np.abs(_columns(batch.predicted) - _columns(batch.target))
-
-
-class MSE(OfMean):
-    """Compute the mean of (p - t)^2."""
-
-    tasks = ("regression",)
-
-    def terms(self, batch: ScoredBatch) -> np.ndarray:
-        return np.square(_columns(batch.predicted) - _columns(batch.target))
-
-
-class RootMeanSquaredError(MSE):
-    """Compute the root of each column's mean of (p - t)^2."""
-
-    def of_mean(self, mean: np.ndarray) -> np.ndarray:
-        return np.sqrt(mean)
+def _scores_of_classes(batch: ScoredBatch) -> Sequence[np.ndarray]:
+    """Return a score of each element and class, or of the second label, and whether the target is this class."""
+    if batch.spec.labels is not None:
+        return batch.scores[:, None], (batch.target == batch.spec.labels[1])[:, None]
+    scores = np.exp(batch.log_probabilities())
+    return scores, batch.target[:, None] == np.arange(scores.shape[1])
 
 
 def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
@@ -346,63 +278,37 @@ def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
     return float(np.mean(columns))
 
 
-class R2(MSE):
-    """Compute the coefficient of determination, as the mean over columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shift: np.ndarray | None = None
-        self._linear: Any = 0.0
-        self._square: Any = 0.0
-
-    def update(self, batch: ScoredBatch) -> None:
-        super().update(batch)
-        target = _columns(batch.target)
-        if self._shift is None:  # close to the mean, so that the difference of sums in `result` is accurate
-            self._shift = target.mean(axis=0)
-        self._linear = self._linear + (target - self._shift).sum(axis=0)
-        self._square = self._square + ((target - self._shift) ** 2).sum(axis=0)
-
-    def result(self) -> float:
-        return r2(self._sum, np.maximum(self._square - self._linear**2 / self._count, 0))
+def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
+    log_p = batch.log_probabilities()
+    if batch.expected is None:
+        return -np.take_along_axis(log_p, batch.target[:, None].astype(np.int64), axis=1)
+    return -(batch.expected * log_p).sum(axis=1)
 
 
-class Own(Metric):
-    """Call a function with all targets and predictions.
-
-    Args:
-        function: the function.
-    """
-
-    tasks = ("binary", "classification", "regression")
-
-    def __init__(self, function: Callable[[np.ndarray, np.ndarray], float]) -> None:
-        self._function = function
-        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def update(self, batch: ScoredBatch) -> None:
-        self._parts.append((batch.target, batch.predicted))
-
-    def result(self) -> float:
-        return float(self._function(*(np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))))
+def _errors(batch: ScoredBatch) -> np.ndarray:
+    return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
-METRICS: dict[str, type[Metric]] = {
-    "accuracy": Accuracy,
+def _squared_errors(batch: ScoredBatch) -> np.ndarray:
+    return np.square(_errors(batch))
+
+
+METRICS: dict[str, Callable[..., Metric]] = {
+    "accuracy": partial(OfMean, lambda batch: np.equal(batch.predicted, batch.target)),
     "balanced_accuracy": BalancedAccuracy,
     "confusion_matrix": ConfusionMatrix,
-    "f1": F1,
-    "mae": MAE,
-    "mse": MSE,
-    "perplexity": Perplexity,
-    "precision": Precision,
+    "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
+    "mae": partial(OfMean, _errors, ("regression",)),
+    "mse": partial(OfMean, _squared_errors, ("regression",)),
+    "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
+    "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
     "r2": R2,
-    "recall": Recall,
-    "rmse": RootMeanSquaredError,
-    "roc_auc": RocAuc,
+    "recall": partial(OfClasses, lambda right, predicted, target: right / np.maximum(target, 1)),
+    "rmse": partial(OfMean, _squared_errors, ("regression",), np.sqrt),
+    "roc_auc": partial(Collected, _scores_of_classes, mean_area),
     "top_k": TopK,
 }
-DEFAULTS = {"regression": ("r2", "mae"), "binary": ("accuracy",), "classification": ("accuracy",)}
+DEFAULTS = {"binary": ("accuracy",), "classification": ("accuracy",), "regression": ("r2", "mae")}
 
 
 def named(wanted: Wanted) -> tuple[str, Metric]:
@@ -417,7 +323,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
             raise GraphoptError(
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"
             )
-        return name, Own(wanted)
+        return name, Collected(lambda batch: (batch.target, batch.predicted), wanted, tuple(DEFAULTS))
     known_as: Any = wanted
     options: Any = None
     if isinstance(wanted, Mapping):
@@ -429,10 +335,13 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
     kind, options = METRICS[known_as], {} if options is None else options
     if not isinstance(options, Mapping):
         raise GraphoptError(f"metrics: {known_as}: expected a mapping of options, found {options!r}")
+    parameters = inspect.signature(kind).parameters
+    known = [name for name, x in parameters.items() if x.kind is not x.POSITIONAL_ONLY]
     for option in options:
-        if option not in inspect.signature(kind).parameters:
-            known = ", ".join(inspect.signature(kind).parameters) or "none"
-            raise GraphoptError(f"metrics: {known_as}: unknown option {option!r}; known: {known}")
+        if option not in known:
+            raise GraphoptError(
+                f"metrics: {known_as}: unknown option {option!r}; known: {', '.join(known) or 'none'}"
+            )
     metric = kind(**options)
     return metric.name(known_as), metric
 
@@ -522,13 +431,8 @@ def metrics(
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
     """Return the coefficient of determination of weighted rows."""
-    mean = np.average(target, axis=0, weights=weights)
-    return r2(
-        *(
-            np.average(difference**2, axis=0, weights=weights)
-            for difference in (target - predicted, target - mean)
-        )
-    )
+    average = partial(np.average, axis=0, weights=weights)
+    return r2(average((target - predicted) ** 2), average((target - average(target)) ** 2))
 
 
 def weighted_accuracy(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:

@@ -35,12 +35,11 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.training.adaptation import adapt
 from graphopt.training.callbacks import Callback, MedianStopping
-from graphopt.training.callbacks.logs import FileLog
-from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
+from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.evaluation import reported
+from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
 OWN_EXECUTOR = "graphopt.Executor"

@@ -2,12 +2,10 @@
 
 from graphopt.training.callbacks.averaging import WeightAverage
 from graphopt.training.callbacks.callback import Callback, Control, Record, Run
-from graphopt.training.callbacks.logs import CSV, JSONL, Log
-from graphopt.training.callbacks.monitor import Monitor
+from graphopt.training.callbacks.logs import CSV, JSONL, Log, MLflow, TensorBoard, Tracker
 from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.rates import Adaptive, LearningRateFinder, ReduceOnPlateau
-from graphopt.training.callbacks.stopping import EarlyStopping, MedianStopping, StopOnNaN, TimeLimit
-from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
+from graphopt.training.callbacks.stopping import EarlyStopping, MedianStopping, Monitor, StopOnNaN, TimeLimit
 
 __all__ = [
     "Adaptive",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
 
@@ -32,14 +32,11 @@ class WeightAverage(Callback):
     decay: float = within("[0, 1)", 0.999)
     every: int = within("[1, inf)", 1)
 
-    def __post_init__(self) -> None:
-        check_intervals(self)
+    def reset(self) -> None:
         self._average: dict[str, np.ndarray] = {}
         self._own: dict[str, np.ndarray] = {}  # the parameters, while the executor has the average
 
     def on_fit_begin(self, run: Run) -> None:
-        if run.resumed is None:
-            self._average = {}
         run.averaged = self._average or None
 
     def on_step_end(self, run: Run, record: Record) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from graphopt.graph.roles import Role, with_role
+from graphopt.intervals import check_intervals
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
@@ -106,7 +107,8 @@ class Callback:
     events do not read or change the executor's state sets `reads_state` to False. If all do so, several steps may run
     in one call of the runtime: `on_step_begin` and `on_step_end` then follow for all of them.
 
-    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more.
+    A checkpoint keeps the attributes that `saved` names. Override `state_dict` and `load_state_dict` to keep more, and
+    `reset`, which is called before a run that continues no other, to forget earlier runs.
 
     With several workers, each has its own callback, which sees the same numbers. A callback that prints or writes sets
     `on_every_worker` to False: only the first worker's then sees the run. What one worker's callback asks for, except
@@ -122,6 +124,14 @@ class Callback:
     reads_state = True
     on_every_worker = True
     saved: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        """Check the intervals of a dataclass's fields, and set its other attributes."""
+        check_intervals(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget earlier runs. A callback that is a dataclass also calls this when it is created."""
 
     def on_fit_begin(self, run: Run) -> None:
         """See a run that has been checked and is about to begin or to continue."""
@@ -181,9 +191,14 @@ class CallbackGroup:
         return any(callback.reads_state for callback in self._named.values())
 
     def tell(self, event: str, *arguments: Any) -> None:
-        """Call the method of an event."""
+        """Call the method of an event of all callbacks."""
         for callback in self._named.values():
             getattr(callback, event)(self._run, *arguments)
+
+    def reset(self) -> None:
+        """Let all callbacks forget earlier runs."""
+        for callback in self._named.values():
+            callback.reset()
 
     def state(self) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
         """Return the values of each callback for JSON, and copies of the arrays of all by `callback/name`."""

@@ -1,23 +1,29 @@
-"""Write the records of a training to files."""
+"""Write the records of a training to files, or send them to programs that show them."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
+import inspect
 import io
 import json
 import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line, unknown
 from graphopt.files import replacing
 from graphopt.training.callbacks.callback import Callback, Record, Run
+
+TRACKERS = ("trackio", "wandb")
+POSITION = ("epoch", "step", "rows")
 
 
 @dataclass
@@ -136,9 +142,9 @@ class JSONL(FileLog):
 
     def records(self, text: str) -> list[Record]:
         records = []
-        for line in text.splitlines():
+        for row in text.splitlines():
             with contextlib.suppress(ValueError):
-                record = json.loads(line)
+                record = json.loads(row)
                 records += [record] if isinstance(record, dict) else []
         return records
 
@@ -177,3 +183,185 @@ class CSV(FileLog):
 def json_value(value: Any) -> Any:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class TensorBoard(Log):
+    """Write event files for TensorBoard, which show numbers of epochs and of steps as separate charts.
+
+    The package tensorboardX writes them.
+
+    Args:
+        path: the folder of the event files.
+
+    >>> graphopt.callbacks.TensorBoard.__name__  # TensorBoard("events"), if tensorboardX is installed
+    'TensorBoard'
+    """
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        self._writers = _package("tensorboardX", self)
+        self._writer: Any = None
+
+    def on_fit_begin(self, run: Run) -> None:
+        purge = None if run.resumed is None else run.step + 1
+        try:
+            self._writer = self._writers.SummaryWriter(
+                os.fspath(self.path),
+                purge_step=purge,
+                filename_suffix=f".{run.step:09d}",  # files are named by the second, and read in order of their names
+            )
+        except OSError as error:
+            raise GraphoptError(f"{self.path}: expected a folder to write to: {error.strerror}") from error
+
+    def log(self, record: Record) -> None:
+        for name, value in _numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+@dataclass
+class Tracker(Log):
+    """Send records to wandb or trackio, or to a module with the same calls.
+
+    The calls are `run = module.init(project=..., name=..., config=...)`, `run.log(numbers, step=...)` and
+    `run.finish()`. A resumed run continues the tracker's run, if it has one of the same id or name.
+
+    Args:
+        module: `wandb`, `trackio` or a module.
+        project: the name of the project.
+        name: the name of the run; by default, the tracker chooses it.
+        config: what to note about the run; the command notes the recipe.
+        init: further arguments of `init`, by name.
+
+    >>> graphopt.callbacks.Tracker.__name__  # Tracker("wandb", project="digits"), if wandb is installed
+    'Tracker'
+    """
+
+    module: str | ModuleType
+    project: str = "graphopt"
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
+    init: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.module, "init") and self.module not in TRACKERS:
+            raise GraphoptError(
+                f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module"
+            )
+        self._module = _package(self.module, self) if isinstance(self.module, str) else self.module
+        self._run: Any = None
+        self._kept: Mapping[str, Any] = {}
+
+    def on_fit_begin(self, run: Run) -> None:
+        options: dict[str, Any] = {"name": self.name, **self.init}
+        if run.resumed is not None and self._kept:
+            options |= {"name": self._kept["name"], "resume": "allow"}
+            if "id" in inspect.signature(self._module.init).parameters:
+                options["id"] = self._kept["id"]
+        config = None if self.config is None else dict(self.config)
+        try:
+            self._run = self._module.init(project=self.project, config=config, **options)
+        except Exception as error:
+            raise GraphoptError(f"Tracker: {self._module.__name__}.init: {line(error)}") from error
+
+    def log(self, record: Record) -> None:
+        self._run.log(_numbers(record), step=record["step"])
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._run, name, None) for name in ("id", "name")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept = state
+
+
+@dataclass
+class MLflow(Log):
+    """Send records to MLflow as metrics, and the config as parameters. A resumed run continues the MLflow run.
+
+    Args:
+        experiment: the name of the experiment.
+        name: the name of the run; by default, MLflow chooses it.
+        config: the parameters of the run; the command notes the recipe.
+        tracking_uri: where MLflow keeps runs; by default, where MLFLOW_TRACKING_URI says.
+
+    >>> graphopt.callbacks.MLflow.__name__  # MLflow("digits"), if mlflow is installed
+    'MLflow'
+    """
+
+    experiment: str = "graphopt"
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
+    tracking_uri: str | None = None
+
+    saved = ("id",)
+
+    def __post_init__(self) -> None:
+        self._mlflow = _package("mlflow", self)
+        self.id: str | None = None
+        self._is_running = self._failed = False
+
+    def on_fit_begin(self, run: Run) -> None:
+        run_id = self.id if run.resumed is not None else None
+        try:
+            if self.tracking_uri is not None:
+                self._mlflow.set_tracking_uri(self.tracking_uri)
+            self._mlflow.set_experiment(self.experiment)
+            self.id = self._mlflow.start_run(run_id=run_id, run_name=self.name).info.run_id
+            self._is_running = True
+            if run_id is None and self.config:
+                self._mlflow.log_params(dict(_leaves(self.config)))
+        except self._mlflow.MlflowException as error:
+            raise GraphoptError(f"MLflow: {line(error)}") from error
+
+    def log(self, record: Record) -> None:
+        try:
+            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self.id)
+        except self._mlflow.MlflowException as error:
+            if not self._failed:
+                warnings.warn(f"MLflow: {line(error)}; training goes on", stacklevel=2)
+            self._failed = True
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._is_running:
+            self._mlflow.end_run("FINISHED" if run.has_ended else "KILLED")
+            self._is_running = False
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """Return the numbers of a record, whose names start with `epoch/` or `step/`."""
+    kind = "epoch" if "seconds" in record else "step"
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in POSITION}
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings, each with its path."""
+    for name, value in node.items():
+        place = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from _leaves(value, place)
+        else:
+            yield place, value
+
+
+def _package(name: str, callback: Log) -> Any:
+    """Return an optional package.
+
+    Raises:
+        GraphoptError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise GraphoptError(
+            f"{type(callback).__name__}: expected the package {name}, found none: pip install {name}"
+        ) from error

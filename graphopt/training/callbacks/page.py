@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import some
 from graphopt.files import write
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.values import name_of
@@ -21,7 +22,7 @@ from graphopt.inspection.html import line_chart, scatter_chart
 from graphopt.inspection.report import Report
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.curve import Curve
+from graphopt.training.callbacks.progress import Curve
 from graphopt.training.metrics import ScoredBatch, metrics
 
 MOST_BINS = 400  # of a curve over steps
@@ -32,15 +33,7 @@ _PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
 
 
 class Page(Callback):
-    """Gather what a self-contained HTML page about a run shows.
-
-    Args:
-        path: the file to write.
-        title: the title of the page.
-        model: the inference model from which the training graph was compiled.
-        recipe: the recipe as YAML.
-        batch_size: the number of rows of a batch, for the estimate of memory.
-    """
+    """Gather what a self-contained HTML page shows about a run that trains `model`; `recipe` is YAML."""
 
     reads_state = False
     on_every_worker = False
@@ -147,16 +140,12 @@ def _predictions(run: Run) -> Iterator[tuple[str, str]]:
 
 def _graph(step: ir.Model) -> str:
     """Return tables of the values of a training graph by role, and of its nodes by purpose."""
-    values: dict[Role, list[ir.Value]] = {}
+    values: dict[Role, list[str]] = {}
     for value in (*step.graph.inputs, *step.graph.outputs):
         role = role_of(value)
         if role is not None:
-            values.setdefault(role, []).append(value)
-    names = {role: ", ".join(name_of(x) for x in members[:3]) for role, members in values.items()}
-    rows = [
-        (role.value, len(members), names[role] + (", ..." if len(members) > 3 else ""))
-        for role, members in values.items()
-    ]
+            values.setdefault(role, []).append(name_of(value))
+    rows = [(role.value, len(names), some(names)) for role, names in values.items()]
     nodes: dict[str, Counter[str]] = {}
     for node, kind in kinds_of_nodes(step.graph).items():
         nodes.setdefault(kind.name, Counter())[node.op_type] += 1

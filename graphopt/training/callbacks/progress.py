@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.curve import Curve
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
@@ -84,11 +83,10 @@ class ProgressBar(Callback):
         self._shown = now
         speed = self._rows / (now - self._start)
         loss = statistics.fmean(self._recent)
-        text = _text(
-            {**record, "loss": loss, "samples_per_second": speed},
-            shown=False,
-            error=_standard_error(self._recent),
-        )
+        error = None  # the standard error of the mean
+        if len(self._recent) > 1:
+            error = statistics.stdev(self._recent) / math.sqrt(len(self._recent))
+        text = _text({**record, "loss": loss, "samples_per_second": speed}, shown=False, error=error)
         if self._progress is not None:
             done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
             steps = "" if run.steps is None else f"/{run.steps}"
@@ -154,11 +152,6 @@ def measures(record: Mapping[str, Any]) -> str:
     return "  ".join(f"{_label(name)} {_number(value)}" for name, value in numbers.items())
 
 
-def _standard_error(values: deque[float]) -> float | None:
-    """Return the standard error of the mean of some values: their standard deviation over the root of their number."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 def _epoch(run: Run, record: Mapping[str, Any]) -> str:
     return f"{record['epoch']:>{len(str(run.epochs))}}/{run.epochs}"
 
@@ -179,3 +172,31 @@ def _label(name: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
+
+
+class Curve:
+    """Keep the means of a number over equal bins of steps.
+
+    Args:
+        most: the largest number of bins, an even number.
+        bins: the count, last step and sum of each bin so far.
+    """
+
+    def __init__(self, most: int, bins: list[list[float]] | None = None) -> None:
+        self._most, self.bins = most, bins or []
+        self._width = max((count for count, _, _ in self.bins), default=1)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value; merge pairs of bins if all are full."""
+        if not self.bins or self.bins[-1][0] >= self._width:
+            if len(self.bins) == self._most:
+                pairs = zip(self.bins[::2], self.bins[1::2], strict=True)
+                self.bins = [[a[0] + b[0], b[1], a[2] + b[2]] for a, b in pairs]
+                self._width *= 2
+            self.bins.append([0, step, 0.0])
+        last = self.bins[-1]
+        last[0], last[1], last[2] = last[0] + 1, step, last[2] + value
+
+    def points(self) -> tuple[list[float], list[float]]:
+        """Return the last step and the mean of each bin."""
+        return [step for _, step, _ in self.bins], [total / count for count, _, total in self.bins]

@@ -11,11 +11,11 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.monitor import Monitor
+from graphopt.training.callbacks.stopping import Monitor
 
 _SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 LEAST_FALL = 1e-6  # of the loss in a step of a range test, relative to the loss; less is rounding
@@ -46,15 +46,13 @@ class ReduceOnPlateau(Monitor):
 
     saved = ("best", "waited", "cooling")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def reset(self) -> None:
+        super().reset()
         self.cooling = 0
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
         check_rate_is_free(self, run)
-        if run.resumed is None:
-            self.cooling = 0
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         if self.cooling and self.monitor in record:
@@ -88,14 +86,11 @@ class Adaptive(Callback):
     reads_state = False
     saved = ("least", "waited")
 
-    def __post_init__(self) -> None:
-        check_intervals(self)
+    def reset(self) -> None:
         self.least, self.waited = math.inf, 0
 
     def on_fit_begin(self, run: Run) -> None:
         check_rate_is_free(self, run)
-        if run.resumed is None:
-            self.least, self.waited = math.inf, 0
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         self.waited = self.waited + 1 if record["loss"] > self.least - self.tolerance else 0
@@ -134,12 +129,14 @@ class LearningRateFinder(Callback):
     saved = ("rates", "losses", "suggestion")
 
     def __post_init__(self) -> None:
-        check_intervals(self)
+        super().__post_init__()
         if self.max_learning_rate <= self.min_learning_rate:
             raise GraphoptError(
                 f"LearningRateFinder(max_learning_rate={self.max_learning_rate}): expected more than "
                 f"min_learning_rate={self.min_learning_rate}"
             )
+
+    def reset(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.suggestion: float | None = None
@@ -170,7 +167,6 @@ class LearningRateFinder(Callback):
             while True:
                 yield from run.draw()
 
-        self.rates, self.losses = [], []
         rates = np.geomspace(self.min_learning_rate, self.max_learning_rate, self.steps)
         for rate, batch in zip(rates, batches(), strict=False):
             run.executor.learning_rate = rate

@@ -1,4 +1,4 @@
-"""End a training before its last epoch."""
+"""Follow measures of a training, and end it before its last epoch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,94 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, within
+from graphopt.errors import GraphoptError, unknown
+from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.monitor import Monitor
-from graphopt.training.checkpoints import seconds
+from graphopt.training.checkpoints import larger_is_better, seconds
 
+_MODES = ("auto", "min", "max")
 _WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
+
+
+@dataclass
+class Monitor(Callback, ABC):
+    """Count the epochs in which a measure has not improved. This is the base class of callbacks that act on it.
+
+    A subclass implements `stalled`. Epochs without the measure, because they were not validated, do not count.
+
+    Args:
+        monitor: the measure of an epoch to follow, such as `validation_loss`, `accuracy` or `loss`.
+        patience: the number of epochs without an improvement after which to act.
+        min_delta: the amount by which the measure has to be better than the best so far.
+        mode: `min` if less is better, `max` if more is; `auto` decides by the name.
+    """
+
+    monitor: str = "validation_loss"
+    patience: int = within("[1, inf)", 3)
+    min_delta: float = within("[0, inf)", 0.0)
+    mode: Literal["auto", "min", "max"] = "auto"
+
+    reads_state = False
+    saved: ClassVar[Sequence[str]] = ("best", "waited")
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), _MODES)}")
+        self._larger = self.mode == "max" or (self.mode == "auto" and larger_is_better(self.monitor))
+        super().__post_init__()
+
+    def reset(self) -> None:
+        self.best, self.waited = -math.inf if self._larger else math.inf, 0
+
+    @abstractmethod
+    def stalled(self, run: Run) -> None:
+        """Act after `patience` epochs without an improvement."""
+
+    def improved(self, run: Run, record: Record) -> None:
+        """See the best epoch so far."""
+
+    def on_fit_begin(self, run: Run) -> None:
+        if self.monitor == "validation_loss" and run.validation_rows == 0:
+            raise GraphoptError(
+                f"{type(self).__name__}(monitor='validation_loss'): expected rows held out, found none: set "
+                "`validation`, or monitor='loss'"
+            )
+
+    def beats(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another one by more than `min_delta`."""
+        return value > other + self.min_delta if self._larger else value < other - self.min_delta
+
+    def measure(self, run: Run, record: Record) -> float | None:
+        """Return the measure in an epoch's record, or None if the epoch was not validated.
+
+        Raises:
+            GraphoptError: the record does not have such a measure.
+        """
+        value: float | None = record.get(self.monitor)
+        if value is None and ("validation_loss" in record or run.validation_rows == 0):
+            numbers = [name for name, value in record.items() if isinstance(value, float)]
+            raise GraphoptError(f"{type(self).__name__}: {unknown('measure', self.monitor, numbers)}")
+        return value
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        value = self.measure(run, record)
+        if value is None:
+            return
+        if self.beats(value, self.best):
+            self.best, self.waited = value, 0
+            self.improved(run, record)
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            self.stalled(run)
 
 
 @dataclass
@@ -42,16 +116,14 @@ class EarlyStopping(Monitor):
 
     saved = ("best", "waited", "record")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def reset(self) -> None:
+        super().reset()
         self._weights: dict[str, np.ndarray] = {}
         self.record: Record | None = None
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
-        if run.resumed is None:
-            self._weights, self.record = {}, None
-        elif self.waited >= self.patience:
+        if self.waited >= self.patience:
             self.stalled(run)
 
     def improved(self, run: Run, record: Record) -> None:
@@ -151,12 +223,14 @@ class TimeLimit(Callback):
             raise GraphoptError(
                 f"TimeLimit: expected a time such as '90 s', '10 min' or '2 h', found {self.limit!r}"
             )
-        self._seconds, self._before, self._start = duration, 0.0, time.monotonic()
+        self._seconds = duration
+        self.reset()
+
+    def reset(self) -> None:
+        self._before, self._start = 0.0, time.monotonic()
 
     def on_fit_begin(self, run: Run) -> None:
         self._start = time.monotonic()
-        if run.resumed is None:
-            self._before = 0.0
 
     def on_step_end(self, run: Run, record: Record) -> None:
         if self._spent() >= self._seconds:
@@ -191,13 +265,8 @@ class StopOnNaN(Callback):
     reads_state = False
     saved = ("found",)
 
-    def __post_init__(self) -> None:
-        check_intervals(self)
+    def reset(self) -> None:
         self.found = 0
-
-    def on_fit_begin(self, run: Run) -> None:
-        if run.resumed is None:
-            self.found = 0
 
     def on_step_end(self, run: Run, record: Record) -> None:
         self.found = 0 if math.isfinite(record["loss"]) else self.found + 1

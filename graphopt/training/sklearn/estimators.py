@@ -19,8 +19,8 @@ import passes
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
-from graphopt.training.sklearn import objective
 from graphopt.training.sklearn.fitting import Fitting
+from graphopt.training.sklearn.options import LogLoss, PoissonDeviance, SquaredError
 
 
 def _has_probabilities(estimator: Any) -> bool:
@@ -144,10 +144,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return np.searchsorted(self.classes_, y)[:, None]
 
     def _decoded(self, output: np.ndarray) -> np.ndarray:
-        labels = labels_of(self._running().inputs[TARGET])
-        assert labels is not None
-        known = self._metric()
-        assert known is not None
+        labels, known = labels_of(self._running().inputs[TARGET]), self._metric()
+        assert labels is not None and known is not None
         predicted = known[1].predicted(output)
         if self._multilabel:
             return (predicted == labels.high).astype(int)
@@ -159,7 +157,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             return self.loss
         computed_by = None if self._interface is None else self._interface.op_type
         if self._multilabel or self.n_outputs_ == 1:
-            return objective.LogLoss(from_logits=computed_by not in (None, "Sigmoid"))
+            return LogLoss(from_logits=computed_by not in (None, "Sigmoid"))
         return passes.CrossEntropy(from_logits=computed_by not in (None, "Softmax"))
 
     def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
@@ -184,13 +182,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
 
     Targets are numbers, or rows of numbers. `loss` is `squared_error`, the default, `poisson`, or a loss pass.
 
-    Attributes:
-        n_iter_: the number of epochs of the last `fit`.
-        loss_, best_loss_, loss_curve_: the mean loss of the last epoch, the least one, and those of all epochs.
-        validation_scores_, best_validation_score_: the R2 of held-out rows, with `early_stopping`.
-        n_features_in_, feature_names_in_: the number of features and, for data with names, their names.
-        n_outputs_, out_activation_: the number of outputs, and the activation of the perceptron's.
-        t_: the number of rows seen.
+    Its attributes are those of `OnnxClassifier` but `classes_`. The scores of held-out rows are R2.
 
     Raises:
         GraphoptError: an option or the model is not valid, or the model does not fit the data.
@@ -240,7 +232,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
         return output.reshape(len(output), *self._row)
 
     def _loss(self) -> Any:
-        losses = {"squared_error": objective.SquaredError, "poisson": objective.PoissonDeviance}
+        losses = {"squared_error": SquaredError, "poisson": PoissonDeviance}
         if isinstance(self.loss, str) and self.loss not in losses:
             raise GraphoptError(unknown("loss", self.loss, losses))
         return losses[self.loss or "squared_error"]() if isinstance(self.loss, str | None) else self.loss

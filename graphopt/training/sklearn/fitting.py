@@ -24,13 +24,12 @@ from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
-from graphopt.training.sklearn import network, objective
-from graphopt.training.sklearn.interface import Interface, interface, serialized
-from graphopt.training.sklearn.options import EstimatorOptions
-from graphopt.training.structure import CHUNK, Estimator, Structure
+from graphopt.training.estimator import CHUNK, Estimator, Structure
+from graphopt.training.sklearn import network
+from graphopt.training.sklearn.options import EstimatorOptions, WeightPenalty
 
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 
@@ -50,7 +49,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _output_name: ClassVar[str]  # of the perceptron
 
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
-    _interface: Interface | None = None  # of a model that was given
+    _interface: network.Interface | None = None  # of a model that was given
     _dtype = "float64"  # of the features
     numeric = False  # whether targets have to be numbers
 
@@ -69,17 +68,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
-        """Return an estimator that continues a fitted network, with its weights, options and optimizer.
-
-        `partial_fit` continues its training. `fit` starts again, unless `warm_start` is set.
-
-        Args:
-            fitted: the MLPClassifier or MLPRegressor.
-            options: options to change.
-
-        Raises:
-            GraphoptError: `fitted` is another estimator.
-        """
+        """Return an estimator that continues a fitted network; see `graphopt.from_sklearn`."""
         if not isinstance(fitted, cls._network):
             raise GraphoptError(
                 f"{cls.__name__}.from_sklearn: expected a fitted {cls._network.__name__}, found "
@@ -154,9 +143,9 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         if incremental and self.early_stopping:
             raise GraphoptError("partial_fit: expected early_stopping=False, found True: use fit")
         first = self._structure is None or not (self.warm_start or incremental)
-        model = serialized(self.model) if first and self.model is not None else None
+        model = network.serialized(self.model) if first and self.model is not None else None
         if first:
-            self._interface = None if model is None else interface(model)
+            self._interface = None if model is None else network.interface(model)
         X, y = self._validated(X, y, reset=first)
         if first:
             self._dtype = X.dtype.name
@@ -193,24 +182,27 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             model = self._structure.model
         elif model is None:
             model = self._perceptron()
-            sizes = self._sizes(self.n_features_in_, self.n_outputs_)
-            start = network.initial_weights(sizes, self.activation, self._dtype, random)
+            start = network.initial_weights(self._sizes(), self.activation, self._dtype, random)
         structure = self._structure_of(model, has_weights=has_weights)
         if not (incremental and structure == self._structure):
             self._use(structure, structure.executor(), start)
 
     def _perceptron(self) -> bytes:
         """Return the perceptron for `n_features_in_` and `n_outputs_`."""
-        sizes = self._sizes(self.n_features_in_, self.n_outputs_)
         activations = self.activation, self.out_activation_
-        return network.perceptron(sizes, *activations, self._dtype, self._output_name)
+        return network.perceptron(self._sizes(), *activations, self._dtype, self._output_name)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the number of units in each layer of the perceptron."""
+        hidden = (int(size) for size in np.atleast_1d(self.hidden_layer_sizes))
+        return (self.n_features_in_, *hidden, self.n_outputs_)
 
     def _structure_of(self, model: bytes, *, has_weights: bool) -> Structure:
         steps = {
             "parameters": self.parameters or DEFAULT,
             "training": self.training or DEFAULT,
             "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),
-            "regularizer": objective.WeightPenalty(self.alpha) if self.alpha else None,
+            "regularizer": WeightPenalty(self.alpha) if self.alpha else None,
             "optimizer": self._optimizer(),
             "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
@@ -233,10 +225,11 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         rows = len(X)
         size = min(200 if self.batch_size == "auto" else int(self.batch_size), rows)
         order = np.arange(rows)
+        rates = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
         self.n_iter_ = 0
         try:
             for _ in range(epochs):
-                self._set_rate(executor)
+                executor.set_hyperparameters(**dict.fromkeys(rates, self._rate))
                 if self.shuffle:
                     order = shuffle(order, random_state=random)
                 total = 0.0
@@ -320,21 +313,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         labels = labels_of(target)
         if labels is not None and not labels.several:
             y = np.where(y, labels.high, labels.low)
-        feeds = {**self._data(executor, X), TARGET: _as_fed(y, target)}
-        return feeds if weights is None else {**feeds, WEIGHT: _as_fed(weights, executor.inputs[WEIGHT])}
-
-    def _data(self, executor: Executor, X: np.ndarray) -> dict[str, np.ndarray]:
-        (data,) = with_role(executor.model, Role.DATA)
-        return {name_of(data): _as_fed(X, data)}
+        known: dict[str, Any] = {TARGET: y, WEIGHT: weights}
+        return {name: _as_fed(known.get(name, X), value) for name, value in executor.inputs.items()}
 
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
-        ((name, array),) = self._data(self._running(), X).items()
-        return self._predictions({name: array[at : at + CHUNK]} for at in range(0, len(array), CHUNK))
-
-    def _set_rate(self, executor: Executor) -> None:
-        names = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
-        executor.set_hyperparameters(**dict.fromkeys(names, self._rate))
+        (data,) = with_role(self._running().model, Role.DATA)
+        array = _as_fed(X, data)
+        return self._predictions({name_of(data): array[rows]} for rows in gen_batches(len(array), CHUNK))
 
     def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
@@ -350,7 +336,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             *y,
             reset=reset,
             dtype=kind,
-            allow_nd=interface is not None and len(interface.row) != 1,
+            allow_nd=interface is not None and interface.axes != 2,
             **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
         )
 
@@ -363,8 +349,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
 def _as_fed(array: np.ndarray, value: ir.Value) -> np.ndarray:
     """Return rows in the type and the shape of a graph's input."""
-    assert value.dtype is not None and value.shape is not None
-    row = [dim for dim in value.shape[1:] if isinstance(dim, int)]
-    if len(row) == len(value.shape) - 1 and math.prod(row) == math.prod(array.shape[1:]):
+    row = [dim for dim in dims_of(value)[1:] if isinstance(dim, int)]
+    if len(row) == rank(value) - 1 and math.prod(row) == math.prod(array.shape[1:]):
         array = array.reshape(len(array), *row)
-    return np.ascontiguousarray(array, value.dtype.numpy())
+    return np.ascontiguousarray(array, dtype_of(value).numpy())

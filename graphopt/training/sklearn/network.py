@@ -1,4 +1,4 @@
-"""Build the networks of scikit-learn's MLPClassifier and MLPRegressor as ONNX models."""
+"""Build the networks of scikit-learn as ONNX models, and read what other models take and return."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 
+import passes
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.loading import Source, load
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.storage import whole
+from graphopt.graph.values import dims_of, dtype_of, rank
 
 # How each activation of scikit-learn is emitted. The last two are for outputs alone.
 _ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
@@ -32,13 +38,11 @@ HIDDEN = ("identity", "logistic", "tanh", "relu")
 def perceptron(
     sizes: tuple[int, ...], activation: str, out_activation: str, dtype: str, output: str
 ) -> bytes:
-    """Return a serialized perceptron with an input `X` and weights of 0, named as `names` says.
+    """Return a serialized perceptron with an input `X` and weights of 0, named as `layers` says.
 
     Args:
         sizes: the number of features, of units in each hidden layer, and of outputs.
         activation, out_activation: the activations of hidden layers and of the output, by scikit-learn's names.
-        dtype: `float32` or `float64`.
-        output: the name of the output.
     """
     kind = ir.DataType.from_numpy(np.dtype(dtype))
     x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
@@ -71,11 +75,7 @@ def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[
 
 
 def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
-    """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010).
-
-    Args:
-        random: a numpy.random.RandomState.
-    """
+    """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010)."""
 
     def draw() -> Iterable[tuple[np.ndarray, np.ndarray]]:
         for fan_in, fan_out in itertools.pairwise(sizes):
@@ -102,3 +102,54 @@ def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
         state |= slots("exp_sum_sq", 1 / (1 - optimizer.beta_2), optimizer.vs)
         state["step"] = np.array(optimizer.t, np.int64)
     return state
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Describe what a model reads and predicts."""
+
+    dtype: str  # of its input
+    axes: int  # of its input
+    op_type: str  # of the operator that computes its output
+    outputs: int | None  # of a row; None if the model does not fix their number
+
+
+def serialized(source: Source) -> bytes:
+    """Return a model as bytes."""
+    proto = source if isinstance(source, onnx.ModelProto) else ir.to_proto(load(source))
+    return proto.SerializeToString()
+
+
+def interface(model: bytes) -> Interface:
+    """Return the interface of a serialized model with one input and one floating-point output.
+
+    Raises:
+        GraphoptError: the model has several inputs or outputs, or its batch has a fixed size.
+    """
+    loaded = load(onnx.load_model_from_string(model))
+    predictions = {
+        y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()
+    }
+    passes.Normalize()(loaded)
+    inputs = [x for x in loaded.graph.inputs if x.name not in loaded.graph.initializers]
+    outputs = [y for y in loaded.graph.outputs if y.name in predictions]
+    for kind, values in (("input", inputs), ("floating-point output", outputs)):
+        if len(values) != 1 or values[0].shape is None or values[0].dtype is None:
+            raise GraphoptError(
+                f"model: expected one {kind} of known type and shape, found {[x.name for x in values]}: use "
+                f"graphopt.Trainer, or graphopt.fit"
+            )
+    (x,), (y,) = inputs, outputs
+    batch, node = dims_of(x)[0], y.producer()
+    if isinstance(batch, int):
+        raise GraphoptError(
+            f"model: expected a batch of any size, found {batch} rows in input {x.name!r}: export the model with a "
+            f"dynamic batch"
+        )
+    sizes = [size for size in dims_of(y)[1:] if isinstance(size, int)]
+    return Interface(
+        dtype=np.dtype(dtype_of(x).numpy()).name,
+        axes=rank(x),
+        op_type="" if node is None or node.domain else node.op_type,
+        outputs=math.prod(sizes) if len(sizes) == rank(y) - 1 else None,
+    )
