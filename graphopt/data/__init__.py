@@ -1,8 +1,9 @@
 """Read data sets from files and cut them into batches. This package imports `graph` and `statistics`."""
 
 from graphopt.data.batches import Batches
+from graphopt.data.columnar import arrow, parquet
 from graphopt.data.dataset import Dataset
-from graphopt.data.files import arrow, csv, npy, npz, parquet
+from graphopt.data.files import csv, npy, npz
 from graphopt.data.image_folders import images
 from graphopt.data.lazy import LazyArray
 from graphopt.data.loader import Loader
