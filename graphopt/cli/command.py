@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from graphopt.cli.comparison import Comparison
+from graphopt.cli.comparison import compare
 from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.help import fields, help_page
@@ -81,25 +82,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
-    parser.add_argument("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
-    parser.add_argument("--help", "-h", action="store_true", help="show this, with the fields of the recipe")
-    parser.add_argument(
-        "--version", action="store_true", help="show the versions of graphopt and the runtime"
-    )
-    parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of a=1,2 b=3,4")
-    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="add a folder of recipes")
-    parser.add_argument(
-        "--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it"
-    )
-    parser.add_argument(
-        "--resolve", action="store_true", help="with --cfg: show values instead of references"
-    )
-    parser.add_argument("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
-    parser.add_argument("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
-    parser.add_argument("--hydra-help", action="store_true", help="show the help of Hydra")
-    parser.add_argument(
-        "--shell-completion", "-sc", action="store_true", help="install=SHELL, uninstall=SHELL"
-    )
+    option, flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
+    option("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
+    flag("--help", "-h", help="show this, with the fields of the recipe")
+    flag("--version", help="show the versions of graphopt and the runtime")
+    flag("--multirun", "-m", help="run every combination of a=1,2 b=3,4")
+    option("--config-dir", "-cd", metavar="FOLDER", help="add a folder of recipes")
+    option("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it")
+    flag("--resolve", help="with --cfg: show values instead of references")
+    option("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
+    option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
+    flag("--hydra-help", help="show the help of Hydra")
+    flag("--shell-completion", "-sc", help="install=SHELL, uninstall=SHELL")
     return parser
 
 
@@ -256,9 +250,7 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
         folder = folder.parents[1]
-    comparison = Comparison(folder)
-    comparison.print()
-    say(Console(), "written", str(comparison.write()))
+    say(Console(), "written", str(compare(folder)))
 
 
 class _Run(NamedTuple):
@@ -308,15 +300,12 @@ def _options() -> str:
 
 
 def _version() -> str:
-    runtimes = [
-        name for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-training") if _installed(name)
-    ]
-    runtime = ", ".join(f"{name} {_installed(name)}" for name in runtimes) or "no ONNX Runtime"
-    return f"graphopt {_installed('graphopt') or '(not installed)'}, {runtime}"
+    graphopt = ", ".join(_installed("graphopt")) or "graphopt (not installed)"
+    runtimes = ", ".join(_installed("onnxruntime", "onnxruntime-gpu", "onnxruntime-training"))
+    return f"{graphopt}, {runtimes or 'no ONNX Runtime'}"
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _installed(*packages: str) -> Iterator[str]:
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ class Trained:
         """Return where the weights come from."""
         return str(self.checkpoint or self.model or self.recipe.fields["model"])
 
+    @property
+    def batches(self) -> dict[str, Any]:
+        """Return how the data is read."""
+        return {name: self.recipe.fields["fit"][name] for name in ("batch_size", "allow_nan")}
+
     def prepare(self) -> None:
         """Write the recipe to a folder that has none."""
         if not (self.folder / CONFIG).exists():
@@ -91,7 +96,7 @@ class Trained:
         """Return the executor of the training graph, with the trained weights."""
         if self.step is not None:
             executor = self.recipe.executor(self._load(self.step))
-        elif self.checkpoint is not None and self.recipe.learns:
+        elif self.checkpoint is not None and self.recipe.described.learns:
             raise GraphoptError(
                 f"{self.checkpoint}: expected step.onnx in the folder of the run, which has what it learnt from its "
                 "data, found none"
@@ -132,15 +137,8 @@ def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.
 
 def write_metrics(trained: Trained, console: Console) -> Path:
     """Evaluate on all rows of the recipe's data, print a table, and write metrics.json; return its path."""
-    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
-    executor = trained.executor()
-    measured = evaluate(
-        executor,
-        recipe.data,
-        metrics=recipe.metrics,
-        batch_size=fields["batch_size"],
-        allow_nan=fields["allow_nan"],
-    )
+    recipe, executor = trained.recipe, trained.executor()
+    measured = evaluate(executor, recipe.data, metrics=recipe.metrics, **trained.batches)
     labels = recipe.data.labels or _labels(executor.model)
     trained.prepare()
     path = trained.folder / _METRICS
@@ -171,23 +169,17 @@ def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) ->
 
 def write_predictions(trained: Trained, _: Console) -> Path:
     """Write the outputs on all rows of the recipe's data to a file, and return its path."""
-    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
+    recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
     model = load(trained.inference_model(), limits=recipe.limits)
-    outputs: Mapping[str, np.ndarray] = predict(
-        model,
-        recipe.data,
-        batch_size=fields["batch_size"],
-        allow_nan=fields["allow_nan"],
-        device=recipe.device,
-    )
+    outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
     labels = recipe.data.labels or _labels(model)
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
     }
     if len(classified) == 1 and "label" not in outputs:
         ((name, known),) = classified.items()
-        outputs = {**outputs, "label": np.array(known)[outputs[name].argmax(axis=1)]}
+        outputs["label"] = np.array(known)[outputs[name].argmax(axis=1)]
     trained.prepare()
     write_rows(path, outputs, classified)
     return path

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data.dataset import Dataset
+from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
-from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
 
 Rows = range | np.ndarray
 _CHUNK = 4096
@@ -102,11 +102,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
     if set(arrays) != set(inputs):
-        extra = (
-            " (set sample_weight of the loss to use weights)"
-            if "sample_weight" in set(arrays) - set(inputs)
-            else ""
-        )
+        is_extra = WEIGHT in arrays and WEIGHT not in inputs
+        extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
         raise GraphoptError(
             f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
@@ -123,8 +120,7 @@ class _Column:
 
     def __init__(self, value: ir.Value, array: Array, allow_nan: bool) -> None:
         assert value.dtype is not None
-        assert value.name is not None
-        self.name = value.name
+        self.name = name_of(value)
         self.array = array
         self.lazy = isinstance(array, np.memmap | LazyArray)
         self._dtype = np.dtype(value.dtype.numpy())
@@ -176,10 +172,9 @@ class _Column:
         if shape is None:
             return found
         for candidate in (found, (*found, 1), found[:-1] if found[-1:] == (1,) else found):
-            wanted = list(shape)[1:]
-            if len(wanted) == len(candidate) and all(
-                not isinstance(want, int) or want == have
-                for want, have in zip(wanted, candidate, strict=True)
+            dims = zip(list(shape)[1:], candidate, strict=False)
+            if len(candidate) == len(shape) - 1 and all(
+                not isinstance(dim, int) or dim == size for dim, size in dims
             ):
                 return candidate
         raise GraphoptError(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graphopt.data.dataset import TARGET, Dataset
+from graphopt.data.dataset import TARGET, Dataset, LazyArray
 from graphopt.data.files import (
     EXPANSION,
     check_ratio,
@@ -22,7 +22,6 @@ from graphopt.data.files import (
     reason,
     refuse_twice,
 )
-from graphopt.data.lazy import LazyArray
 from graphopt.errors import GraphoptError
 
 # Formats that Pillow reads itself, without other programs.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from graphopt.data.foreign import as_dataset, has_rows
-from graphopt.data.loader import Shuffle
-from graphopt.data.training_rows import TrainingRows, hold_out
+from graphopt.data.loader import Shuffle, TrainingRows, hold_out
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from graphopt.communicator import digest
 from graphopt.data.batches import fixed_batch
-from graphopt.data.loader import Shuffle
+from graphopt.data.loader import Shuffle, hold_out
 from graphopt.data.streams import Stream
-from graphopt.data.training_rows import hold_out
 from graphopt.errors import GraphoptError
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run

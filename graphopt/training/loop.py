@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from graphopt.data.prefetch import prefetched
+from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
 from graphopt.runtime.tensors import Tensor, rows_of

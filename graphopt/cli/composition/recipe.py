@@ -23,7 +23,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
 from graphopt.data.foreign import as_dataset
-from graphopt.data.training_rows import held_out_rows
+from graphopt.data.loader import held_out_rows
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -36,10 +36,8 @@ from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.training.adaptation import adapt
-from graphopt.training.callbacks import Callback, MedianStopping
+from graphopt.training.callbacks import Callback, MedianStopping, MLflow, TensorBoard, Tracker
 from graphopt.training.callbacks.logs import FileLog
-from graphopt.training.callbacks.trackers import MLflow, TensorBoard, Tracker
-from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.evaluation import reported
 from graphopt.training.metrics import Wanted
 
@@ -66,7 +64,7 @@ class Recipe:
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
         self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
-        self._command_line = command_line
+        self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and group in config:
@@ -77,7 +75,7 @@ class Recipe:
     @property
     def names_folder(self) -> bool:
         """Return whether the command line names the folder of the run."""
-        return any(item.startswith(("folder=", "hydra.run.dir=")) for item in self._command_line.overrides)
+        return any(item.startswith(("folder=", "hydra.run.dir=")) for item in self.command_line.overrides)
 
     @functools.cached_property
     def data(self) -> Dataset:
@@ -85,10 +83,10 @@ class Recipe:
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
-        return self._adapted(self._pipeline)
+        return self._adapted(self.described)
 
     @functools.cached_property
-    def _pipeline(self) -> Pipeline:
+    def described(self) -> Pipeline:
         """Return the pipeline as the recipe describes it, before its passes learn from data."""
         pipeline: Pipeline = self._build("pipeline")
         return pipeline
@@ -106,11 +104,6 @@ class Recipe:
             validation=share if isinstance(share, int | float) else None,
             **{name: fields[name] for name in ("shuffle", "seed", "allow_nan") if name in fields},
         )
-
-    @property
-    def learns(self) -> bool:
-        """Return whether passes learn from the data."""
-        return self._pipeline.learns
 
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
@@ -133,7 +126,7 @@ class Recipe:
     @property
     def metrics(self) -> list[Wanted] | None:
         """Return the metrics of held-out rows; None for those that suit the loss."""
-        return metrics_of(self.fields["fit"].get("metrics"), self._command_line.trust)
+        return metrics_of(self.fields["fit"].get("metrics"), self.command_line.trust)
 
     @property
     def limits(self) -> Limits:
@@ -147,24 +140,19 @@ class Recipe:
         known = {field.name for field in dataclasses.fields(Device)}
         return Device(**{name: value for name, value in fields.items() if name in known})
 
-    def checkpoint(self, folder: Path) -> Checkpoints | None:
-        """Return when to write checkpoints to a folder; None if the recipe asks for none."""
-        fields = self.fields["fit"].get("checkpoint")
-        return None if fields is None else Checkpoints(folder, **fields)
-
     def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
         """Return the callbacks of the recipe; their files are in a folder.
 
         Args:
             is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
         """
-        if self._command_line.folders:
-            check_new_logs(self.fields["callbacks"], folder, self._command_line, is_new)
+        if self.command_line.folders:
+            check_new_logs(self.fields["callbacks"], folder, self.command_line, is_new)
         nodes = self.fields["callbacks"].items()
         return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
-        kind = resolve(node[TARGET_KEY], key, self._command_line.trust)
+        kind = resolve(node[TARGET_KEY], key, self.command_line.trust)
         arguments: dict[str, Any] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             arguments["path"] = folder / node["path"]
@@ -200,7 +188,7 @@ class Recipe:
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
-        task = next((step.task for step in self._pipeline.get("loss", ()) if hasattr(step, "task")), "")
+        task = next((step.task for step in self.described.get("loss", ()) if hasattr(step, "task")), "")
         outputs = models[name].get("outputs") or self.data.outputs(task)
         features = next(iter(inputs.values())).shape[1:]
         model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
@@ -212,11 +200,6 @@ class Recipe:
         launcher: Launcher = self._build("launcher") if self.fields.get("launcher") else Launcher()
         return launcher
 
-    @property
-    def arguments(self) -> list[str]:
-        """Return the arguments of the command, to run it again."""
-        return list(self._command_line.arguments)
-
     def compile(self, file: Path | None = None, *, is_trained: bool = False) -> ir.Model:
         """Return the training graph.
 
@@ -224,7 +207,7 @@ class Recipe:
             file: a file instead of the recipe's model.
             is_trained: the model standardizes its inputs itself, if at all.
         """
-        pipeline = self._adapted(self._pipeline.without("standardize")) if is_trained else self.pipeline
+        pipeline = self._adapted(self.described.without("standardize")) if is_trained else self.pipeline
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
@@ -257,12 +240,12 @@ class Recipe:
         Args:
             changed: fields that differ from those of the recipe.
         """
-        executor: Executor = self._build("executor", step=step, report=self._report(step), **changed)
+        executor: Executor = self._build("executor", step=step, **self._reported(step), **changed)
         return executor
 
     def _shared(self, step: ir.Model, workers: Communicator) -> dict[str, Any]:
         """Return the options of a worker's executor, on a GPU of its own or on its share of the cores."""
-        fields = {**self.fields["executor"], "communicator": workers, "report": self._report(step)}
+        fields = {**self.fields["executor"], "communicator": workers, **self._reported(step)}
         target = fields.pop(TARGET_KEY)
         if target != OWN_EXECUTOR:
             raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
@@ -272,9 +255,8 @@ class Recipe:
             fields["threads"] = max(1, (os.cpu_count() or 1) // workers.local_size)
         return fields
 
-    def _report(self, step: ir.Model) -> list[str]:
-        report: list[str] | None = self.fields["executor"].get("report")
-        return reported(step) if report is None else report
+    def _reported(self, step: ir.Model) -> dict[str, Any]:
+        return {"report": reported(step)} if self.fields["executor"].get("report") is None else {}
 
     def text(self) -> str:
         """Return the recipe as YAML with all references resolved."""
@@ -291,7 +273,7 @@ class Recipe:
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
-        check_recipe(fields, self._command_line)
+        check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)
 
@@ -302,4 +284,4 @@ class Recipe:
         for field, value in flattened(node, key):
             if value == MISSING:
                 raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
-        return create(node, key, self._command_line.trust, **arguments)
+        return create(node, key, self.command_line.trust, **arguments)
