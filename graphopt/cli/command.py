@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
-    option, flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
+    option, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     option("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
     flag("--help", "-h", help="show this, with the fields of the recipe")
     flag("--version", help="show the versions of graphopt and the runtime")
@@ -176,30 +176,22 @@ def _go_where_the_sweep_is(hydra: HydraConf) -> None:
         os.chdir(there)
 
 
-def _with_trained(write_files: Callable[[Trained, Console], Path]) -> Callable[[Recipe, Path], None]:
-    """Return a run that writes a file about the data by what another run has trained."""
-
-    def run(recipe: Recipe, folder: Path) -> None:
-        console = Console(quiet=recipe.fields["quiet"])
-        trained = Trained.find(recipe, folder)
-        say(console, "model", trained.name)
-        say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
-        say(console, "written", str(write_files(trained, console)))
-
-    return run
+def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
+    """Write a file about the data by what another run has trained."""
+    console = Console(quiet=recipe.fields["quiet"])
+    trained = Trained.find(recipe, folder)
+    say(console, "model", trained.name)
+    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+    say(console, "written", str(write_file(trained, console)))
 
 
-def _export(write_files: Callable[[Recipe, Path, Console], str]) -> Callable[[Recipe, Path], None]:
-    """Return a run that trains nothing: it writes files, and the recipe."""
-
-    def run(recipe: Recipe, folder: Path) -> None:
-        console = Console()
-        write_hydra(folder, recipe.composed)
-        written = write_files(recipe, folder, console)
-        write(folder / CONFIG, recipe.text())
-        say(console, "written", f"{folder}: {written}")
-
-    return run
+def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe, folder: Path) -> None:
+    """Train nothing: write files, and the recipe."""
+    console = Console()
+    write_hydra(folder, recipe.composed)
+    written = write_files(recipe, folder, console)
+    write(folder / CONFIG, recipe.text())
+    say(console, "written", f"{folder}: {written}")
 
 
 def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
@@ -262,15 +254,17 @@ class _Run(NamedTuple):
 
 
 _RUNS = {
-    "train": _Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
+    "train": _Run(partial(train, main=main), "my.onnx", "train it; the default"),
     "evaluate": _Run(
-        _with_trained(write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
+        partial(_with_trained, write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
     ),
-    "predict": _Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
-    "compile": _Run(_export(_compile), "my.onnx", "write step.onnx without training"),
-    "hosts": _Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
-    "artifacts": _Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
-    "report": _Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
+    "predict": _Run(partial(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": _Run(partial(_export, _compile), "my.onnx", "write step.onnx without training"),
+    "hosts": _Run(partial(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": _Run(
+        partial(_export, _artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"
+    ),
+    "report": _Run(partial(_export, _report), "my.onnx", "list what would train, and what blocks training"),
     "compare": _Run(_compare, "folder=runs", "put runs side by side"),
 }
 

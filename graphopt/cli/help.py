@@ -66,12 +66,7 @@ def described(target: Any) -> dict[str, str]:
 
 
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield the path, value and description of each field of a composed recipe.
-
-    Args:
-        node: the recipe, or a part of it, as plain mappings with unresolved references.
-        path: the path of the part.
-    """
+    """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
@@ -91,11 +86,7 @@ def help_page(
 ) -> str:
     """Return the text of `graphopt --help`.
 
-    Args:
-        usages: what each run of a recipe does, by its arguments.
-        options: the lines of the options that start with dashes.
-        groups: a line per group of recipes.
-        described_fields: the fields, as `fields` yields them.
+    `usages` says what each run does, by its arguments; `described_fields` are what `fields` yields.
     """
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []

@@ -47,9 +47,7 @@ _PATIENCE = 2.0  # seconds that other workers wait before they report an error, 
 def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) -> float | None:
     """Train by a recipe; return the loss of held-out rows, or of training, if this worker is the first one.
 
-    Args:
-        folder: the folder that Hydra has made for the run.
-        main: runs the command in this process.
+    Hydra has made the folder. `main` runs the command in this process.
     """
     launcher = recipe.launcher
     if recipe.fields.get("launcher") and _is_sweep():

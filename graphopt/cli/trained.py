@@ -17,7 +17,7 @@ from rich.table import Table
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import wide
 from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
-from graphopt.data.writing import write_rows
+from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import Source, load
@@ -38,12 +38,7 @@ _METRICS = "metrics.json"
 class Trained:
     """Hold where trained weights are: in a checkpoint, in the folder of a run, or in a model's file.
 
-    Args:
-        recipe: the recipe of the command.
-        folder: the folder to write to.
-        checkpoint: a checkpoint, or None.
-        step: the training graph of a run, or None for the recipe's.
-        model: the file of an inference model, or None for the recipe's.
+    A training graph or a model that is None is the recipe's.
     """
 
     recipe: Recipe

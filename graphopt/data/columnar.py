@@ -13,7 +13,6 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import (
     EXPANSION,
     check_ratio,
-    check_regular,
     imported,
     of_columns,
     reading,
@@ -55,7 +54,6 @@ def parquet(
     """
     pyarrow = imported(path, "pyarrow")
     imported(path, "pyarrow.parquet")
-    check_regular(path)
     used = functools.partial(
         used_columns, path, target=target, features=features, sample_weight=sample_weight
     )

@@ -1,9 +1,9 @@
-"""Read data sets from files."""
+"""Read data sets from files, and write arrays of rows."""
 
 from __future__ import annotations
 
 import contextlib
-import csv as reader
+import csv as csv_files
 import importlib
 import itertools
 import lzma
@@ -21,6 +21,7 @@ import numpy as np
 
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.files import replacing
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 _LONGEST_NUMBER = 1_000  # characters
@@ -30,20 +31,10 @@ _Names = str | int | Sequence[str | int] | None
 
 # Exceptions of NumPy and the decompressors for damaged or malicious files.
 _BROKEN = (
-    ValueError,
-    EOFError,
-    OverflowError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    tokenize.TokenError,
+    *(EOFError, MemoryError, OverflowError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
+_WRITTEN = (".npz", ".csv", ".parquet")
 
 
 def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
@@ -60,10 +51,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     archive = _load(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
-    with (
-        archive,
-        reading(path, "arrays of numbers", RuntimeError),
-    ):  # which says that the archive is encrypted
+    with archive, reading(path, "arrays of numbers"):
         check_ratio(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
         refuse_twice(path, "array", archive.files)
         arrays = {name: archive[name] for name in archive.files}
@@ -116,12 +104,11 @@ def csv(
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
-    check_regular(path)
     with (
-        reading(path, "a text file of columns", reader.Error),
+        reading(path, "a text file of columns", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
-        rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
+        rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
     names = rows.pop(0) if header else [str(i) for i in range(len(rows[0]))]
@@ -135,15 +122,7 @@ def csv(
 
 
 def imported(what: str, module: str, package: str = "") -> Any:
-    """Return a module of a package that an option needs.
-
-    Args:
-        what: the option.
-        package: the name of the package, if it is another one than the module's.
-
-    Raises:
-        GraphoptError: it is not installed.
-    """
+    """Return a module that an option needs, or raise an error that says how to install its package."""
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -155,12 +134,11 @@ def imported(what: str, module: str, package: str = "") -> Any:
 
 @contextlib.contextmanager
 def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise what a library raises for a damaged file as an error of the file, in a `with` block.
+    """Check that a file is regular, and raise what a library raises for a damaged one as its error, in a `with` block.
 
-    Args:
-        expected: what the file should be.
-        errors: exceptions of the library.
+    `errors` are exceptions of the library, in addition to those of NumPy and Python.
     """
+    _check_regular(path)
     broken: tuple[type[Exception], ...] = (OSError, *_BROKEN, *errors)
     try:
         yield
@@ -173,7 +151,7 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         raise GraphoptError(f"{path}: expected {expected}: {problem}") from error
 
 
-def check_regular(path: str | Path) -> None:
+def _check_regular(path: str | Path) -> None:
     """Raise an error unless a path is a regular file: a device or a pipe may never end."""
     try:
         mode = Path(path).stat().st_mode
@@ -192,18 +170,14 @@ def reason(error: Exception) -> str:
 
 
 def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
-    check_regular(path)
     with reading(path, f"{kind} of numbers, found another file"):
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
 
 
 def check_ratio(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
-    """Raise an error if a file expands to far more data than its size.
+    """Raise an error if a file expands to `size` bytes, more than its own size times `expansion`.
 
-    Args:
-        size: the bytes after expansion.
-        expansion: the maximum ratio.
-        unsuspicious: the bytes to which a file of any size may expand; None for 1 GiB.
+    A file of any size may expand to `unsuspicious` bytes, by default 1 GiB.
     """
     file_size = max(1, Path(path).stat().st_size)
     if size > max(_UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
@@ -228,11 +202,7 @@ def of_columns(
     sample_weight: str | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Dataset:
-    """Return a data set of a table's columns; see `csv` for the arguments.
-
-    Args:
-        path: what errors name.
-    """
+    """Return a data set of a table's columns; errors name the path, and `csv` explains the other arguments."""
     inputs, targets, weights = _parts(path, columns, target, features, sample_weight)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
@@ -336,3 +306,49 @@ def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.nda
                 f"{path}: column {name!r}, row {i}: expected a label of {', '.join(places)}, found {text!r}"
             )
     return np.array([places[str(text)] for text in column], np.int64)
+
+
+def check_ending(field: str, name: str) -> None:
+    """Raise an error unless the file's name in an option has an ending that `write_rows` knows, and no folder."""
+    if Path(name).suffix not in _WRITTEN or Path(name).name != name:
+        raise GraphoptError(
+            f"{field}: expected the name of a file that ends in {', '.join(_WRITTEN)}, without a folder, found {name!r}"
+        )
+    if name.endswith(".parquet"):
+        imported(f"{field}={name}", "pyarrow")
+
+
+def write_rows(
+    path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Write arrays with the same number of rows to a file that ends in .npz, .csv or .parquet.
+
+    A table has a column for each array, or several, NAME_0, NAME_1, ..., if a row of the array has several numbers.
+    `columns` has other ends of the names of an array's columns.
+    """
+    arrays = {name: array.astype(str) if array.dtype == object else array for name, array in arrays.items()}
+    if path.suffix == ".npz":
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        return
+    table = dict(_columns_of(arrays, columns or {}))
+    with replacing(path) as temporary:
+        if path.suffix == ".parquet":
+            table_of = imported(str(path), "pyarrow").table
+            imported(str(path), "pyarrow.parquet").write_table(table_of(table), temporary)
+        else:
+            with open(temporary, "w", newline="", encoding="utf-8") as text:
+                writer = csv_files.writer(text)
+                writer.writerow(table)
+                writer.writerows(zip(*(column.astype(str) for column in table.values()), strict=True))
+
+
+def _columns_of(arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]]) -> Any:
+    """Yield the name and the numbers of each column."""
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            yield name, array
+            continue
+        flat = array.reshape(len(array), -1)
+        ends = columns.get(name, range(flat.shape[1]))
+        yield from ((f"{name}_{end}", np.ascontiguousarray(flat[:, i])) for i, end in enumerate(ends))

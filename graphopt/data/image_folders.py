@@ -16,7 +16,6 @@ from graphopt.data.dataset import TARGET, Dataset, LazyArray
 from graphopt.data.files import (
     EXPANSION,
     check_ratio,
-    check_regular,
     imported,
     reading,
     reason,
@@ -196,7 +195,6 @@ def _size(pillow: Any, file: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _opened(pillow: Any, file: Path) -> Iterator[Any]:
     """Open an image, and raise Pillow's errors as those of its file."""
-    check_regular(file)
     with reading(file, "a whole image", pillow.DecompressionBombError):
         try:
             opened = pillow.open(file, formats=FORMATS)

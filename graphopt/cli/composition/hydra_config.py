@@ -233,8 +233,13 @@ class RecipeLoader(ConfigLoaderImpl):
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, allowed, *how)
-        ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
-        theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
+        ours: Any = OmegaConf.to_container(expected, resolve=False)
+        theirs: Any = OmegaConf.to_container(config, resolve=False)
+        for field in ("folder", "launcher", "trust") if config_name is not None else ():
+            is_named = field != "launcher" and self._command_line.names(field)
+            if theirs.get(field) != ours[field] and not is_named:
+                raise on_the_command_line(field)
+        ours, theirs = ours["hydra"], theirs["hydra"]
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
         ours["sweeper"].pop("params", None)
@@ -244,12 +249,6 @@ class RecipeLoader(ConfigLoaderImpl):
             populated = any(field == prefix or field.startswith(f"{prefix}.") for prefix in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise on_the_command_line(f"hydra.{field}")
-        plain: Any = OmegaConf.to_container(config, resolve=False)
-        own: Any = OmegaConf.to_container(expected, resolve=False)
-        for field in ("folder", "launcher", "trust") if config_name is not None else ():
-            is_named = field != "launcher" and self._command_line.names(field)
-            if plain.get(field) != own[field] and not is_named:
-                raise on_the_command_line(field)
 
     def _check_runs(self, swept: Mapping[str, Any]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""

@@ -95,15 +95,9 @@ class Recipe:
         """Return a pipeline whose passes have learnt from the training rows, if any of them learns."""
         if not pipeline.learns:
             return pipeline
-        fields = self.fields["fit"]
-        share = fields.get("validation")
-        return adapt(
-            pipeline,
-            self.model(),
-            self.data,
-            validation=share if isinstance(share, int | float) else None,
-            **{name: fields[name] for name in ("shuffle", "seed", "allow_nan") if name in fields},
-        )
+        fields = {"validation": None, **self.fields["fit"]}
+        names = [name for name in ("validation", "shuffle", "seed", "allow_nan") if name in fields]
+        return adapt(pipeline, self.model(), self.data, **{name: fields[name] for name in names})
 
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
@@ -141,11 +135,7 @@ class Recipe:
         return Device(**{name: value for name, value in fields.items() if name in known})
 
     def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
-        """Return the callbacks of the recipe; their files are in a folder.
-
-        Args:
-            is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
-        """
+        """Return the callbacks; in a new run, no log of an untrusted recipe replaces a file in the folder."""
         if self.command_line.folders:
             check_new_logs(self.fields["callbacks"], folder, self.command_line, is_new)
         nodes = self.fields["callbacks"].items()
@@ -175,11 +165,7 @@ class Recipe:
         return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
-        """Return the model of a file, or a built-in one with the data's shape.
-
-        Args:
-            file: a file instead of the recipe's model.
-        """
+        """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
@@ -201,12 +187,7 @@ class Recipe:
         return launcher
 
     def compile(self, file: Path | None = None, *, is_trained: bool = False) -> ir.Model:
-        """Return the training graph.
-
-        Args:
-            file: a file instead of the recipe's model.
-            is_trained: the model standardizes its inputs itself, if at all.
-        """
+        """Return the training graph; a trained model standardizes its inputs itself, if at all."""
         pipeline = self._adapted(self.described.without("standardize")) if is_trained else self.pipeline
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
@@ -235,11 +216,7 @@ class Recipe:
         return program
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
-        """Return the executor of a training graph.
-
-        Args:
-            changed: fields that differ from those of the recipe.
-        """
+        """Return the executor of a training graph, with fields that differ from those of the recipe."""
         executor: Executor = self._build("executor", step=step, **self._reported(step), **changed)
         return executor
 

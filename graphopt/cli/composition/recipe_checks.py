@@ -21,8 +21,7 @@ from graphopt.cli.composition.validation import (
     resolve,
 )
 from graphopt.cli.run_folder import OWN_FILES
-from graphopt.data.files import EXPANSION
-from graphopt.data.writing import check_ending
+from graphopt.data.files import EXPANSION, check_ending
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts

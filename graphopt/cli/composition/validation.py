@@ -53,7 +53,6 @@ def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] 
     """Raise an error if a recipe names code that is neither listed nor trusted, or has invalid fields.
 
     Args:
-        node: mappings, lists and plain values.
         path: the path of the node in the recipe: `data`, `models.mlp`, `pipeline`, ...
         trust: names of packages or modules whose code recipes may also name.
         given: fields of the node's target that the caller adds.
@@ -91,10 +90,7 @@ def expanded(callbacks: Any) -> dict[str, Any]:
 def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
-    Strings stay as they are: nothing is interpolated.
-
-    Args:
-        arguments: further arguments of the node's target.
+    Strings stay as they are: nothing is interpolated. `arguments` are further arguments of the node's target.
     """
     if isinstance(node, list):
         return [create(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
