@@ -20,7 +20,7 @@ from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
-from graphopt.graph.loading import Source, load
+from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.stored import standing_for
@@ -90,7 +90,7 @@ class Trained:
     def executor(self) -> Executor:
         """Return the executor of the training graph, with the trained weights."""
         if self.step is not None:
-            executor = self.recipe.executor(self._load(self.step))
+            executor = self.recipe.executor(self.recipe.model(self.step))
         elif self.checkpoint is not None and self.recipe.described.learns:
             raise GraphoptError(
                 f"{self.checkpoint}: expected step.onnx in the folder of the run, which has what it learnt from its "
@@ -102,17 +102,8 @@ class Trained:
         if self.checkpoint is not None:
             executor.update_state(read(self.checkpoint).state)
         elif self.model is not None and self.step is not None:
-            executor.update_state(_weights(self.step, executor, self._load(self.model)))
+            executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
-
-    def inference_model(self) -> Source:
-        """Return the inference model with the trained weights."""
-        if self.checkpoint is not None:
-            return self.executor().trained()
-        return self.recipe.model(self.model)
-
-    def _load(self, path: Path) -> ir.Model:
-        return load(str(path), limits=self.recipe.limits)
 
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
@@ -166,7 +157,10 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     """Write the outputs on all rows of the recipe's data to a file, and return its path."""
     recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
-    model = load(trained.inference_model(), limits=recipe.limits)
+    if trained.checkpoint is None:
+        model = recipe.model(trained.model)
+    else:
+        model = load(trained.executor().trained(), limits=recipe.limits)
     outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
     labels = recipe.data.labels or _labels(model)
     classified = {

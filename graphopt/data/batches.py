@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.values import name_of
+from graphopt.moments import row_index
 
 Rows = range | np.ndarray
 _CHUNK = 4096
@@ -31,6 +32,10 @@ class Batches:
         inputs: the inputs of the graph, by name: `Executor.inputs`.
         allow_nan: accept NaN and infinities.
 
+    Attributes:
+        fixed_size: the batch size if the graph's batch dimension is static, otherwise None.
+        is_lazy: whether rows of any array are read when a batch needs them.
+
     Raises:
         GraphoptError: an array has the wrong name, shape, type or labels, or contains NaN or infinities.
     """
@@ -46,24 +51,15 @@ class Batches:
         self._columns = [
             _Column(value, array, allow_nan) for value, array in zip(*_match(data, inputs), strict=True)
         ]
-        self._count, self._fixed = len(data), fixed_batch(inputs)
+        self._count, self.fixed_size = len(data), fixed_batch(inputs)
+        self.is_lazy = any(column.lazy for column in self._columns)
         for column in self._columns:
             if not column.lazy:
                 for rows in self.split(range(self._count), _CHUNK):
-                    column.check(rows, column.array[_index(rows)])
+                    column.check(rows, column.array[row_index(rows)])
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def fixed_size(self) -> int | None:
-        """Return the batch size if the graph's batch dimension is static, otherwise None."""
-        return self._fixed
-
-    @property
-    def is_lazy(self) -> bool:
-        """Return whether rows of any array are read when a batch needs them."""
-        return any(column.lazy for column in self._columns)
 
     def digest(self) -> str:
         """Return the SHA-256 sum of the types, shapes and numbers; of large arrays, of some of their rows."""
@@ -111,10 +107,6 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
     return list(inputs.values()), [arrays[name] for name in inputs]
 
 
-def _index(rows: Rows) -> Any:
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-
-
 class _Column:
     """Pair an array with the input that it feeds."""
 
@@ -130,7 +122,7 @@ class _Column:
         self._shape = self._row_shape(value.shape)
 
     def take(self, rows: Rows) -> np.ndarray:
-        part = self.array[_index(rows)]
+        part = self.array[row_index(rows)]
         if self.lazy:
             self.check(rows, part)
         part = np.asarray(part).astype(self._dtype, copy=False)

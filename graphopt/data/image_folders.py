@@ -88,9 +88,9 @@ def images(
     files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(lambda file: _size(pillow, file), files))
-    pixel = DECODED if size is not None else channels * (4 if scale else 1)
+    pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
-        check_ratio(file, math.prod(dims) * max(DECODED, pixel), expansion, unsuspicious=_UNSUSPICIOUS)
+        check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
     if size is None:
         other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:

@@ -16,7 +16,7 @@ from graphopt.data.dataset import Dataset
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.values import name_of
-from graphopt.moments import pieces
+from graphopt.moments import pieces, row_index
 
 Shuffle = bool | Literal["consecutive"]
 T = TypeVar("T")
@@ -92,9 +92,7 @@ class TrainingRows:
         array = self._arrays[name]
         parts = pieces(self._rows, array[:1].size)
         if name not in self._inputs:
-            yield from (
-                array[rows.start : rows.stop] if isinstance(rows, range) else array[rows] for rows in parts
-            )
+            yield from (array[row_index(rows)] for rows in parts)
             return
         batches = Batches({name: array}, {name: self._inputs[name]}, allow_nan=self._allow_nan)
         yield from (batches.take(rows)[name] for rows in parts)

@@ -81,11 +81,6 @@ class Stream:
         except (TypeError, NotImplementedError):  # as PyTorch's samplers say it
             return None
 
-    @property
-    def is_lazy(self) -> bool:
-        """Return False: a batch that has come is in memory."""
-        return False
-
     def draw(self, epoch: int) -> Iterator[Drawn]:
         """Yield the batches of an epoch, or those that are left of it.
 

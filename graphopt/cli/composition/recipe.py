@@ -131,8 +131,8 @@ class Recipe:
     def device(self) -> Device:
         """Return the device of the executor, with its options."""
         fields = {**self.fields["executor"], "name": self.fields["executor"].get("device", "cpu")}
-        known = {field.name for field in dataclasses.fields(Device)}
-        return Device(**{name: value for name, value in fields.items() if name in known})
+        names = [field.name for field in dataclasses.fields(Device) if field.name in fields]
+        return Device(**{name: fields[name] for name in names})
 
     def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
         """Return the callbacks; in a new run, no log of an untrusted recipe replaces a file in the folder."""

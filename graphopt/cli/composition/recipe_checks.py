@@ -61,13 +61,15 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, value in leaves.items():
         if isinstance(value, str) and "\0" in value:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
-    _check_types(fields)
+    for field, value, kind, text in _plain(fields):
+        if not isinstance(value, kind):
+            raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         if key in ("callbacks", "models"):
             for name, node in fields[key].items():
                 _check_member(node, f"{key}.{name}", command_line.trust)
         else:
-            check(fields[key], key, command_line.trust, _ADDED.get(key, ()))
+            check(fields[key], str(key), command_line.trust, _ADDED.get(key, ()))
     training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
     checkpoint = fields["fit"].get("checkpoint") or {}
     parts = {**fields, "fit": {**training, "validation": None}, "fit.checkpoint": checkpoint}
@@ -83,23 +85,14 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_untrusted(fields["models"], leaves, command_line)
 
 
-def _check_types(fields: Mapping[str, Any]) -> None:
-    """Raise an error if a field that names no class has another type than expected."""
-    plain: dict[str, tuple[Any, str]] = {
-        **dict.fromkeys(("model", "run", "predictions"), (str, "a name")),
-        "quiet": (bool, "true or false"),
-        **dict.fromkeys(PARTS, (dict, "a mapping of fields")),
-        "resume": (bool | str, "true, false or a path"),
-    }
-    for key, (kind, text) in plain.items():
-        if not isinstance(fields.get(key, False if key == "resume" else None), kind):
-            raise GraphoptError(f"{key}: expected {text}, found {fields.get(key)!r}")
-    for name, model in fields["models"].items():
-        if not isinstance(model, dict):
-            raise GraphoptError(f"models.{name}: expected a mapping of fields, found {model!r}")
-    checkpoint = fields["fit"].get("checkpoint")
-    if not isinstance(checkpoint, dict | None):
-        raise GraphoptError(f"fit.checkpoint: expected a mapping of fields or null, found {checkpoint!r}")
+def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield the fields that name no class, with the value and the expected type of each."""
+    yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
+    yield "quiet", fields.get("quiet"), bool, "true or false"
+    yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
+    yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
+    yield "fit.checkpoint", fields["fit"].get("checkpoint"), dict | None, "a mapping of fields or null"
+    yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
 
 
 def _check_member(node: Mapping[str, Any], key: str, trust: Sequence[str]) -> None:
@@ -137,11 +130,13 @@ def _check_untrusted(models: Iterable[str], leaves: Mapping[str, Any], command_l
                     )
 
 
-def _elsewhere(field: str, expected: str, found: str, setting: str = "") -> GraphoptError:
-    """Return the error of a file that only the command line may name, by `setting`."""
+def _elsewhere(field: str, expected: str, path: str, place: Path | None = None) -> GraphoptError:
+    """Return the error of a file that only the command line may name; `place` is where the path leads."""
+    log = field.removesuffix(".path") if field.startswith("callbacks.") else ""
+    setting = f"{log}={{path: {path}}}" if log else f"{field}={path}"
     return GraphoptError(
-        f"{field}: expected {expected}, found {found!r} in a recipe: to allow it, say {setting or f'{field}={found}'} "
-        "on the command line"
+        f"{field}: expected {expected}, found {str(place or path)!r} in a recipe: to allow it, say {setting} on the "
+        "command line"
     )
 
 
@@ -175,9 +170,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                 )
             outside = os.path.isabs(place) or top == os.pardir
             if outside and command_line.folders and not command_line.names(f"{key}.path"):
-                raise _elsewhere(
-                    f"{key}.path", "a file below the run's folder", path, f"{key}={{path: {path}}}"
-                )
+                raise _elsewhere(f"{key}.path", "a file below the run's folder", path)
 
 
 def check_new_logs(
@@ -185,9 +178,8 @@ def check_new_logs(
 ) -> None:
     """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
     for name, node in callbacks.items():
-        key, path = f"callbacks.{name}", node.get("path")
-        if isinstance(path, str) and not command_line.names(f"{key}.path"):
+        field, path = f"callbacks.{name}.path", node.get("path")
+        if isinstance(path, str) and not command_line.names(field):
             place = Path(folder, path)
             if not place.resolve().is_relative_to(folder.resolve()) or (is_new and place.is_file()):
-                setting = f"{key}={{path: {path}}}"
-                raise _elsewhere(f"{key}.path", "a new file in the run's folder", str(place), setting)
+                raise _elsewhere(field, "a new file in the run's folder", path, place)
