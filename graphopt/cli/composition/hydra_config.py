@@ -67,7 +67,7 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [override.value() for override in parsed(overrides) if override.key_or_group == SEARCH_PATH]
+        added = [override.value() for override in _parsed(*overrides) if override.key_or_group == SEARCH_PATH]
         named = [folder] if folder else []
         named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
@@ -93,19 +93,15 @@ class CommandLine:
         """Return whether the command line sets `hydra.mode=MULTIRUN`."""
         return any(override.value() == "MULTIRUN" for override in self._setting("hydra.mode"))
 
-    @functools.cached_property
-    def _parsed(self) -> list[Override]:
-        return parsed(self.overrides)
-
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in self._parsed if override.key_or_group == field]
+        return [override for override in _parsed(*self.overrides) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, alone or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in self._parsed:
+        for override in _parsed(*self.overrides):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -204,7 +200,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(item.input_line) for item in parsed(overrides) if item.key_or_group != SEARCH_PATH]
+        overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
         how = (run_mode, from_shell, validate_sweep_overrides)
         try:
             config = super().load_configuration(config_name, overrides, *how)
@@ -220,26 +216,22 @@ class RecipeLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        return parsed(overrides), _Reader(self.repository)
+        return OverridesParser.create().parse_overrides(overrides), _Reader(self.repository)
 
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for override in parsed(overrides):
+        for override in _parsed(*overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, allowed, *how)
-        ours: Any = OmegaConf.to_container(expected, resolve=False)
-        theirs: Any = OmegaConf.to_container(config, resolve=False)
-        for field in ("folder", "launcher", "trust") if config_name is not None else ():
-            is_named = field != "launcher" and self._command_line.names(field)
-            if theirs.get(field) != ours[field] and not is_named:
-                raise on_the_command_line(field)
-        ours, theirs = ours["hydra"], theirs["hydra"]
+        own: Any = OmegaConf.to_container(expected, resolve=False)
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        ours, theirs = own["hydra"], plain["hydra"]
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
         ours["sweeper"].pop("params", None)
@@ -249,6 +241,10 @@ class RecipeLoader(ConfigLoaderImpl):
             populated = any(field == prefix or field.startswith(f"{prefix}.") for prefix in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise on_the_command_line(f"hydra.{field}")
+        for field in ("folder", "launcher", "trust") if config_name is not None else ():
+            is_named = field != "launcher" and self._command_line.names(field)
+            if plain.get(field) != own[field] and not is_named:
+                raise on_the_command_line(field)
 
     def _check_runs(self, swept: Mapping[str, Any]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
@@ -281,9 +277,10 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
             OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
+@functools.lru_cache
+def _parsed(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
-    return list(OverridesParser.create().parse_overrides(list(overrides)))
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def on_the_command_line(field: str) -> GraphoptError:
