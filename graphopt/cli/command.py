@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> None:
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
             del recipe["hydra"]
-            usages = {f"{name} {run.operand}": run.text for name, run in _RUNS.items()}
+            usages = {f"{name} {operand}": text for name, (_, operand, text) in _RUNS.items()}
             print(help_page(usages, _options(), groups, fields(recipe)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
@@ -158,7 +158,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        return _RUNS[name].function(recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        return _RUNS[name][0](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(line_of(error)) from None
@@ -223,11 +223,10 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cuda = result.step, str(fields["device"]).startswith("cuda")
     if step is not None and not on_cuda and fields.get("native") is not False:
+        in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
             step,
-            lambda native: recipe.executor(
-                step, native=native, in_place=native and fields.get("in_place", False)
-            ),
+            lambda native: recipe.executor(step, native=native, in_place=native and in_place),
             result.batch or 1,
         )
     summary = result.summary() + (ON_CUDA if on_cuda else "")
@@ -245,27 +244,24 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     say(Console(), "written", str(compare(folder)))
 
 
-class _Run(NamedTuple):
-    """Hold what runs a recipe in a folder, an example of its arguments, and what it does."""
-
-    function: Callable[[Recipe, Path], float | None]
-    operand: str
-    text: str
-
-
-_RUNS = {
-    "train": _Run(partial(train, main=main), "my.onnx", "train it; the default"),
-    "evaluate": _Run(
-        partial(_with_trained, write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
+# By name: what runs a recipe in a folder, an example of its arguments, and what it does.
+_RUNS: dict[str, tuple[Callable[[Recipe, Path], float | None], str, str]] = {
+    "train": (partial(train, main=main), "my.onnx", "train it; the default"),
+    "evaluate": (
+        partial(_with_trained, write_metrics),
+        "folder=runs/mine",
+        "compute metrics of what a run has trained",
     ),
-    "predict": _Run(partial(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
-    "compile": _Run(partial(_export, _compile), "my.onnx", "write step.onnx without training"),
-    "hosts": _Run(partial(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
-    "artifacts": _Run(
-        partial(_export, _artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"
+    "predict": (partial(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": (partial(_export, _compile), "my.onnx", "write step.onnx without training"),
+    "hosts": (partial(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": (
+        partial(_export, _artifacts),
+        "my.onnx",
+        "write artifacts for onnxruntime-training on a device",
     ),
-    "report": _Run(partial(_export, _report), "my.onnx", "list what would train, and what blocks training"),
-    "compare": _Run(_compare, "folder=runs", "put runs side by side"),
+    "report": (partial(_export, _report), "my.onnx", "list what would train, and what blocks training"),
+    "compare": (_compare, "folder=runs", "put runs side by side"),
 }
 
 
