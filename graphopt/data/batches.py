@@ -41,11 +41,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        data: Dataset | Mapping[str, Array],
-        inputs: Mapping[str, ir.Value],
-        *,
-        allow_nan: bool = False,
+        self, data: Dataset | Mapping[str, Array], inputs: Mapping[str, ir.Value], *, allow_nan: bool = False
     ) -> None:
         data = as_dataset(data)
         self._columns = [
