@@ -103,11 +103,7 @@ def _arrow_table(pyarrow: Any, path: str, expansion: int, used: _Used) -> Any:
 
 
 def _cells(pyarrow: Any, path: str, schema: Any) -> int:
-    """Return the number of cells of a row.
-
-    Raises:
-        GraphoptError: two columns have the same name, or a row of one holds neither a cell nor an array of them.
-    """
+    """Return the number of cells of a row, whose columns have cells, or arrays of them, and different names."""
     refuse_twice(path, "column", schema.names)
     cells = 0
     for column in schema:

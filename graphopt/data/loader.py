@@ -48,11 +48,7 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
 
 
 def held_out_rows(rows: int, share: float) -> int:
-    """Return the number of rows to hold out for validation.
-
-    Raises:
-        GraphoptError: the share is not in [0, 1), or leaves no row to train on.
-    """
+    """Return the number of rows to hold out for validation."""
     if not 0 <= share < 1:
         raise GraphoptError(
             f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
@@ -66,14 +62,7 @@ def held_out_rows(rows: int, share: float) -> int:
 
 
 class TrainingRows:
-    """Read the training rows of a data set in pieces, those of inputs in the types and shapes of a model.
-
-    Args:
-        data: the data set.
-        model: the inference model.
-        rows: the indices of the rows.
-        allow_nan: accept NaN and infinities.
-    """
+    """Read the training rows of a data set in pieces, those of inputs in the types and shapes of a model."""
 
     def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
         self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
@@ -81,11 +70,7 @@ class TrainingRows:
         self._rows, self._allow_nan = rows, allow_nan
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the rows of an array.
-
-        Raises:
-            GraphoptError: there is no such array, or it does not fit the model's input.
-        """
+        """Yield the rows of an array, which has to fit the model's input."""
         if name not in self._arrays:
             found = ", ".join(map(repr, self._arrays))
             raise GraphoptError(f"data: expected an array {name!r} to learn from, found {found}")

@@ -96,10 +96,7 @@ class Stream:
         return ahead
 
     def __iter__(self) -> Iterator[Drawn]:
-        """Yield the batches of one pass.
-
-        Raises: as `draw`.
-        """
+        """Yield the batches of one pass."""
         number = 0
         for number, item in enumerate(self._data, 1):
             yield self._checked(item, f"batch {number}")
@@ -163,11 +160,7 @@ class Stream:
         return position
 
     def _checked(self, item: Any, where: str) -> Drawn:
-        """Return a batch in the graph's types.
-
-        Raises:
-            GraphoptError: it does not fit the graph.
-        """
+        """Return a batch in the graph's types, or raise an error that says which one does not fit."""
         try:
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)
@@ -253,13 +246,8 @@ def encoded(state: Any, path: str = "state") -> Any:
     if is_tensor or isinstance(state, np.ndarray | np.generic):
         array = np.asarray(state)
         if array.dtype.kind in "biufc":
-            return {
-                "tensor" if is_tensor else "array": [
-                    array.dtype.str,
-                    list(array.shape),
-                    _base64(array.tobytes()),
-                ]
-            }
+            name = "tensor" if is_tensor else "array"
+            return {name: [array.dtype.str, list(array.shape), _base64(array.tobytes())]}
     raise GraphoptError(
         f"data: {path}: expected numbers, strings, bytes or arrays in lists, tuples and dicts, found {kind.__name__}: "
         "return such a state, which a checkpoint keeps without pickle"

@@ -50,12 +50,9 @@ COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Hold the arguments of the command line.
+    """Hold the arguments of the command line: those of `key=value`, further folders of recipes, and all of them.
 
-    Args:
-        overrides: the arguments `key=value`.
-        folders: further folders of recipes: `file://FOLDER` or `pkg://PACKAGE`.
-        arguments: all arguments.
+    A folder is `file://FOLDER` or `pkg://PACKAGE`.
     """
 
     overrides: tuple[str, ...] = ()

@@ -53,12 +53,9 @@ class Program:
 
 
 class Recipe:
-    """Resolve and check a composed config once, and build its parts.
+    """Resolve and check a composed config, without the node `hydra`, once, and build its parts.
 
-    Args:
-        config: the config, without the node `hydra`.
-        choices: the chosen option of each group.
-        command_line: the arguments of the user.
+    `choices` has the chosen option of each group.
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:

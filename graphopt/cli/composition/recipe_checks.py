@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no cla
     "hosts": export_hosts,
     "limits": Limits,
 }
-_ADDED = {  # arguments that the command adds
+_ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "executor": ("step",),
     "fit": ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch"),
     "fit.checkpoint": ("folder",),
@@ -64,12 +64,17 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, value, kind, text in _plain(fields):
         if not isinstance(value, kind):
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
+    models, added = {}, dict(_ADDED)
+    for name, node in fields["models"].items():
+        outputs = node.get("outputs")  # null: the number that the data needs
+        if outputs is not None and (type(outputs) is not int or outputs < 1):
+            raise GraphoptError(
+                f"models.{name}.outputs: expected a number of outputs or null, found {outputs!r}"
+            )
+        models[name] = {field: value for field, value in node.items() if field != "outputs"}
+        added[f"models.{name}"] = ("features", "outputs")
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
-        if key in ("callbacks", "models"):
-            for name, node in fields[key].items():
-                _check_member(node, f"{key}.{name}", command_line.trust)
-        else:
-            check(fields[key], str(key), command_line.trust, _ADDED.get(key, ()))
+        check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
     checkpoint = fields["fit"].get("checkpoint") or {}
     parts = {**fields, "fit": {**training, "validation": None}, "fit.checkpoint": checkpoint}
@@ -93,18 +98,6 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
     yield "fit.checkpoint", fields["fit"].get("checkpoint"), dict | None, "a mapping of fields or null"
     yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
-
-
-def _check_member(node: Mapping[str, Any], key: str, trust: Sequence[str]) -> None:
-    """Check a callback or a built-in model."""
-    if key.startswith("callbacks."):
-        check(node, key, trust)
-        return
-    outputs = node.get("outputs")  # null: the number that the data needs
-    if outputs is not None and (type(outputs) is not int or outputs < 1):
-        raise GraphoptError(f"{key}.outputs: expected a number of outputs or null, found {outputs!r}")
-    fields = {name: value for name, value in node.items() if name != "outputs"}
-    check(fields, key, trust, ("features", "outputs"))
 
 
 def _check_untrusted(models: Iterable[str], leaves: Mapping[str, Any], command_line: CommandLine) -> None:

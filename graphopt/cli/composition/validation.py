@@ -10,7 +10,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
@@ -49,19 +49,22 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 
-def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] = ()) -> None:
-    """Raise an error if a recipe names code that is neither listed nor trusted, or has invalid fields.
+def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
+    """Raise an error if a part of a recipe names code that is neither listed nor trusted, or has invalid fields.
 
-    Args:
-        path: the path of the node in the recipe: `data`, `models.mlp`, `pipeline`, ...
-        trust: names of packages or modules whose code recipes may also name.
-        given: fields of the node's target that the caller adds.
+    `trust` names packages and modules whose code recipes may also name; `added` has the fields that the caller adds to
+    a target, by its path.
     """
-    for where, mapping in reversed(list(_mappings(node, path))):  # the inner ones first
-        if TARGET_KEY in mapping:
-            target = resolve(mapping[TARGET_KEY], where, trust)
-            fields = {name: value for name, value in mapping.items() if name != TARGET_KEY}
-            check_fields(target, fields, where, given if where == path else (), trust)
+    if isinstance(node, list):
+        for i, value in enumerate(node):
+            check(value, f"{path}[{i}]", trust, added)
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            check(value, f"{path}.{key}", trust, added)
+        if TARGET_KEY in node:
+            target = resolve(node[TARGET_KEY], path, trust)
+            fields = {name: value for name, value in node.items() if name != TARGET_KEY}
+            check_fields(target, fields, path, added.get(path, ()), trust)
 
 
 def expanded(callbacks: Any) -> dict[str, Any]:
@@ -209,17 +212,6 @@ def _untrusted(name: Any, path: str, of: str = "", home: str = "") -> GraphoptEr
 
 def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
-
-
-def _mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path and value of every mapping in a recipe."""
-    if isinstance(node, Mapping):
-        yield path, node
-        for key, value in node.items():
-            yield from _mappings(value, f"{path}.{key}")
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from _mappings(value, f"{path}[{i}]")
 
 
 def _hints(target: Any) -> dict[str, Any]:
